@@ -1,10 +1,10 @@
-//! The CPU kernels next to what bounds them: `memory/copy` is the machine's memory rate, `arithmetic/multiply-add` its
-//! arithmetic rate in f32.
+//! Benchmarks of the CPU kernels, next to the two rates that bound them: `memory/copy` is the machine's memory rate,
+//! `arithmetic/multiply-add` its arithmetic rate in f32.
 //!
-//! `cargo bench --bench kernels [-- PATTERN]` runs them, or those whose name the pattern matches. Criterion's `thrpt`
-//! line is the rate: in `memory/`, of bytes that must move; in `arithmetic/`, of FLOPs, which criterion calls elements
-//! (1 Gelem/s is 1 GFLOP/s). Shapes are those of the tiny preset at batch 4, context 256: N = 1024 tokens, D = 512,
-//! F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype is f32's.
+//! `cargo bench --bench kernels [-- PATTERN]` runs all of them, or those whose names match the pattern. Criterion's
+//! `thrpt` line is the rate. In `memory/` it counts the bytes that must move. In `arithmetic/` it counts FLOPs, which
+//! criterion calls elements (1 Gelem/s is 1 GFLOP/s). Shapes are those of the tiny preset at batch 4, context 256: N =
+//! 1024 tokens, D = 512, F = 1344, H = 16, Dh = 32, V = 10,000. A name without a dtype means f32.
 
 use candle_core::{DType, WithDType};
 use criterion::measurement::WallTime;
@@ -19,7 +19,7 @@ use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::{
-    Activation, Gate, Norm, Seen, Stored, Update, activation, adamw, cross_entropy, embedding,
+    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, adamw, cross_entropy, embedding,
     flash, gated, multiply_adds, norm, relu, rope, softmax,
 };
 
@@ -34,13 +34,13 @@ const HEADS: HeadSizes = HeadSizes {
     head_dim: 32,
 };
 
-/// `n` values in (-1, 1) that no branch predictor or denormal profits from.
+/// Returns `n` values in (-1, 1) without a pattern that a branch predictor could learn, and without denormals.
 fn values<T: WithDType>(n: usize) -> Vec<T> {
     let value = |i| T::from_f64(f64::from(((i as f32) * 0.618).sin()));
     (0..n).map(value).collect()
 }
 
-/// Criterion's two groups: kernels that memory bounds, and those that arithmetic bounds.
+/// A criterion group: the kernels bound by memory, or those bound by arithmetic.
 struct Bench<'a> {
     group: BenchmarkGroup<'a, WallTime>,
 }
@@ -48,7 +48,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(criterion: &'a mut Criterion, name: &str) -> Self {
         let mut group = criterion.benchmark_group(name);
-        group.sampling_mode(SamplingMode::Flat); // the slowest kernels take half a second
+        group.sampling_mode(SamplingMode::Flat); // the slowest kernels need half a second
         Self { group }
     }
 
@@ -84,7 +84,7 @@ fn copy(bench: &mut Bench) {
     });
 }
 
-/// On every thread of the pool.
+/// Measures multiply-adds on every thread of the pool.
 fn multiply_add(bench: &mut Bench) {
     let flop = multiply_adds() as usize * rayon::current_num_threads();
     bench.products("multiply-add", flop, || {
@@ -141,7 +141,8 @@ fn products(bench: &mut Bench) {
     });
 }
 
-/// Attention in tiles: FLOPs are those of the products that the mask leaves, 4 Tq Tk Dh forward and 10 backward.
+/// Measures flash attention. FLOPs are those of the matmuls that the mask leaves: 4 Tq Tk Dh forward and 10 Tq Tk Dh
+/// backward, of each head.
 fn flash_attention(bench: &mut Bench) {
     for (batch, heads, length, head_dim, mask) in [
         (8, 1, 4096, 64, Mask::Full),
@@ -162,7 +163,7 @@ fn flash_attention(bench: &mut Bench) {
         };
         let tiles = flash::Tiles::for_head_dim(head_dim);
         let (rows, n) = (batch * heads * length, batch * heads * length * head_dim);
-        let inputs = values(n + 3); // each begins elsewhere
+        let inputs = values(n + 3); // each view has another offset
         let view = |first: usize| flash::Heads {
             data: &inputs[first..first + n],
             strides: [heads * length * head_dim, length * head_dim, head_dim, 1],
@@ -296,12 +297,12 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let (x, dp): (Vec<T>, Vec<T>) = (values(n), values(n));
     let (mut p, mut dx) = (vec![T::zero(); n], vec![T::zero(); n]);
     for (name, mask) in [("full", Mask::Full), ("causal", Mask::Causal)] {
-        let seen = Seen::by_mask(mask, t, t);
+        let seen = KeyRanges::by_mask(mask, t, t);
         bench.memory::<T>(&format!("softmax forward {name}"), 2 * n, || {
             softmax::forward(&x, seen, 0.2, &mut p);
         });
         bench.memory::<T>(&format!("softmax backward {name}"), 3 * n, || {
-            // As the op has it: from p where it is not rounded.
+            // Backward as the op runs it: from p if T is f32, else from the scores.
             match (T::as_wide(&dp), T::as_wide(&p), T::as_wide_mut(&mut dx)) {
                 (Some(dp), Some(p), Some(dx)) => softmax::backward(dp, p, seen, 0.2, dx),
                 _ => softmax::backward_from_scores(&dp, &x, seen, 0.2, &mut dx),
@@ -313,7 +314,7 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     let target = |row: usize| Some(row * 7 % V);
     let (mut loss, mut lse) = (vec![0f32; TOKENS], vec![0f32; TOKENS]);
     let mut dlogits = vec![T::zero(); TOKENS * V];
-    // The row is read twice, for its maximum and for the sum; the second time from cache.
+    // Each row is read twice, for its maximum and for its sum, but the second time from cache.
     bench.memory::<T>("cross_entropy forward", TOKENS * V, || {
         cross_entropy::forward(&logits, V, target, &mut loss, &mut lse);
     });
@@ -327,7 +328,7 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     bench.memory::<T>("embedding forward", 2 * TOKENS * D, || {
         embedding::forward(&table, D, &ids, &mut y);
     });
-    // The table's gradient is cleared, then each row of dy is added to one row of it.
+    // The table's gradient is set to zero, then each row of dy is added to one of its rows.
     bench.memory::<T>("embedding backward", V * D + 3 * TOKENS * D, || {
         embedding::backward(&dy, D, &ids, None, &mut dtable);
     });

@@ -1,8 +1,8 @@
-//! Steps of the preset tiny (22.7 M parameters) on the CPU, at batch 4, context 256.
+//! Benchmarks of training steps on the CPU: the tiny preset (22.7 M parameters) at batch 4, context 256.
 //!
 //! `cargo bench --bench steps [-- PATTERN]` runs them, eager and planned, in f32 and bf16. Criterion's `thrpt` line is
-//! the rate in tokens a second, which it calls elements. `cargo run --example e2e_benchmark` measures other models and
-//! devices, with memory; its allocator keeps freed pages, so its eager steps take less time than these.
+//! the rate in tokens per second, which it calls elements. `cargo run --example e2e_benchmark` measures other models
+//! and devices, with memory. Its allocator keeps freed pages, so its eager steps are faster than these.
 
 use candle_core::{Device, Tensor};
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
@@ -56,7 +56,7 @@ impl Training {
             precision,
             ..Default::default()
         };
-        Step::of(&self.model, &self.optimizer, &config)
+        Step::for_model(&self.model, &self.optimizer, &config)
     }
 }
 

@@ -1,5 +1,4 @@
-//! A model that is not this crate's: GPT-2 (`custom_model/gpt2.rs`), trained eagerly or from a plan, traced and
-//! profiled.
+//! A custom model: GPT-2 (`custom_model/gpt2.rs`), trained eagerly or from a plan, traced and profiled.
 //!
 //! ```text
 //! cargo run --example custom_model
@@ -37,7 +36,7 @@ use tallow::profile::{
 use tallow::report::{Fields, Report, format_mib, group_digits, save_document};
 use tallow::{Error, Result, no_grad};
 
-/// Steps before the profiler starts.
+/// The number of steps before the profiler starts.
 const WARMUP_STEPS: usize = 1;
 
 /// Trains GPT-2, written from this crate's layers and ops, and says what each op of a step costs
@@ -101,7 +100,6 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -164,7 +162,7 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// The forward of a batch, on the device's kernels, of a model without elements.
+    /// Traces the loss of a batch with the device's kernels, using meta tensors as weights.
     fn traced(&self, device: &Device) -> Result<Graph> {
         let model = Gpt2::new(self.config(), graph::weights(DType::F32))?;
         let shape = (self.batch_size, self.n_positions);
@@ -177,7 +175,7 @@ impl Flags {
         graph::trace(target, || model.loss(&tokens, &targets))
     }
 
-    /// Refuses an eager step that memory does not hold.
+    /// Refuses an eager step that needs more memory than is available.
     fn check_memory(&self, estimate: &Estimate, device: &Device) -> Result<()> {
         let wanted_bytes = estimate.peak_bytes;
         match tallow::hardware::available_bytes_on(device) {
@@ -190,8 +188,8 @@ impl Flags {
         }
     }
 
-    /// Trains on batches in which each token follows from the last: the steps' profile, their losses, and a note where
-    /// a GPU's kernels are not recorded.
+    /// Trains on batches in which each token determines the next. Returns the steps' profile, their losses, and a note
+    /// if a GPU's kernels cannot be recorded.
     fn train(
         &self,
         model: &Gpt2,
@@ -232,7 +230,7 @@ impl Flags {
         Ok((summary, losses, note))
     }
 
-    /// Of a new batch's tokens, the share that the model foresees.
+    /// Returns the fraction of a new batch's tokens that the model predicts.
     fn share_right(&self, model: &Gpt2, device: &Device) -> Result<f64> {
         let mut random = ChaCha8Rng::seed_from_u64(!self.common.seed);
         let [tokens, targets] = self.batch(&mut random, device)?;
@@ -242,7 +240,7 @@ impl Flags {
         Ok(right.to_scalar::<f32>()?.into())
     }
 
-    /// Tokens and targets (B, T).
+    /// Returns tokens and targets, each (B, T).
     fn batch(&self, random: &mut ChaCha8Rng, device: &Device) -> Result<[Tensor; 2]> {
         let (batch, length) = (self.batch_size, self.n_positions);
         let vocab = self.vocab_size as u64;
@@ -294,7 +292,7 @@ impl Flags {
     }
 }
 
-/// The trace as a table. Paths end in the op; sizes and bytes go first where there is no room.
+/// Returns the trace as a table. Paths end in the op; in narrow output, columns of sizes and bytes are left out first.
 fn nodes(traced: &Graph) -> Report {
     let mut table = node_table(traced);
     for column in &mut table.columns {
@@ -309,8 +307,7 @@ fn nodes(traced: &Graph) -> Report {
     table
 }
 
-/// A profiler. Where a GPU's kernels cannot be recorded, one that waits for the GPU at each op, and a note that says
-/// why.
+/// Starts a profiler. If GPU kernels cannot be recorded, it waits for the GPU at each op, and a note gives the reason.
 fn start_profiler(device: &Device) -> Result<(Profiler, Option<String>)> {
     match Profiler::start_on(device) {
         Err(Error::Order { problem, .. }) if device.is_cuda() => {
@@ -323,7 +320,7 @@ fn start_profiler(device: &Device) -> Result<(Profiler, Option<String>)> {
     }
 }
 
-/// Forward, backward and update, op by op: the loss before it.
+/// Runs forward, backward and update op by op, and returns the loss before the update.
 fn eager_step(model: &Gpt2, optimizer: &mut AdamW, [tokens, targets]: [&Tensor; 2]) -> Result<f32> {
     let loss = {
         let _phase = profile::phase("forward");

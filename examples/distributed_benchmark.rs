@@ -5,15 +5,11 @@
 //! srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
-//! cargo run --example distributed_benchmark
-//! cargo run --example distributed_benchmark -- --ranks 4 --part memory --strategy replicated sharded-optimizer fully-shard
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl --precision bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
 //!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
-//! cargo run --example distributed_benchmark -- --part accounting
-//! mpirun -n 2 cargo run --example distributed_benchmark --features mpi -- --mib 1 10 --size tiny
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
 
@@ -37,19 +33,24 @@ mod steps;
 
 use accounting::AccountingFlags;
 use clap::{Parser, ValueEnum};
-use common::models::{ModelFlags, describe};
+use common::effects::names_gpu;
+use common::models::{Model, ModelFlags, describe, with_attention};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
 use common::sweep::Progress;
-use common::{Common, Effects, Output, values};
+use common::ways::Way;
+use common::{Common, Effects, Output, gib_bytes, values};
 use paper::PaperFlags;
 use std::num::NonZeroUsize;
+use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use steps::Ways;
 use tallow::attention::Algorithm;
+use tallow::bench::Stopwatch;
+use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Ranks};
-use tallow::report::{Fields, Report};
+use tallow::report::{Fields, Report, Statistics};
 use tallow::{Error, Result};
 
 /// Times collectives and training steps of several ranks, and measures their memory
@@ -126,19 +127,16 @@ Examples:
   distributed_benchmark --ranks 2 --part memory --strategy replicated sharded-optimizer fully-shard
   distributed_benchmark --part accounting";
 
+/// The values of `--part`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
-    /// All-reduce, reduce-scatter and all-gather by size
     Collectives,
-    /// Training steps by how gradients are exchanged
     Steps,
-    /// A rank's memory by what is divided
     Memory,
-    /// Estimated steps of more GPUs, by measured rates
     Paper,
-    /// The handout's communication accounting
     Accounting,
 }
+use Part::{Accounting, Collectives, Memory, Paper, Steps};
 
 fn main() -> ExitCode {
     let mut flags = Flags::effects().parse();
@@ -150,70 +148,43 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
+    /// Returns what the flags' effects depend on.
     fn effects() -> Effects<Self> {
+        const ON_THREADS: &str =
+            "without torchrun, srun or mpirun, which start the ranks, on the CPU";
+        const WITH_MODEL: &str = "with --part steps, memory, paper or accounting";
+        const WITH_STEP: &str = "with --part steps, memory or paper";
+        let of = |parts: &'static [Part]| move |flags: &Self| flags.has(parts);
+        let with_model = of(&[Steps, Memory, Paper, Accounting]);
+        let with_step = of(&[Steps, Memory, Paper]);
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
             .of_ranks(|flags| (&flags.processes, &flags.common))
-            .only(
-                "without torchrun, srun or mpirun, which start the ranks, on the CPU",
-                &["ranks"],
-                |flags| matches!(flags.ranks_as_threads(), Ok(Some(_))),
-            )
-            .only("with --part collectives", &["mib"], |flags| {
-                flags.has(&[Part::Collectives])
+            .only(ON_THREADS, &["ranks"], |flags| {
+                matches!(flags.ranks_as_threads(), Ok(Some(_)))
             })
-            .only(
-                "with --part steps, memory, paper or accounting",
-                &[
-                    "handout",
-                    "size",
-                    "family",
-                    "d-model",
-                    "d-ff",
-                    "num-layers",
-                    "num-heads",
-                    "vocab-size",
-                    "batch-size",
-                    "context-length",
-                ],
-                |flags| flags.part.iter().any(|part| *part != Part::Collectives),
-            )
-            .only(
-                "with --part steps, memory or paper",
-                &[
-                    "precision",
-                    "autocast",
-                    "attention",
-                    "bucket-mib",
-                    "exchange-bf16",
-                    "strategy",
-                    "memory-budget-gib",
-                ],
-                |flags| flags.has(&[Part::Steps, Part::Memory, Part::Paper]),
-            )
+            .only("with --part collectives", &["mib"], of(&[Collectives]))
             .only(
                 "with --part steps or memory",
                 &["without-alone", "seed"],
-                |flags| flags.has(&[Part::Steps, Part::Memory]),
+                of(&[Steps, Memory]),
             )
             .only(
                 "with --part collectives or steps",
                 &["warmup-steps", "steps"],
-                |flags| flags.has(&[Part::Collectives, Part::Steps]),
+                of(&[Collectives, Steps]),
             )
-            .only("with --part steps", &["trace"], |flags| {
-                flags.has(&[Part::Steps])
-            })
-            .only("with --part paper", PaperFlags::NAMES, |flags| {
-                flags.has(&[Part::Paper])
-            })
-            .only("with --part accounting", AccountingFlags::NAMES, |flags| {
-                flags.has(&[Part::Accounting])
-            })
+            .only("with --part steps", &["trace"], of(&[Steps]))
+            .only(WITH_MODEL, &["batch-size", "context-length"], with_model)
+            .only_group::<ModelFlags>(WITH_MODEL, with_model)
+            .only(WITH_STEP, &["attention"], with_step)
+            .only_group::<PrecisionFlags>(WITH_STEP, with_step)
+            .only_group::<Ways>(WITH_STEP, with_step)
+            .only_group::<PaperFlags>("with --part paper", of(&[Paper]))
+            .only_group::<AccountingFlags>("with --part accounting", of(&[Accounting]))
     }
 
-    /// T: the last context length given, since a repeated flag replaces the one before.
+    /// Returns T: the last context length given, since a repeated flag replaces the one before.
     fn length(&self) -> usize {
         self.context_length.last().copied().unwrap_or_default()
     }
@@ -223,120 +194,166 @@ impl Flags {
         self.part.iter().any(|part| parts.contains(part))
     }
 
-    /// The ranks that are threads of this process; `None` where ranks are processes or GPUs.
-    fn ranks_as_threads(&self) -> Result<Option<NonZeroUsize>> {
+    /// Returns the number of ranks that are threads of this process; `None` where ranks are processes or GPUs.
+    fn ranks_as_threads(&self) -> Result<Option<usize>> {
         let are_processes = Ranks::from_env()?.is_some() || self.processes.gpus.is_some();
-        let is_on_cpu = self.common.device.eq_ignore_ascii_case("cpu");
-        let ranks = self.ranks.or(NonZeroUsize::new(2));
-        Ok(ranks.filter(|_| !are_processes && is_on_cpu))
+        let ranks = self.ranks.map_or(2, NonZeroUsize::get);
+        Ok((!are_processes && !names_gpu(&self.common)).then_some(ranks))
     }
 
     fn run(&self) -> Result<()> {
         let Some(ranks) = self.ranks_as_threads()? else {
-            let communicator = self.processes.join(&self.common)?;
-            return self.common.around(|| self.run_rank(&communicator));
+            return self.run_rank(self.processes.join(&self.common)?, false);
         };
-        let communicators = distributed::threads(ranks.get())?;
-        let ended: Vec<Result<()>> = std::thread::scope(|scope| {
-            let run =
-                |communicator: Communicator| self.common.around(|| self.run_rank(&communicator));
-            let threads: Vec<_> = communicators
-                .into_iter()
-                .map(|communicator| scope.spawn(move || run(communicator)))
-                .collect();
-            let joined = threads.into_iter().map(|thread| thread.join());
-            joined
-                .map(|ended| ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
+        let ranks = distributed::threads(ranks)?;
+        let mut errors: Vec<Error> = std::thread::scope(|scope| {
+            let ranks = ranks.into_iter();
+            let threads = ranks.map(|rank| scope.spawn(|| self.run_rank(rank, true)));
+            let threads: Vec<_> = threads.collect();
+            let ended = threads.into_iter().map(|thread| thread.join());
+            let ended = ended.map(|ended| ended.unwrap_or_else(|panic| resume_unwind(panic)));
+            ended.filter_map(Result::err).collect()
         });
         // A rank that fails takes the others with it: its own error says why.
-        let mut errors: Vec<Error> = ended.into_iter().filter_map(Result::err).collect();
-        let own = errors
-            .iter()
-            .position(|error| !matches!(error, Error::Rank { .. }));
-        match errors.is_empty() {
-            true => Ok(()),
-            false => Err(errors.swap_remove(own.unwrap_or(0))),
-        }
+        errors.sort_by_key(|error| matches!(error, Error::Rank { .. }));
+        errors.into_iter().next().map_or(Ok(()), Err)
     }
 
-    /// Runs all parts as one rank; rank 0 prints them.
-    fn run_rank(&self, communicator: &Communicator) -> Result<()> {
-        if communicator.rank() == 0 {
-            self.output.check_with([&self.trace])?;
+    /// Runs all parts as one rank. Rank 0 prints them.
+    fn run_rank(&self, communicator: Communicator, is_thread: bool) -> Result<()> {
+        self.common.around(|| {
+            let is_first = communicator.rank() == 0;
+            if is_first {
+                self.output.check_with([&self.trace])?;
+            }
+            let columns = self.part.iter().map(|part| part.table().columns);
+            self.output.check_columns(columns)?;
+            let mut rank = Rank::new(self, communicator, is_thread)?;
+            let reports = self.part.iter().map(|part| rank.report(*part));
+            let mut reports: Vec<Report> = reports.collect::<Result<_>>()?;
+            let first = Report {
+                environment: self.common.environment(rank.communicator.device()),
+                configuration: rank.configuration()?,
+                ..reports.remove(0)
+            };
+            match is_first {
+                true => self.output.publish(&Report {
+                    details: reports,
+                    ..first
+                }),
+                false => Ok(()), // all ranks have the same tables
+            }
+        })
+    }
+}
+
+impl Part {
+    /// Returns the table without rows.
+    fn table(self) -> Report {
+        let (title, columns) = match self {
+            Collectives => ("Collectives", collectives::columns()),
+            Steps => ("Training steps", steps::columns()),
+            Memory => ("Memory of a rank", memory::columns()),
+            Paper => ("Estimated steps of more GPUs", paper::columns()),
+            Accounting => ("Accounting of feed-forward layers", accounting::columns()),
+        };
+        Report {
+            title: title.into(),
+            columns,
+            ..Default::default()
         }
-        let tables = [
-            collectives::columns(),
-            steps::columns(),
-            memory::columns(),
-            paper::columns(),
-            accounting::columns(),
-        ];
-        self.output.check_columns(tables)?;
-        let models = self.models.models(self.length(), &[self.attention])?;
-        let runs = self.part.iter().map(|part| match part {
-            Part::Collectives => 3 * self.mib.len(),
-            Part::Steps | Part::Memory => models.len() * self.ways.all().len(),
-            Part::Paper => models.len() * self.ways.all().iter().flatten().count(),
-            Part::Accounting => 0,
+    }
+}
+
+/// A rank of the job, which measures the parts.
+struct Rank<'f> {
+    flags: &'f Flags,
+    communicator: Communicator,
+    /// Whether ranks are threads of this process.
+    are_threads: bool,
+    models: Vec<Model>,
+    step: StepConfig,
+    progress: Progress,
+}
+
+impl<'f> Rank<'f> {
+    fn new(flags: &'f Flags, communicator: Communicator, are_threads: bool) -> Result<Self> {
+        let mut models = flags.models.models(flags.length(), &[flags.attention])?;
+        for model in &mut models {
+            model.config = with_attention(&model.config, flags.attention);
+        }
+        let ways = models.len() * flags.ways.all(communicator.shard()).len();
+        let runs = flags.part.iter().map(|part| match part {
+            Collectives => collectives::COLLECTIVES.len() * flags.mib.len(),
+            Steps | Memory | Paper => ways,
+            Accounting => 0,
         });
-        let runs = runs.sum();
-        let progress = &mut Progress::of_rank(communicator.rank(), runs);
-        let mut reports = Vec::new();
-        for part in &self.part {
-            reports.push(match part {
-                Part::Collectives => self.collectives(communicator, progress)?,
-                Part::Steps => self.training_steps(communicator, &models, progress)?,
-                Part::Memory => self.memory(communicator, &models, progress)?,
-                Part::Paper => self.on_paper(&models, progress)?,
-                Part::Accounting => self.accounting(&models)?,
-            });
-        }
-        if communicator.rank() > 0 {
-            return Ok(()); // one rank's tables are all of it
-        }
-        let mut configuration = self.configuration(communicator)?;
-        let is_of_models = |part: &Part| match part {
-            Part::Collectives => false,
-            Part::Accounting => self.models.names_a_model(),
-            _ => true,
-        };
-        if self.part.iter().any(is_of_models) {
-            configuration.merge(describe(&models));
-        }
-        let mut reports = reports.into_iter();
-        let report = Report {
-            environment: self.common.environment(communicator.device()),
-            configuration,
-            ..reports.next().unwrap_or_default()
-        };
-        self.output.publish(&Report {
-            details: reports.collect(),
-            ..report
+        Ok(Self {
+            flags,
+            progress: Progress::of_rank(communicator.rank(), runs.sum()),
+            communicator,
+            are_threads,
+            models,
+            step: StepConfig {
+                precision: flags.precision.precision()?,
+                memory_budget_bytes: flags.ways.memory_budget_gib.map(gib_bytes),
+                ..Default::default()
+            },
         })
     }
 
-    fn configuration(&self, communicator: &Communicator) -> Result<Fields> {
-        let mut fields = Fields::new();
-        let measures = |part: &Part| !matches!(part, Part::Paper | Part::Accounting);
-        if self.part.iter().any(measures) {
-            let ranks = communicator.world_size();
-            let are_threads = self.ranks_as_threads()?.is_some();
-            let ranks = format!("{ranks}{}", if are_threads { " threads" } else { "" });
-            fields.insert("ranks", ranks);
-            fields.insert("warm-up", self.warmup_steps);
-            fields.insert("steps", self.steps);
+    fn report(&mut self, part: Part) -> Result<Report> {
+        let mut report = part.table();
+        match part {
+            Collectives => self.collectives(&mut report)?,
+            Steps => self.training_steps(&mut report)?,
+            Memory => self.memory(&mut report)?,
+            Paper => self.paper(&mut report)?,
+            Accounting => self.accounting(&mut report),
         }
-        if self.part != [Part::Collectives] {
-            if self.part != [Part::Accounting] {
-                fields.insert("precision", self.precision.precision()?.name());
-                fields.insert("attention", self.attention.name());
-            }
-            fields.insert("B of a rank", self.batch_size);
-            fields.insert("T", self.length());
+        Ok(report)
+    }
+
+    /// Returns every strategy with every exchange that it has, the step alone first.
+    fn ways(&self) -> Vec<Way> {
+        let all = self.flags.ways.all(self.communicator.shard());
+        all.into_iter().map(Way::new).collect()
+    }
+
+    fn timed(&self, work: impl FnMut() -> Result<()>) -> Result<Statistics> {
+        let stopwatch = Stopwatch::new(self.communicator.device());
+        let timing = stopwatch
+            .warmup(self.flags.warmup_steps)
+            .measure(self.flags.steps, work)?;
+        timing.statistics()
+    }
+
+    fn configuration(&self) -> Result<Fields> {
+        let (flags, mut fields) = (self.flags, Fields::new());
+        let steps = flags.has(&[Steps, Memory, Paper]);
+        if flags.has(&[Collectives, Steps, Memory]) {
+            let threads = if self.are_threads { " threads" } else { "" };
+            let ranks = format!("{}{threads}", self.communicator.world_size());
+            fields
+                .insert("ranks", ranks)
+                .insert("warm-up", flags.warmup_steps)
+                .insert("steps", flags.steps);
         }
-        if self.part.contains(&Part::Paper) {
-            fields.merge(self.paper.describe());
+        if steps {
+            fields
+                .insert("precision", self.step.precision.name())
+                .insert("attention", flags.attention.name());
+        }
+        if steps || flags.has(&[Accounting]) {
+            fields
+                .insert("B of a rank", flags.batch_size)
+                .insert("T", flags.length());
+        }
+        if flags.has(&[Paper]) {
+            fields.merge(Fields::of(&flags.paper)?);
+        }
+        if steps || flags.models.names_a_single_model() {
+            fields.merge(describe(&self.models));
         }
         Ok(fields)
     }

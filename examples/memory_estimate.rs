@@ -1,28 +1,29 @@
-//! The memory of a step before anything is run, term by term with its formula, and what follows: what fits, and with
-//! which checkpointing.
+//! Predicts the memory of a step without running it, term by term with formulas, and the sizes and checkpointing that
+//! fit.
 //!
-//! The GPU of `--device cuda` need not be there. `memory_profile` measures what is predicted here.
+//! `--device cuda` does not need a GPU. `memory_profile` measures what this program predicts.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
 #[path = "memory_estimate/answers.rs"]
 mod answers;
 mod common;
-#[path = "memory_estimate/eager.rs"]
-mod eager;
+#[path = "memory_estimate/question.rs"]
+mod question;
 #[path = "memory_estimate/step.rs"]
 mod step;
 
 use candle_core::Device;
 use clap::{Parser, ValueEnum};
+use common::labels::label_columns;
 use common::models::describe;
 use common::modes::{is_any, not_planned};
-use common::runs::{self, GridFlags, Run, label_columns};
+use common::runs::{self, GridFlags, Run};
 use common::{Effects, Output, words};
-use eager::Question;
+use question::Question;
 use std::process::ExitCode;
 use tallow::compile::Target;
-use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Mode, Workload, planned_breakdown};
+use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Mode, Workload};
 use tallow::optim::Moments;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
@@ -79,7 +80,6 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -109,7 +109,7 @@ impl Flags {
             )
     }
 
-    /// Predicts every run; the answers are about the first eager one, with a backward if any has.
+    /// Predicts every run. The answers are about one of them: preferably eager, and with a backward.
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
         self.output.check_columns([columns(), terms()])?;
@@ -142,14 +142,16 @@ impl Flags {
             notes: not_planned(compile, &precisions).into_iter().collect(),
             ..Default::default()
         };
-        let eager = || runs.iter().enumerate().filter(|(_, run)| !run.is_planned());
-        let has_backward = |(_, run): &(usize, &Run)| run.run.mode != Mode::Forward;
-        if let Some((index, run)) = eager().find(has_backward).or_else(|| eager().next()) {
-            let question = self.question(run, device.as_ref())?;
-            let (answers, strategies) = question.answers()?;
+        let has_backward = |run: &&Run| run.run.mode != Mode::Forward;
+        let eager = || runs.iter().filter(|run| !run.is_planned());
+        let asked = eager().find(has_backward).or_else(|| eager().next());
+        let asked = asked.or_else(|| runs.iter().find(has_backward));
+        if let Some(run) = asked.or_else(|| runs.first()) {
+            let (answers, strategies) = self.question(run, device.as_ref())?.answers()?;
             report.answers = answers;
             report.details.extend(strategies);
-            if runs.len() > 1 {
+            let index = runs.iter().position(|own| std::ptr::eq(own, run));
+            if let Some(index) = index.filter(|_| runs.len() > 1) {
                 let note = format!("The answers are about one configuration: {}.", names[index]);
                 report.notes.push(note);
             }
@@ -158,18 +160,14 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// The row of a run, and what its peak is made of.
+    /// Returns the row of a run, and the terms of its peak.
     fn predicted(&self, run: &Run, device: Option<&Device>) -> Result<(Fields, MemoryBreakdown)> {
-        let mut row = run.labels();
-        let breakdown = match run.is_planned() {
-            true => self.planned(run, &mut row, device)?,
-            false => self.question(run, device)?.add_to(&mut row)?,
-        };
-        let workload = self.workload(run, device);
-        let residual = eager::residual_stream_bytes(&run.run.config, &workload);
+        let mut row = run.labels().fields();
+        let question = self.question(run, device)?;
+        let breakdown = question.add_to(&mut row)?;
         row.insert("peak_bytes", breakdown.peak_bytes())
             .insert("after_forward_bytes", breakdown.before_backward_bytes)
-            .insert("residual_stream_bytes", residual);
+            .insert("residual_stream_bytes", question.residual_stream_bytes());
         for kind in MemoryKind::ALL {
             let bytes = breakdown.bytes_of(kind);
             row.insert(kind.name(), (bytes > 0).then_some(bytes));
@@ -177,44 +175,31 @@ impl Flags {
         Ok((row, breakdown))
     }
 
-    /// A planned step; what fits is searched only where a limit is given, since every try is a plan.
-    fn planned(
-        &self,
-        run: &Run,
-        row: &mut Fields,
-        device: Option<&Device>,
-    ) -> Result<MemoryBreakdown> {
-        let (config, workload) = (&run.run.config, self.workload(run, device));
-        let target = device.map_or(Target::Cuda, Target::from);
-        let (plan, checkpointing) = self.step.plan(config, &workload, target)?;
-        row.insert("checkpointing", checkpointing.to_string()); // a budget may choose another
-        if let Some(bytes) = self.grid.memory_limit_gib.map(common::gib_bytes) {
-            let workload = Workload {
-                checkpointing,
-                ..workload
-            };
-            let (batch, length) = self.step.largest(config, &workload, target, bytes)?;
-            row.insert("available_bytes", bytes)
-                .insert("largest_batch_size", batch)
-                .insert("largest_context_length", length);
-        }
-        Ok(planned_breakdown(&plan))
-    }
-
-    fn question<'r>(&self, run: &'r Run, device: Option<&Device>) -> Result<Question<'r>> {
+    /// Returns the question about a run. What fits is computed for a planned step only if a limit is given, because
+    /// each size that is tried needs a plan.
+    fn question<'r>(&'r self, run: &'r Run, device: Option<&Device>) -> Result<Question<'r>> {
         let limit = self.grid.memory_limit_gib.map(common::gib_bytes);
+        let target = device.map_or(Target::Cuda, Target::from);
+        let question = Question {
+            config: &run.run.config,
+            workload: self.workload(run, device),
+            available_bytes: limit,
+            planned: run.is_planned().then_some((&self.step, target)),
+        };
+        if run.is_planned() {
+            return Ok(question);
+        }
         let available = limit.or_else(|| tallow::hardware::available_bytes_on(device?));
         let available_bytes = available.ok_or_else(|| Error::Config {
             config: common::PROGRAM,
             field: "--memory-limit-gib",
             expected: "given".into(),
-            got: "nothing, where the system does not say what is available".into(),
+            got: "nothing, and the system does not report the available memory".into(),
             hint: "name a number of GiB".into(),
         })?;
         Ok(Question {
-            config: &run.run.config,
-            workload: self.workload(run, device),
-            available_bytes,
+            available_bytes: Some(available_bytes),
+            ..question
         })
     }
 
@@ -235,7 +220,7 @@ impl Flags {
     }
 }
 
-/// The terms of every run's peak.
+/// Returns the table of the terms of every run's peak.
 fn terms_of(names: &[String], breakdowns: &[MemoryBreakdown]) -> Report {
     let mut table = Report {
         title: "Terms of the peak".into(),
@@ -259,7 +244,8 @@ fn terms_of(names: &[String], breakdowns: &[MemoryBreakdown]) -> Report {
     table
 }
 
-/// A line a configuration. The kinds of memory are shown together or not at all: they add up to the peak.
+/// Returns the columns of one line a configuration. The kinds of memory share a rank, because together they are the
+/// peak.
 fn columns() -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
@@ -277,7 +263,7 @@ fn columns() -> Vec<Column> {
     columns
 }
 
-/// A line a term.
+/// Returns the columns of the table of terms.
 fn terms() -> Vec<Column> {
     vec![
         Column::text("run", "Run"),

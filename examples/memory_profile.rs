@@ -1,5 +1,5 @@
-//! Where the memory of a step goes: predicted, measured, by phase and by origin, with a timeline and PyTorch's
-//! snapshot. `--help` has commands.
+//! Profiles the memory of a step: predicted and measured, by phase and by origin, with a timeline and PyTorch's memory
+//! snapshot. `--help` lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -14,14 +14,13 @@ use candle_core::Device;
 use clap::Parser;
 use common::models::{Model, describe};
 use common::modes::{CompileFlag, is_any, not_planned};
-use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
-use common::{Common, Effects, Output, Sweep, values, words};
-use std::path::PathBuf;
+use common::{Common, Effects, Output, Sweep, labels, outputs, values, words};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tables::{Details, columns, line};
+use tables::{Details, Named, columns, line};
 use tallow::Result;
-use tallow::bench::{EndToEnd, MemoryProfile};
+use tallow::bench::{EndToEnd, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
 use tallow::report::{Answer, Fields, Report, format_mib};
 
@@ -71,7 +70,6 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -87,7 +85,7 @@ impl Flags {
             )
     }
 
-    /// Whether any run is planned, or any is not.
+    /// Returns whether any run is planned (`planned`), or any is eager (otherwise).
     fn is_any(&self, planned: bool) -> bool {
         let grid = &self.grid;
         is_any(&grid.precision, self.compile, &grid.modes(), planned)
@@ -109,33 +107,32 @@ impl Flags {
         let all = runs.iter_mut().map(|run| &mut run.run);
         self.grid.give_memory(all, &device)?;
         self.output.check_columns([columns(&device)])?;
+        let names = runs::names(&runs);
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
-        let mut kept = Ok(()); // a file that fails does not cost the table
+        let mut kept = Ok(()); // the table is printed even if a file cannot be written
         let mut sweep = Sweep::new(runs.len())?;
-        let several = runs.len();
-        for run in &runs {
+        for (run, name) in runs.iter().zip(&names) {
             let title = run.title();
             if !sweep.begins(&title) {
                 break;
             }
-            let index = rows.len();
-            let mut row = Row::of(run);
+            let named = Named(name, run.labels());
+            let path = |path: &Path| outputs::named(path, &title, runs.len());
+            let mut row = Row {
+                labels: run.labels(),
+                ..Default::default()
+            };
             let written = match run.is_planned() {
-                true => {
-                    self.run_planned(&run.run, &device, &mut row, (index, &mut details), |path| {
-                        named(path, &title, several)
-                    })
-                }
+                true => self.run_planned(&run.run, &device, &mut row, &mut details, &named, path),
                 false => match self.run_eager(&run.run, &device, &mut row)? {
                     Some(profile) => {
-                        details.add(index, &profile);
-                        let said = profile.recording.notes().into_iter();
-                        notes.extend(said.map(|note| format!("{title}: {note}.")));
-                        self.write(&profile, &title, several)
+                        details.add(&named, &profile);
+                        let own = profile.recording.notes().into_iter();
+                        notes.extend(own.map(|note| format!("{title}: {note}.")));
+                        self.write(&profile, &title, path)
                     }
                     None => {
-                        let breakdown = run.run.estimate(&device)?.breakdown;
-                        details.add_predicted(index, &breakdown);
+                        details.add_predicted(&named, &run.run.estimate(&device)?.breakdown);
                         Ok(())
                     }
                 },
@@ -145,11 +142,13 @@ impl Flags {
         }
         answers::compare_with_f32(&mut rows);
         let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
-        let runs = &runs[..rows.len()]; // those before Ctrl-C
-        let names = runs::names(runs);
         let mut answers = answers::answers(&rows, &names);
         answers.push(self.residual_stream(&models));
-        answers.extend(details.largest(&names));
+        let question = "How large are the largest allocations, and where do they come from?";
+        let largest = words::listed(&details.largest_words, 6) + ".";
+        if !details.largest_words.is_empty() {
+            answers.push(Answer::new(question, largest));
+        }
         notes.extend(not_planned(self.compile, &precisions));
         notes.push(
             "Peak is measured in one step by counting allocations. Predicted follows from sizes alone. OOM needs more \
@@ -170,26 +169,25 @@ impl Flags {
             rows: fields,
             answers,
             notes,
-            details: details.into_tables(&names, runs),
+            details: details.into_tables(),
             ..Default::default()
         });
         kept.and(published)
     }
 
-    /// Records a step; `None` where it does not fit.
+    /// Records a step; `None` if it does not fit.
     fn run_eager(
         &self,
         run: &EndToEnd,
         device: &Device,
         row: &mut Row,
     ) -> Result<Option<MemoryProfile>> {
-        let estimate = run.estimate(device)?;
-        row.status = "OOM".into();
-        row.estimate_bytes = Some(estimate.peak_bytes);
+        row.status = Status::OutOfMemory;
+        row.estimate_bytes = run.estimate(device)?.peak_bytes;
         row.available_bytes = run.available_bytes;
-        if run
+        if row
             .available_bytes
-            .is_some_and(|bytes| estimate.peak_bytes > bytes)
+            .is_some_and(|bytes| row.estimate_bytes > bytes)
         {
             return Ok(None);
         }
@@ -200,11 +198,9 @@ impl Flags {
             }
             profile => profile?,
         };
-        row.status = "ok".into();
-        row.peak_bytes = Some(profile.peak_bytes);
+        row.status = Status::Ok;
+        row.measured(profile.peak_bytes);
         row.reserved_peak_bytes = profile.reserved_peak_bytes;
-        let error = estimate.peak_bytes as f64 / profile.peak_bytes as f64 - 1.0;
-        row.estimate_error_percent = Some(100.0 * error);
         let recording = &profile.recording;
         let peak_at = recording.peak_at();
         for phase in recording.phases() {
@@ -229,46 +225,54 @@ impl Flags {
         Ok(Some(profile))
     }
 
-    /// Runs a planned step, whose timeline is the map of its arena.
+    /// Runs a planned step. Its timeline is the map of its arena.
     fn run_planned(
         &self,
         run: &EndToEnd,
         device: &Device,
         row: &mut Row,
-        (index, details): (usize, &mut Details),
-        path: impl Fn(&std::path::Path) -> PathBuf,
+        details: &mut Details,
+        named: &Named,
+        path: impl Fn(&Path) -> PathBuf,
     ) -> Result<()> {
-        let measured = run.run(device, |_, _| ())?;
-        if let Some(measured) = measured.first().and_then(Fields::read::<Row>) {
-            let both = measured.estimate_bytes.zip(measured.peak_bytes);
-            let error = both.map(|(predicted, peak)| predicted as f64 / peak as f64 - 1.0);
-            *row = Row {
-                size: row.size.clone(),
-                estimate_error_percent: error.map(|error| 100.0 * error),
-                ..measured
-            };
+        let measured = &run.run(device, |_, _| ())?[0];
+        row.status = measured.status;
+        row.estimate_bytes = measured.estimate_bytes;
+        row.available_bytes = measured.available_bytes;
+        row.weight_cast_bytes = measured.weight_cast_bytes;
+        if let Some(memory) = &measured.memory {
+            row.reserved_peak_bytes = memory.reserved_peak_bytes;
+            memory
+                .peak_bytes
+                .into_iter()
+                .for_each(|bytes| row.measured(bytes));
         }
         let plan = match run.plan(device) {
             Err(error) if error.is_out_of_memory() => return Ok(()),
             plan => plan?,
         };
-        details.add_predicted(index, &planned_breakdown(&plan));
+        details.add_predicted(named, &planned_breakdown(&plan));
         match &self.timeline {
             Some(timeline) => plan.save_memory_map(path(timeline)),
             None => Ok(()),
         }
     }
 
-    /// Writes the files of an eager run.
-    fn write(&self, profile: &MemoryProfile, title: &str, runs: usize) -> Result<()> {
+    /// Writes the timeline and the snapshot of an eager run.
+    fn write(
+        &self,
+        profile: &MemoryProfile,
+        title: &str,
+        named: impl Fn(&Path) -> PathBuf,
+    ) -> Result<()> {
         if let Some(path) = &self.timeline {
-            let path = named(path, title, runs);
+            let path = named(path);
             timeline(&profile.recording, title).save(&path)?;
             common::wrote(&path);
         }
         if let Some(path) = &self.snapshot {
             let snapshot = Snapshot::new(&profile.recording);
-            let path = named(path, title, runs);
+            let path = named(path);
             match path.extension().is_some_and(|ending| ending == "json") {
                 true => snapshot.save_json(&path)?,
                 false => snapshot.save_pickle(&path)?,
@@ -278,7 +282,7 @@ impl Flags {
         Ok(())
     }
 
-    /// The size of one tensor of the residual stream, with its derivation.
+    /// Returns the size of one tensor of the residual stream, with its derivation.
     fn residual_stream(&self, models: &[Model]) -> Answer {
         let mut sizes = Vec::new();
         for Model { name, config } in models {
@@ -296,22 +300,5 @@ impl Flags {
         sizes.truncate(6);
         let text = format!("B x T x D elements of 4 bytes: {}.", sizes.join("; "));
         Answer::new("How large is a tensor of the residual stream in f32?", text)
-    }
-}
-
-impl Row {
-    /// A run's row before it is measured.
-    fn of(Run { size, run }: &Run) -> Self {
-        Self {
-            size: size.clone(),
-            batch_size: run.batch_size,
-            context_length: run.sequence_length,
-            attention: run.config.attention.name().into(),
-            checkpointing: run.config.checkpointing.to_string(),
-            precision: run.precision.name().into(),
-            execution: run.execution.name().into(),
-            mode: run.mode.name().into(),
-            ..Default::default()
-        }
     }
 }

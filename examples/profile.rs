@@ -16,10 +16,11 @@ mod figures;
 use candle_core::Device;
 use clap::Parser;
 use common::effects::names_gpu;
+use common::labels::label_columns;
 use common::models::describe;
 use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
-use common::runs::{self, GridFlags, Run, label_columns};
+use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
 use std::path::PathBuf;
@@ -160,6 +161,8 @@ impl Flags {
                 break;
             }
             let stopwatch = run.run.run(&device, |_, _| ())?;
+            let stopwatch = stopwatch.iter().map(|row| row.fields());
+            let stopwatch = stopwatch.collect::<Result<Vec<Fields>>>()?;
             if stopwatch[0].get("status") == Some(&"ok".into()) {
                 let recording = self.record(run, &device)?;
                 kept = kept.and(self.save_pictures(run, &recording, runs.len()));
@@ -297,7 +300,7 @@ fn shortened(summary: &ProfileReport) -> ProfileReport {
 
 /// Returns a row of the run.
 fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
-    let mut row = run.labels();
+    let mut row = run.labels().fields();
     row.insert("status", status).merge(rest);
     row
 }

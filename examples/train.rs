@@ -5,26 +5,15 @@
 //! of two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
 //!
 //! ```text
-//! cargo run --example train
-//! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors
 //! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
-//! cargo run --example train -- --data my.txt --checkpoint out/run.safetensors --keep 2
-//! cargo run --example train -- --data my.txt --precision f16
-//! cargo run --example train -- --data my.txt --precision bf16
 //! cargo run --example train -- --data my.txt --clip 0 --optimizer-in-backward
 //! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
 //! cargo run --example train --features cuda -- --data my.txt --size small --precision bf16 --gpus 2
 //! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
 //! ```
 //!
-//! With `--family` it goes on from a model of Hugging Face's and takes its tokenizer; `--save-family` writes the
-//! trained one as `transformers` reads it.
-//!
-//! With `--gpus` it starts a rank for each GPU, which train the same model together; torchrun and mpirun start them
-//! too.
-//!
-//! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; under `nohup` it is ignored) end it after the step it is in, with a
-//! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129; a second one ends it at once.
+//! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; ignored under `nohup`) end it after the current step, with a
+//! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129. A second one ends it at once.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -36,25 +25,30 @@ mod flags;
 #[path = "train/signals.rs"]
 mod signals;
 
+use candle_core::{DType, Device};
+use candle_nn::VarBuilder;
 use clap::Parser;
-use common::ranks::{ExchangeFlags, RankFlags, Strategy};
+use common::ranks::{ExchangeFlags, RankFlags};
+use common::ways::Way;
 use common::{Common, Effects, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
-    DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags, new_model,
+    DataFlags, FileFlags, LOSS_CSV, LOSS_SVG, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::bench::{EndToEnd, Execution};
-use tallow::compile::{Batch, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::{self, Layer};
+use tallow::optim::{AdamWConfig, Moments};
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-use tallow::{Error, Result, nn};
+use tallow::{Error, Result};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -108,7 +102,7 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
+    /// Returns what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             // clap lets `requires` pass where what is required conflicts with a flag that is given, as --tokens does.
@@ -139,7 +133,7 @@ impl Flags {
             )
     }
 
-    /// The whole of it; a signal if one ended it.
+    /// Trains and writes a sample. Returns the signal that ended it, if one did.
     fn run(&self) -> Result<Option<Signal>> {
         let started = Instant::now();
         // Whatever can be refused is refused before the first step, not after the last.
@@ -149,66 +143,56 @@ impl Flags {
         if communicator.rank() == 0 {
             self.files.check()?;
         }
-        let family = self.family.open(&self.model, &self.data)?;
-        let tokenizer = family.as_ref().and_then(|family| family.tokenizer.as_ref());
-        let data = match tokenizer {
-            Some(tokenizer) => self.data.open()?.encoded(tokenizer)?,
-            None => self.data.open()?,
-        };
+        let (family, vocabulary) = self.family.open(&self.model, &self.data)?;
+        let data = self.data.open(&vocabulary)?;
         let (train, validation) = data.split(self.data.validation_fraction)?;
-        let prompt = match (&self.data.tokens, tokenizer) {
-            (Some(_), _) => validation.slice(0..1)?.to_vec()?,
-            (None, Some(tokenizer)) => self.sample.prompt_ids(tokenizer)?,
-            (None, None) => self.sample.prompt_bytes(),
-        };
+        let prompt = vocabulary.prompt(&self.sample, &validation)?;
         let model = match &family {
             Some(family) => family.config.clone(),
             None => self.model.config(train.vocab_size())?,
         };
-        let precision = self.training.precision.precision()?;
-        let mut config =
-            self.training
-                .config(self.model.context_length, self.common.seed, precision)?;
-        config.optimizer_in_backward = self.optimizer_in_backward;
-        config.keep = self.files.keep.map_or(1, usize::from);
-        config.accumulation = self
-            .training
-            .accumulation
-            .unwrap_or(communicator.world_size());
-        let header = self.header(
-            family.as_ref(),
-            &model,
-            &config,
-            [&train, &validation],
-            &communicator,
-        )?;
-        let data = [train, validation];
-        let mut trainer = self.trainer(family.as_ref(), model, config, data, &communicator)?;
-        let text = header.to_text(&common::outputs::terminal_layout());
-        self.say(format!("{}\n", text.trim_end()))?;
+        let unit = vocabulary.unit();
+        let [train_len, validation_len] =
+            [&train, &validation].map(|tokens| group_digits(tokens.len() as u64));
+        let path = self
+            .data
+            .tokens
+            .as_ref()
+            .unwrap_or(&self.data.data)
+            .display();
+        let data =
+            format!("{train_len} to train, {validation_len} to evaluate ({unit}s of {path})");
+        let trainer = self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
+        let header = Report {
+            environment: self.common.environment(communicator.device()),
+            configuration: self.configuration(data, family.as_ref(), &trainer),
+            ..Default::default()
+        };
+        let header = header.to_text(&common::outputs::terminal_layout());
+        self.say(format!("{}\n", header.trim_end()))?;
 
-        self.save(&trainer)?;
-        let mut speed = Speed::default();
-        if let Some(signal) = self.train(&mut trainer, &mut speed)? {
+        let mut run = Run::new(self, trainer);
+        run.save()?;
+        let signal = run.train()?;
+        run.bar.finish_and_clear();
+        let trainer = &run.trainer;
+        let (step, steps) = (trainer.steps_taken(), trainer.config().steps);
+        if let Some(signal) = signal {
             let kept = match &self.files.checkpoint {
                 Some(path) => format!("the run is in {}, --resume goes on", path.display()),
                 None => "without --checkpoint nothing is kept of it".into(),
             };
             self.say(format!(
-                "\n{signal}: stopped after step {} of {}; {kept}",
-                trainer.steps_taken(),
-                trainer.config().steps
+                "\n{signal}: stopped after step {step} of {steps}; {kept}"
             ))?;
             return Ok(Some(signal));
         }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
         self.say(format!(
-            "\nvalidation loss {last:.4} nats a {}, after {} steps; {:.1} s in all, {} tokens/s in training",
-            self.unit(),
-            trainer.steps_taken(),
+            "\nvalidation loss {last:.4} nats a {unit}, after {step} steps; {:.1} s in all, {} in training",
             started.elapsed().as_secs_f64(),
-            speed.text(),
+            run.speed(),
         ))?;
         if common::fallbacks() != "none" {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
@@ -226,260 +210,152 @@ impl Flags {
         }
         if self.sample.sample > 0 {
             let written = model.generate(&prompt, &sampling)?;
-            let ids = [prompt, written].concat();
-            let text = match tokenizer {
-                Some(tokenizer) => family::text(tokenizer, &ids),
-                None => self.data.text(&ids),
-            };
+            let text = vocabulary.text(&[prompt, written].concat());
             self.say(format!("\n{}", stdout::for_terminal(&text)))?;
         }
         Ok(None)
     }
 
-    /// What one token is.
-    fn unit(&self) -> &'static str {
-        match self.family.family {
-            Some(_) => "token",
-            None => self.data.unit(),
+    /// Returns how this rank's step exchanges.
+    fn step_ranks(&self, communicator: &Communicator) -> StepRanks {
+        match communicator.world_size() {
+            1 => StepRanks::Alone,
+            _ => self.exchange.step_ranks(communicator.shard()),
         }
     }
 
-    /// The run: a new one, or the saved one.
+    fn config(&self, world_size: usize) -> Result<TrainConfig> {
+        let (flags, seed) = (&self.training, self.common.seed);
+        let config = TrainConfig {
+            batch_size: flags.batch_size,
+            sequence_length: self.model.context_length,
+            accumulation: flags.accumulation.unwrap_or(world_size),
+            steps: flags.steps,
+            schedule: flags.schedule(),
+            optimizer: AdamWConfig {
+                betas: flags.betas()?,
+                weight_decay: flags.weight_decay,
+                moments: match flags.bf16_moments {
+                    true => Moments::Bf16 { seed },
+                    false => Moments::Wide,
+                },
+                ..Default::default()
+            },
+            max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
+            max_grad_value: (flags.clip_value != 0.0).then_some(flags.clip_value),
+            precision: flags.precision.precision()?,
+            evaluate_every: flags.evaluate_every,
+            separator: flags.separator,
+            seed,
+            optimizer_in_backward: self.optimizer_in_backward,
+            keep: self.files.keep.map_or(1, usize::from),
+            ..Default::default()
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Returns a new run, or the saved one. Refuses a step that cannot be planned.
     fn trainer(
         &self,
         family: Option<&Family>,
-        model: TransformerConfig,
-        config: TrainConfig,
+        model: &TransformerConfig,
         [train, validation]: [Tokens; 2],
         communicator: &Communicator,
     ) -> Result<Trainer> {
-        let device = communicator.device().clone();
-        self.check_memory(&model, &config, communicator)?;
-        let sharded = match self.exchange.strategy {
-            Strategy::FullyShard if communicator.world_size() > 1 => {
-                Some(FullyShard::new(communicator, self.exchange.parts())?)
-            }
+        let config = self.config(communicator.world_size())?;
+        let (device, ranks) = (communicator.device(), self.step_ranks(communicator));
+        self.check_memory(model, &config, communicator)?;
+        let sharded = match ranks {
+            StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
         };
-        let mut trainer = match &self.files.checkpoint {
-            Some(path) if self.files.resume => match &sharded {
-                Some(sharded) => {
-                    Trainer::resume_fully_sharded(path, &model, sharded, config, train, validation)
-                }
-                None => Trainer::resume(path, &model, config, train, validation, &device),
-            },
-            Some(path) if path.exists() => Err(Error::Config {
-                config: "train",
-                field: "--checkpoint",
-                expected: "a file that is not there yet".into(),
-                got: format!("{}, which is", path.display()),
-                hint: "go on with --resume, or move it away".into(),
-            }),
-            _ => {
-                let (seed, precision) = (self.common.seed, config.precision);
-                match &sharded {
-                    None => {
-                        let model = match family {
-                            Some(family) => family.model(seed, precision, &device)?,
-                            None => new_model(&model, seed, precision, &device)?,
-                        };
-                        Trainer::new(model, config, train, validation)
+        let seeded = || nn::seeded(self.common.seed, DType::F32, device);
+        let loaded = |device| family.map_or(Ok(None), |family| family.load(device));
+        let resumed = self.files.checkpoint.as_ref().filter(|_| self.files.resume);
+        let mut trainer = match (resumed, &sharded) {
+            (Some(path), None) => Trainer::resume(path, model, config, train, validation, device),
+            (Some(path), Some(sharded)) => {
+                Trainer::resume_fully_sharded(path, model, sharded, config, train, validation)
+            }
+            (None, None) => {
+                let model = match loaded(device)? {
+                    Some(loaded) => loaded,
+                    None => TransformerLM::from_var_builder(model, seeded())?,
+                };
+                Trainer::new(model, config, train, validation)
+            }
+            (None, Some(sharded)) => {
+                let weights = match loaded(&Device::Cpu)? {
+                    Some(loaded) => {
+                        let weights = loaded.weights().into_iter().collect();
+                        VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)
                     }
-                    Some(sharded) => {
-                        let weights = match family {
-                            Some(family) => family.weights(seed, precision)?,
-                            None => nn::seeded(seed, precision.parameter_dtype(), &device),
-                        };
-                        let vb = sharded.builder(weights);
-                        let model = TransformerLM::from_var_builder(&model, vb)?;
-                        Trainer::fully_sharded(model, sharded, config, train, validation)
-                    }
-                }
+                    None => seeded(),
+                };
+                let model = TransformerLM::from_var_builder(model, sharded.builder(weights))?;
+                Trainer::fully_sharded(model, sharded, config, train, validation)
             }
         }?;
-        if communicator.world_size() > 1 && sharded.is_none() {
-            trainer.replicate(communicator, self.exchange.config())?;
-            if self.exchange.strategy == Strategy::ShardedOptimizer {
-                trainer.shard_optimizer()?;
-            }
+        if let StepRanks::Replicated(config) | StepRanks::ShardedOptimizer(config, _) = ranks {
+            trainer.replicate(communicator, config)?;
         }
-        trainer.plan()?; // what cannot be planned is refused before anything is said
+        if let StepRanks::ShardedOptimizer(..) = ranks {
+            trainer.shard_optimizer()?;
+        }
+        trainer.plan()?;
         Ok(trainer)
     }
 
-    /// What runs, where, on what.
-    fn header(
-        &self,
-        family: Option<&Family>,
-        model: &TransformerConfig,
-        config: &TrainConfig,
-        [train, validation]: [&Tokens; 2],
-        communicator: &Communicator,
-    ) -> Result<Report> {
-        let count = |n: usize| group_digits(n as u64);
-        let mut fields = Fields::new();
-        fields.insert(
-            "data",
-            format!(
-                "{} to train, {} to evaluate ({})",
-                count(train.len()),
-                count(validation.len()),
-                self.data.name(self.unit())
-            ),
+    /// Describes the run for the header.
+    fn configuration(&self, data: String, family: Option<&Family>, trainer: &Trainer) -> Fields {
+        let (model, config) = (trainer.model().config(), trainer.config());
+        let TrainConfig {
+            accumulation,
+            batch_size,
+            sequence_length,
+            optimizer,
+            ..
+        } = config;
+        let [tokens, steps] =
+            [config.tokens_per_step(), config.steps].map(|n| group_digits(n as u64));
+        let ranks = trainer.communicator().map(|ranks| {
+            let (count, way) = (ranks.world_size(), Way::new(self.step_ranks(ranks)));
+            let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
+            format!("{count}, {way}, gradients averaged in {dtype}")
+        });
+        let place = ["", " in backward"][usize::from(config.optimizer_in_backward)];
+        let ((beta1, beta2), decay) = (optimizer.betas, optimizer.weight_decay);
+        let clipped = match (config.max_grad_norm, config.max_grad_value) {
+            (None, None) => "not clipped".into(),
+            (Some(norm), None) => format!("clipped at norm {norm}"),
+            (None, Some(value)) => format!("clipped at {value}"),
+            (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
+        };
+        let optimizer = format!(
+            "AdamW{place}, betas {beta1} and {beta2}, weight decay {decay}, gradients {clipped}"
         );
-        fields.insert("model", common::models::sizes(model));
-        fields.insert("longest context", model.context_length);
-        if let Some(family) = family {
-            fields.insert("family", family.name());
-        }
-        fields.insert("attention", model.attention.name());
-        fields.insert("checkpointing", model.checkpointing.to_string());
-        fields.insert("precision", config.precision.name());
-        if communicator.world_size() > 1 {
-            let (ranks, config) = (communicator.world_size(), self.exchange.config());
-            let dtype = config.dtype;
-            let dtype = dtype.map_or("their own dtype", |dtype| dtype.as_str());
-            let exchange = match self.exchange.strategy {
-                Strategy::FullyShard => format!("buckets of {} MiB", self.exchange.bucket_mib),
-                _ => config.exchange.to_string(),
-            };
-            let divided = match self.exchange.strategy {
-                Strategy::Replicated => "",
-                Strategy::ShardedOptimizer => ", the optimizer divided among them",
-                Strategy::FullyShard => ", weights, gradients and optimizer divided among them",
-            };
-            fields.insert(
-                "ranks",
-                format!("{ranks}, gradients averaged in {dtype}: {exchange}{divided}"),
-            );
-        }
-        fields.insert(
-            "step",
-            format!(
-                "{} x {} windows of {}: {} tokens",
-                config.accumulation,
-                config.batch_size,
-                config.sequence_length,
-                count(config.tokens_per_step())
-            ),
-        );
-        fields.insert("steps", count(config.steps));
-        fields.insert("schedule", config.schedule.to_string());
-        let optimizer = &config.optimizer;
-        fields.insert(
-            "optimizer",
-            format!(
-                "AdamW{}, betas {} and {}, weight decay {}, gradients {}",
-                if self.optimizer_in_backward {
-                    " in backward"
-                } else {
-                    ""
-                },
-                optimizer.betas.0,
-                optimizer.betas.1,
-                optimizer.weight_decay,
-                match (config.max_grad_norm, config.max_grad_value) {
-                    (None, None) => "not clipped".into(),
-                    (Some(norm), None) => format!("clipped at norm {norm}"),
-                    (None, Some(value)) => format!("clipped at {value}"),
-                    (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
-                }
-            ),
-        );
-        Ok(Report {
-            environment: self.common.environment(communicator.device()),
-            configuration: fields,
-            ..Default::default()
-        })
+        let step =
+            format!("{accumulation} x {batch_size} windows of {sequence_length}: {tokens} tokens");
+        let mut fields = Fields::from_iter([("data", data)]);
+        fields
+            .insert("model", common::models::sizes(model))
+            .insert("longest context", model.context_length)
+            .insert("family", family.map(Family::name))
+            .insert("attention", model.attention.name())
+            .insert("checkpointing", model.checkpointing.to_string())
+            .insert("precision", config.precision.name())
+            .insert("ranks", ranks)
+            .insert("step", step)
+            .insert("steps", steps)
+            .insert("schedule", config.schedule.to_string())
+            .insert("optimizer", optimizer);
+        fields
     }
 
-    /// Takes all steps that are left, or those up to a signal; evaluates and saves on the way, and at the end.
-    fn train(&self, trainer: &mut Trainer, speed: &mut Speed) -> Result<Option<Signal>> {
-        let signals = Signals::listen()?;
-        let steps = trainer.config().steps;
-        let bar = ProgressBar::new(steps as u64).with_position(trainer.steps_taken() as u64);
-        let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.reset_eta();
-
-        if trainer.history().evaluations.is_empty() || trainer.is_done() {
-            let loss = trainer.evaluate()?;
-            self.announce(&bar, trainer, None, loss, speed)?;
-        }
-        let save_every = self
-            .files
-            .checkpoint_every
-            .map_or(self.training.evaluate_every, usize::from);
-        loop {
-            if let Some(signal) = signals.received(trainer.communicator())? {
-                bar.finish_and_clear();
-                self.save(trainer)?;
-                return Ok(Some(signal));
-            }
-            let begun = Instant::now();
-            let Some(report) = trainer.step()? else { break };
-            speed.add(trainer.config().tokens_per_step(), begun.elapsed());
-            if report.tokens == 0 {
-                let line = format!("step {:>6}  skipped: no target counts", report.step);
-                bar.suspend(|| self.say(line))?;
-            }
-            bar.inc(1);
-            bar.set_message(message(trainer, &report, speed));
-            if trainer.evaluation_is_due() {
-                let loss = trainer.evaluate()?;
-                self.announce(&bar, trainer, Some(&report), loss, speed)?;
-            }
-            if trainer.is_done() || report.step.is_multiple_of(save_every) {
-                self.save(trainer)?;
-            }
-        }
-        bar.finish_and_clear();
-        Ok(None)
-    }
-
-    /// A line for an evaluation, and the curve up to it.
-    fn announce(
-        &self,
-        bar: &ProgressBar,
-        trainer: &Trainer,
-        report: Option<&StepReport>,
-        validation_loss: f64,
-        speed: &Speed,
-    ) -> Result<()> {
-        let mut line = format!(
-            "step {:>6}  validation loss {validation_loss:.4}",
-            trainer.steps_taken()
-        );
-        if let Some(report) = report {
-            line += &format!(
-                "  loss {:.4}  lr {:.2e}  {} tokens/s{}",
-                recent_loss(trainer),
-                report.learning_rate,
-                speed.text(),
-                scale(trainer)
-            );
-        }
-        bar.suspend(|| self.say(line))?;
-        if let (Some(folder), true) = (&self.files.out, is_first(trainer)) {
-            let history = trainer.history();
-            history.chart().save(folder.join(flags::LOSS_SVG))?;
-            history
-                .report()
-                .save(Format::Csv, folder.join(flags::LOSS_CSV))?;
-        }
-        Ok(())
-    }
-
-    /// A line on stdout. Who only wanted the first lines (`| head`) does not stop a training that leaves files.
+    /// Prints a line. A closed stdout (`| head`) does not stop a training that leaves files.
     fn say(&self, line: impl std::fmt::Display) -> Result<()> {
         stdout::or_files(stdout::line(line), self.files.is_any_given())
-    }
-
-    fn save(&self, trainer: &Trainer) -> Result<()> {
-        match &self.files.checkpoint {
-            Some(path) => trainer.save(path),
-            None => Ok(()),
-        }
     }
 
     /// Refuses a run that does not fit in memory, before anything is allocated.
@@ -499,89 +375,149 @@ impl Flags {
             execution: Execution::Planned,
             ..Default::default()
         };
-        // First of all, since it may change where blocks come from.
-        let available_bytes = common::memory::available_bytes(device, None, [&run])?;
+        // Before anything else, since it may change where blocks come from.
+        let Some(available_bytes) = common::memory::available_bytes(device, None, [&run])? else {
+            return Ok(());
+        };
         let step = StepConfig {
             accumulation: config.accumulation.div_ceil(communicator.world_size()),
-            ranks: self.exchange.step_ranks(communicator.shard()),
+            ranks: self.step_ranks(communicator),
             ..config.step()
         };
-        let least_bytes =
-            Step::least_bytes(model, &step, [config.batch_size, config.sequence_length])?;
-        let wanted_bytes = match available_bytes {
+        let shape = [config.batch_size, config.sequence_length];
+        let mut wanted_bytes = Step::memory_lower_bound(model, &step, shape)?;
+        if wanted_bytes <= available_bytes {
             // Planning what cannot fit would take too long.
-            Some(available_bytes) if least_bytes > available_bytes => least_bytes,
-            _ => {
-                let rows = config.batch_size.saturating_mul(step.accumulation);
-                let batch = Batch::hollow(rows, config.sequence_length)?;
-                let (plan, _) = Step::plan_of(device, model, &step, batch)?;
-                plan.with_moments(config.optimizer.moments).total_bytes()
-            }
-        };
-        match available_bytes {
-            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            let rows = config.batch_size.saturating_mul(step.accumulation);
+            let batch = Batch::meta(rows, config.sequence_length)?;
+            let (plan, _) = Step::plan_for_model(device, model, &step, batch)?;
+            wanted_bytes = plan.with_moments(config.optimizer.moments).total_bytes();
+        }
+        match wanted_bytes <= available_bytes {
+            true => Ok(()),
+            false => Err(Error::OutOfMemory {
                 what: "the training step".into(),
                 wanted_bytes,
                 available_bytes,
             }),
-            _ => Ok(()),
         }
     }
 }
 
-/// Whether this rank writes files.
-fn is_first(trainer: &Trainer) -> bool {
-    trainer.communicator().is_none_or(|ranks| ranks.rank() == 0)
-}
-
-/// Tokens trained on and the time it took, evaluations and files left out.
-#[derive(Default)]
-struct Speed {
+/// A training under way.
+struct Run<'f> {
+    flags: &'f Flags,
+    trainer: Trainer,
+    bar: ProgressBar,
+    /// Tokens of the steps so far, and their time.
     tokens: usize,
     time: Duration,
 }
 
-impl Speed {
-    fn add(&mut self, tokens: usize, time: Duration) {
-        self.tokens += tokens;
-        self.time += time;
-    }
-
-    /// Tokens a second.
-    fn text(&self) -> String {
-        match self.tokens {
-            0 => "n/a".into(),
-            tokens => group_digits((tokens as f64 / self.time.as_secs_f64()) as u64),
+impl<'f> Run<'f> {
+    fn new(flags: &'f Flags, trainer: Trainer) -> Self {
+        let bar = ProgressBar::new(trainer.config().steps as u64);
+        let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_position(trainer.steps_taken() as u64);
+        bar.reset_eta();
+        Self {
+            flags,
+            trainer,
+            bar,
+            tokens: 0,
+            time: Duration::ZERO,
         }
     }
-}
 
-/// What stands beside the progress bar.
-fn message(trainer: &Trainer, report: &StepReport, speed: &Speed) -> String {
-    let evaluations = &trainer.history().evaluations;
-    let validation = match evaluations.last() {
-        Some(last) => format!("{:.3}", last.loss),
-        None => "n/a".into(),
-    };
-    format!(
-        "loss {:.3}  validation {validation}  lr {:.2e}  {} tokens/s",
-        recent_loss(trainer),
-        report.learning_rate,
-        speed.text()
-    )
-}
+    /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
+    fn train(&mut self) -> Result<Option<Signal>> {
+        let signals = Signals::listen()?;
+        if self.trainer.history().evaluations.is_empty() || self.trainer.is_done() {
+            self.evaluate(None)?;
+        }
+        let save_every = self.flags.files.checkpoint_every;
+        let save_every = save_every.map_or(self.flags.training.evaluate_every, usize::from);
+        loop {
+            let signal = signals.received(self.trainer.communicator())?;
+            if signal.is_some() {
+                self.save()?;
+                return Ok(signal);
+            }
+            let begun = Instant::now();
+            let Some(report) = self.trainer.step()? else {
+                return Ok(None);
+            };
+            self.tokens += self.trainer.config().tokens_per_step();
+            self.time += begun.elapsed();
+            if report.tokens == 0 {
+                let line = format!("step {:>6}  skipped: no target counts", report.step);
+                self.bar.suspend(|| self.flags.say(line))?;
+            }
+            let validation = self.trainer.history().evaluations.last();
+            self.bar.inc(1);
+            self.bar.set_message(format!(
+                "loss {:.3}  validation {}  lr {:.2e}  {}",
+                self.recent_loss(),
+                validation.map_or("n/a".into(), |last| format!("{:.3}", last.loss)),
+                report.learning_rate,
+                self.speed()
+            ));
+            if self.trainer.evaluation_is_due() {
+                self.evaluate(Some(&report))?;
+            }
+            if self.trainer.is_done() || report.step.is_multiple_of(save_every) {
+                self.save()?;
+            }
+        }
+    }
 
-/// The mean over as many of the last steps as lie between evaluations.
-fn recent_loss(trainer: &Trainer) -> f64 {
-    let steps = trainer.config().evaluate_every;
-    trainer.history().recent_loss(steps).unwrap_or(f64::NAN)
-}
+    /// Evaluates, prints a line, and draws the curve so far.
+    fn evaluate(&mut self, report: Option<&StepReport>) -> Result<()> {
+        let loss = self.trainer.evaluate()?;
+        let trainer = &self.trainer;
+        let history = trainer.history();
+        let mut line = format!(
+            "step {:>6}  validation loss {loss:.4}",
+            trainer.steps_taken()
+        );
+        if let Some(report) = report {
+            let (recent, lr, speed) = (self.recent_loss(), report.learning_rate, self.speed());
+            line += &format!("  loss {recent:.4}  lr {lr:.2e}  {speed}");
+            if let Some(scale) = trainer.loss_scale() {
+                line += &format!("  scale {scale}  skipped {}", history.skipped.len());
+            }
+        }
+        self.bar.suspend(|| self.flags.say(line))?;
+        let is_first = trainer.communicator().is_none_or(|ranks| ranks.rank() == 0);
+        if let (Some(folder), true) = (&self.flags.files.out, is_first) {
+            history.chart().save(folder.join(LOSS_SVG))?;
+            history.report().save(Format::Csv, folder.join(LOSS_CSV))?;
+        }
+        Ok(())
+    }
 
-/// The loss scale, where there is one, and the steps that it cost so far.
-fn scale(trainer: &Trainer) -> String {
-    let skipped = trainer.history().skipped.len();
-    match trainer.loss_scale() {
-        Some(scale) => format!("  scale {scale}  skipped {skipped}"),
-        None => String::new(),
+    fn save(&self) -> Result<()> {
+        let path = self.flags.files.checkpoint.as_ref();
+        path.map_or(Ok(()), |path| self.trainer.save(path))
+    }
+
+    /// Returns the mean loss of as many of the last steps as there are between evaluations.
+    fn recent_loss(&self) -> f64 {
+        let steps = self.trainer.config().evaluate_every;
+        self.trainer
+            .history()
+            .recent_loss(steps)
+            .unwrap_or(f64::NAN)
+    }
+
+    fn speed(&self) -> String {
+        match self.tokens {
+            0 => "n/a tokens/s".into(),
+            tokens => {
+                let speed = tokens as f64 / self.time.as_secs_f64();
+                format!("{} tokens/s", group_digits(speed as u64))
+            }
+        }
     }
 }

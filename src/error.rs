@@ -265,8 +265,8 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// Whether a terminal interprets a character instead of showing it: control characters, line separators, and marks of
-/// the direction of text.
+/// Returns whether a terminal interprets a character instead of showing it: control characters, line separators, and
+/// marks of the direction of text.
 fn is_control(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -358,8 +358,8 @@ impl Error {
         }
     }
 
-    /// Whether memory ran out: [`OutOfMemory`](Self::OutOfMemory), or the error of CUDA or cuBLAS for a full GPU. The
-    /// failed operation frees its memory (on a GPU in stream order), so smaller work can continue.
+    /// Returns whether memory ran out: [`OutOfMemory`](Self::OutOfMemory), or the error of CUDA or cuBLAS for a full
+    /// GPU. The failed operation frees its memory (on a GPU in stream order), so smaller work can continue.
     pub fn is_out_of_memory(&self) -> bool {
         const ANSWERS: [&str; 2] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"];
         match self {

@@ -31,6 +31,13 @@ pub(crate) fn with_grad<R>(enabled: bool, f: impl FnOnce() -> R) -> R {
 }
 
 /// Returns whether gradients are tracked on this thread.
+///
+/// ```
+/// use tallow::{is_grad_enabled, no_grad};
+///
+/// assert!(is_grad_enabled());
+/// assert!(!no_grad(is_grad_enabled));
+/// ```
 pub fn is_grad_enabled() -> bool {
     ENABLED.get()
 }

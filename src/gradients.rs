@@ -102,7 +102,7 @@ impl Owners {
         Self(owners)
     }
 
-    /// Whether a kernel may overwrite this gradient: contiguous, on the CPU, and not shared.
+    /// Returns whether a kernel may overwrite this gradient: contiguous, on the CPU, and not shared.
     pub(crate) fn is_alone(&self, gradient: &Tensor) -> bool {
         gradient.device().is_cpu()
             && gradient.is_contiguous()

@@ -32,7 +32,7 @@ pub fn init() -> bool {
     true
 }
 
-/// Whether this process has one thread.
+/// Returns whether this process has only one thread.
 #[cfg(target_os = "linux")]
 fn is_alone() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
@@ -46,7 +46,7 @@ fn is_alone() -> bool {
 
 #[cfg(test)]
 mod tests {
-    /// Tests run on threads of their own, beside the main one.
+    /// Tests run on separate threads, in addition to the main one.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_process_of_several_threads_is_left_alone() {

@@ -156,7 +156,7 @@ pub(crate) fn storage_address(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*storage).addr()
 }
 
-/// Whether the kernels support this dtype.
+/// Returns whether the kernels support this dtype.
 pub(crate) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }

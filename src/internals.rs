@@ -1,6 +1,6 @@
-//! The kernels that benches and tests of this crate call. Not part of the API: anything here may change or go.
+//! Kernels for this crate's own benches and tests. Not part of the API: anything here may change or be removed.
 
-pub use crate::kernels::attention::Seen;
+pub use crate::kernels::attention::KeyRanges;
 pub use crate::kernels::cpu::Stored;
 pub use crate::kernels::cpu::parallel::TASK_ELEMENTS;
 pub use crate::kernels::cpu::simd::multiply_adds;
@@ -20,7 +20,7 @@ some_of! {
     => adamw: step;
     ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward;
     => gated: backward, forward;
-    => gemm: Batched, MatRef, ProductSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
+    => gemm: Batched, MatRef, MatmulSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
     => heads: HeadSizes, split;
     => relu: backward, forward;
     => rope: rotate;

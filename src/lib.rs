@@ -1,23 +1,15 @@
-//! Trains transformer language models on [candle](candle_core) and measures what a training step costs.
+//! Trains transformer language models on [candle](candle_core), and measures what a training step costs.
 //!
-//! Each part of tallow works alone on ordinary candle tensors:
+//! tallow runs on CPUs and NVIDIA GPUs. Each of its parts works alone on ordinary candle tensors. It reports the time
+//! of each op, the memory of a step (predicted before the run and measured during it), and the floating-point
+//! operations.
 //!
-//! - [`model`]: a transformer language model ([`TransformerLM`](model::TransformerLM)) that loads Stanford CS336's
-//!   checkpoints, with FLOP counts and text generation;
-//! - [`nn`]: the layers, built from any candle `VarBuilder`;
-//! - [`ops`]: differentiable ops with CPU and CUDA kernels for forward and backward (candle's own fused ops have no
-//!   backward); each has a reference implementation in plain candle ops;
-//! - [`attention`]: scaled dot-product attention with masks, naive and tiled ([`flash`](attention::flash()));
-//! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
-//! - [`backward`](backward()): the gradients of a loss; it frees the graph as it proceeds;
-//! - [`optim`]: AdamW with f32 state and in-place updates, clipping, accumulation, schedules, loss scaling;
-//! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
-//! - [`distributed`]: data parallelism and sharding over several GPUs, processes or threads;
-//! - [`compile`]: planned training steps: a list of kernel calls with one memory arena, faster than the graph, with an
-//!   exact account of memory;
-//! - [`graph`]: a forward pass traced as data, without computing it;
-//! - [`bench`](mod@bench), [`memory`], [`report`]: time and memory of a step, measured and predicted, in tables;
-//! - [`profile`]: the time of a step by op and by layer, and the overhead between ops.
+//! ```sh
+//! cargo test
+//! cargo run --example e2e_benchmark     # times forward, backward and optimizer of a small model
+//! ```
+//!
+//! A training step by hand, on the CPU:
 //!
 //! ```
 //! use tallow::model::{TransformerConfig, TransformerLM};
@@ -41,6 +33,70 @@
 //! optimizer.step(&gradients)?;
 //! # Ok::<(), tallow::Error>(())
 //! ```
+//!
+//! # Guides
+//!
+//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [several
+//! hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
+//!
+//! # Modules
+//!
+//! - [`model`]: a transformer language model ([`TransformerLM`](model::TransformerLM)) that loads Stanford CS336's
+//!   checkpoints, with FLOP counts and text generation;
+//! - [`nn`]: its layers, built from any candle `VarBuilder`;
+//! - [`ops`]: differentiable ops with CPU and CUDA kernels for forward and backward (most of candle's own fused ops
+//!   have no backward); each has a reference implementation in plain candle ops;
+//! - [`attention`]: scaled dot-product attention with masks, naive and tiled ([`flash`](attention::flash()));
+//! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
+//! - [`backward`](backward()): the gradients of a loss; it frees the graph as it proceeds;
+//! - [`hf`]: models and tokenizers in Hugging Face's folders;
+//! - [`optim`]: AdamW with f32 state and in-place updates, clipping, accumulation, schedules, loss scaling;
+//! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
+//! - [`distributed`]: data parallelism and sharding over several GPUs, processes or threads;
+//! - [`compile`]: planned training steps: a list of kernel calls with one memory arena, faster than the graph, with an
+//!   exact account of memory;
+//! - [`graph`]: a forward pass traced as data, without computing it;
+//! - [`memory`]: the memory of a step, predicted, measured and recorded by origin;
+//! - [`profile`]: the time of a step by op and by layer, and the overhead between ops;
+//! - [`bench`](mod@bench), [`report`]: benchmarks of steps and attention, in tables and charts;
+//! - [`hardware`] and [`probe`]: devices by name; the ranges that profilers listen to.
+//!
+//! # Where to start
+//!
+//! | task | start here |
+//! |---|---|
+//! | train a model on a text | [`train::Trainer`], with [`data::Tokens`] |
+//! | write my own training loop | [`backward()`], [`optim`] |
+//! | stop and resume a run | [`Trainer::save`](train::Trainer::save), [`Trainer::resume`](train::Trainer::resume) |
+//! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
+//! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
+//! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
+//! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], the example `custom_model` |
+//! | freeze or tie weights, add a LoRA | [`nn`], [`nn::Parameter`] |
+//! | use only flash attention | [`attention::flash()`] |
+//! | use only some ops | [`ops`] |
+//! | pack documents into one sequence | [`attention::FirstKeys`], [`TrainConfig::separator`][separator] |
+//! | train in bf16 or f16 | [`autocast`], [`optim::GradScaler`] |
+//! | plan my model's steps | [`compile::Step::for_model`] |
+//! | plan my own loss | [`compile::Step::new`] |
+//! | predict memory | [`memory::estimate`], [`memory::planned_breakdown`] |
+//! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
+//! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
+//! | see which tensor uses the memory | [`memory::record()`], [`memory::timeline()`], the example `memory_profile` |
+//! | profile a step | [`profile::Profiler`], [the guide](guide::reading_a_profile) |
+//! | count FLOPs | [`model::flops`] |
+//! | compare two versions of a step | [`bench::EndToEnd`], [`bench::alternate()`] |
+//! | train on several GPUs | [`distributed`], [`Trainer::replicate`](train::Trainer::replicate) |
+//! | train a model that one GPU cannot hold | [`distributed::FullyShard`] |
+//! | train on several hosts | [the guide](guide::several_hosts) |
+//! | look at a forward pass as a graph | [`graph::trace()`], [`Graph::to_dot`](graph::Graph::to_dot) |
+//! | find ops that ran without a kernel | [`ops::fallbacks`], [`ops::KernelPolicy`] |
+//!
+//! [load]: model::TransformerLM::load
+//! [save]: model::TransformerLM::save
+//! [open]: model::TransformerLM::open
+//! [separator]: train::TrainConfig::separator
+//! [budget]: compile::StepConfig::memory_budget_bytes
 //!
 //! # Legend of shapes
 //!
@@ -117,6 +173,7 @@ mod files;
 mod grad;
 mod gradients;
 pub mod graph;
+pub mod guide;
 pub mod hardware;
 #[cfg(feature = "files")]
 pub mod hf;

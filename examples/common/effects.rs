@@ -1,45 +1,73 @@
-//! A flag that would be taken and ignored is an error. clap relates flags to flags (`requires`, `conflicts_with`); what
-//! depends on values is declared here, and held against the flags of the command line, not against defaults.
+//! Errors for flags that would be ignored. clap relates flags to flags (`requires`, `conflicts_with`); conditions on
+//! their values are declared here. They are checked for flags on the command line, not for defaults.
 
 use super::{Common, Output};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Command, Parser};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Parser};
 use tallow::report::Format;
 
 /// Flags with the condition under which they have an effect.
 struct Effect<F> {
     /// The flags' long names.
-    flags: &'static [&'static str],
+    flags: Vec<String>,
     /// The condition, in words.
     only: &'static str,
     holds: Box<dyn Fn(&F) -> bool>,
 }
 
-/// What the flags of a program depend on.
-pub struct Effects<F>(Vec<Effect<F>>);
+/// The conditions under which flags of a program have an effect.
+pub struct Effects<F> {
+    effects: Vec<Effect<F>>,
+    command: Command,
+}
 
 impl<F: Parser + 'static> Effects<F> {
     pub fn new() -> Self {
-        Self(Vec::new())
+        Self {
+            effects: Vec::new(),
+            command: F::command(),
+        }
     }
 
-    /// Declares that `flags` have an effect only where `holds` holds; `only` says so in words.
+    /// Changes the program's help or the defaults of its flags.
+    pub fn with_command(mut self, change: impl FnOnce(Command) -> Command) -> Self {
+        self.command = change(self.command);
+        self
+    }
+
+    /// Declares that `flags` have an effect only if `holds` returns true; `only` states this condition in words.
     pub fn only(
         mut self,
         only: &'static str,
         flags: &'static [&'static str],
         holds: impl Fn(&F) -> bool + 'static,
     ) -> Self {
-        self.0.push(Effect {
-            flags,
+        self.effects.push(Effect {
+            flags: flags.iter().map(|flag| flag.to_string()).collect(),
             only,
             holds: Box::new(holds),
         });
         self
     }
 
-    /// Declares what the flags of a table depend on.
+    /// Declares the same of every flag of the group `G`.
+    pub fn only_group<G: Args>(
+        mut self,
+        only: &'static str,
+        holds: impl Fn(&F) -> bool + 'static,
+    ) -> Self {
+        let group = G::augment_args(Command::new(""));
+        let flags = group.get_arguments().filter_map(Arg::get_long);
+        self.effects.push(Effect {
+            flags: flags.map(String::from).collect(),
+            only,
+            holds: Box::new(holds),
+        });
+        self
+    }
+
+    /// Declares the condition of `--columns`.
     pub fn of_output(self, output: fn(&F) -> &Output) -> Self {
         self.only(
             "with --format text, markdown or latex (csv and json have every field)",
@@ -48,14 +76,15 @@ impl<F: Parser + 'static> Effects<F> {
         )
     }
 
-    /// Parses the command line. Ends the program with clap's status and message, or with one that names a flag that
-    /// would be ignored.
+    /// Parses the command line. On an error the program ends with clap's status and message, or with a message that
+    /// names a flag that would be ignored.
     pub fn parse(self) -> F {
         let help = Arg::new("help").short('h').long("help").help("Print help");
         let all = Arg::new("help_all")
             .long("help-all")
             .help("Print help on all flags");
-        let mut command = F::command()
+        let mut command = self
+            .command
             .max_term_width(100)
             .disable_help_flag(true)
             .arg(help.action(ArgAction::HelpShort))
@@ -67,7 +96,7 @@ impl<F: Parser + 'static> Effects<F> {
             flags: names,
             only,
             holds,
-        } in &self.0
+        } in &self.effects
         {
             let given = names.iter().find(|name| is_given(&command, &matches, name));
             if let (Some(name), false) = (given, holds(&flags)) {
@@ -79,17 +108,17 @@ impl<F: Parser + 'static> Effects<F> {
     }
 }
 
-/// Whether a format shows the columns that are chosen; the others have all.
+/// Returns whether a format shows only the selected columns; csv and json have all fields.
 pub fn is_for_people(format: Format) -> bool {
     !matches!(format, Format::Csv | Format::Json)
 }
 
-/// Whether the common flags name a GPU.
+/// Returns whether the common flags name a GPU.
 pub fn names_gpu(common: &Common) -> bool {
     !common.device.eq_ignore_ascii_case("cpu")
 }
 
-/// Whether a flag is on the command line. A name that the program lacks is a mistake in its declarations.
+/// Returns whether a flag is on the command line. Panics if the program does not declare it.
 fn is_given(command: &Command, matches: &ArgMatches, name: &str) -> bool {
     let mut arguments = command.get_arguments();
     let argument = arguments.find(|argument| argument.get_long() == Some(name));

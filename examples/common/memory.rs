@@ -1,18 +1,18 @@
-//! The memory that an example may use, and what is done where that is hardly more than a run needs.
+//! The memory that an example may use, and preparations if it is hardly more than a run needs.
 
 use candle_core::Device;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 
-/// The most that a process has been seen to use besides a step: its code, its threads and the data.
+/// The largest memory observed in a process in addition to a step: code, threads and data.
 const PROCESS_BYTES: u64 = 64 << 20;
 
-/// The bytes that each of these runs may use on `device`: the limit of the flag in GiB, or what is available.
+/// Returns the bytes that each run may use on `device`: the limit of the flag in GiB, or the available memory.
 ///
-/// Memory is tight where a run on the CPU fits but leaves less than half its own size and [`PROCESS_BYTES`]. Then
-/// blocks come from the system one by one: mimalloc rounds them up, and keeps freed pages that no later block may fit,
-/// together up to half of what a step has allocated. And each kind of run is done once, at the smallest sizes, before
-/// it is asked what is available: what the process has besides a step is used by then.
+/// Memory is tight if a run on the CPU fits but leaves less than half of its size plus [`PROCESS_BYTES`]. mimalloc then
+/// uses no arenas, because it rounds blocks up and keeps freed pages that no later block may fit, together up to half
+/// of what a step has allocated. Also, each kind of run is done once at the smallest sizes before the available memory
+/// is read: memory that the process needs in addition to a step is in use by then.
 pub fn available_bytes<'r>(
     device: &Device,
     limit_gib: Option<f64>,
@@ -24,7 +24,7 @@ pub fn available_bytes<'r>(
         let (Some(available), Ok(estimate)) = (available(), run.estimate(device)) else {
             return false;
         };
-        let wanted = estimate.peak_bytes; // of a planned run more than it needs
+        let wanted = estimate.peak_bytes; // a planned run needs less than this
         let may_fit = wanted <= available || run.execution == Execution::Planned;
         may_fit && wanted.saturating_add(wanted / 2 + PROCESS_BYTES) > available
     };

@@ -1,19 +1,20 @@
-//! What the examples share: the allocator, the flags that all of them take, the report's header, and the way out.
+//! The code that the examples share: the allocator, common flags, the report's header, errors and exit codes.
 #![allow(dead_code)] // each example uses its part
 
 pub mod effects;
+pub mod labels;
 pub mod memory;
 pub mod models;
 pub mod modes;
 pub mod ops;
 pub mod outputs;
-pub mod phases;
 pub mod precision;
 pub mod ranks;
 pub mod runs;
 pub mod stdout;
 pub mod sweep;
 pub mod values;
+pub mod ways;
 pub mod words;
 
 pub use effects::Effects;
@@ -31,35 +32,35 @@ use tallow::ops::KernelPolicy;
 use tallow::report::Fields;
 use tallow::{Error, Result};
 
-/// The name of this example: errors about its flags begin with it.
+/// The name of this example, with which errors about its flags begin.
 pub const PROGRAM: &str = env!("CARGO_CRATE_NAME");
 
-/// candle's CPU backend allocates afresh for every op, so what an allocator does with freed pages is a good part of a
-/// step (benches/RESULTS.md has the figures).
+/// candle's CPU backend allocates for every op, so the allocator's handling of freed pages is a large part of a step
+/// (benches/RESULTS.md has the figures).
 #[global_allocator]
 static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 
-/// `mi_option_purge_delay` of mimalloc 3, which the bindings leave out, as they do the next.
+/// `mi_option_purge_delay` of mimalloc 3. The bindings do not have this constant or the next.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 
 /// `mi_option_disallow_arena_alloc`.
 const DISALLOW_ARENA_ALLOC: libmimalloc_sys::mi_option_t = 26;
 
-/// mimalloc gives freed pages back after a while, and a later step faults them in again: let it keep them.
+/// Makes mimalloc keep freed pages. By default it returns them after a while, and a later step faults them in again.
 fn keep_freed_pages() {
     // SAFETY: sets an option, which mimalloc reads atomically.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// For a run of planned steps alone, which free nothing that another step could use, and where memory is tight: blocks
-/// come from the system one by one. In mimalloc's arenas they lie in places of an eighth more, and huge pages make that
-/// resident (a small model's weights and state: 170 MiB).
+/// Makes mimalloc take each block from the system instead of an arena: for planned steps alone, which free nothing that
+/// another step could reuse, and if memory is tight. In an arena a block occupies up to an eighth more, and huge pages
+/// make that resident (170 MiB for a small model's weights and state).
 pub fn take_blocks_from_the_system() {
     // SAFETY: sets an option, which mimalloc reads atomically.
     unsafe { libmimalloc_sys::mi_option_set(DISALLOW_ARENA_ALLOC, 1) };
 }
 
-/// The allocator and what was set, as the header names it.
+/// Returns the allocator and its setting, for the header.
 fn allocator() -> &'static str {
     // SAFETY: reads an option.
     match unsafe { libmimalloc_sys::mi_option_get(DISALLOW_ARENA_ALLOC) } {
@@ -93,14 +94,14 @@ pub struct Common {
 }
 
 impl Common {
-    /// The device that the flags name, in the arithmetic that they ask for.
+    /// Returns the device of the flags, with TF32 set as requested.
     pub fn device(&self) -> Result<candle_core::Device> {
         let device = tallow::device(&self.device)?;
         tallow::hardware::set_tf32(&device, self.tf32)?;
         Ok(device)
     }
 
-    /// Runs `f` inside what the flags ask for: the kernel policy, ranges for NVTX.
+    /// Runs `f` with the requested kernel policy and NVTX ranges.
     pub fn around<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let _emitting = match self.nvtx {
             true => Some(tallow::profile::emit_nvtx()?),
@@ -113,7 +114,7 @@ impl Common {
         tallow::ops::with_kernel_policy(policy, f)
     }
 
-    /// The report's header: what ran this, and where.
+    /// Returns the report's header, including the seed.
     pub fn environment(&self, device: &candle_core::Device) -> Fields {
         let mut fields = environment(device);
         fields.insert("seed", self.seed);
@@ -121,7 +122,7 @@ impl Common {
     }
 }
 
-/// The report's header where nothing is drawn at random.
+/// Returns the report's header for a program that draws no random numbers.
 pub fn environment(device: &candle_core::Device) -> Fields {
     let mut fields = tallow::bench::environment(device);
     fields.insert("candle", candle_version());
@@ -130,12 +131,12 @@ pub fn environment(device: &candle_core::Device) -> Fields {
     fields
 }
 
-/// So many GiB in bytes.
+/// Converts GiB to bytes.
 pub fn gib_bytes(gib: f64) -> u64 {
     (gib * 2f64.powi(30)) as u64
 }
 
-/// The ops that ran their reference, as the header lists them.
+/// Returns the ops that ran their reference implementation, for the header.
 pub fn fallbacks() -> String {
     let fallbacks = tallow::ops::fallbacks();
     if fallbacks.is_empty() {
@@ -148,23 +149,23 @@ pub fn fallbacks() -> String {
     names.join(", ")
 }
 
-/// A line on stderr. An error there does not stop the program.
+/// Prints a line to stderr; an error of writing is ignored.
 pub fn say_aside(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Progress goes to stderr, and only if that is a terminal.
+/// Prints progress to stderr, if that is a terminal.
 pub fn progress(text: impl Display) {
     if std::io::stderr().is_terminal() {
         say_aside(text);
     }
 }
 
-/// Runs an example: an error goes to stderr, in words, and into the exit code.
+/// Runs an example. An error is printed to stderr and sets the exit code.
 pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     keep_freed_pages();
     tallow::init();
-    // Before anything starts a pool of threads: it checks how many the environment asks for.
+    // This must precede any thread pool: it checks the number of threads that the environment requests.
     let ended = tallow::device("cpu").and_then(|_| example());
     code_of(ended.map(|()| match sweep::is_stopped() {
         true => ExitCode::from(130),
@@ -172,9 +173,25 @@ pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     }))
 }
 
-/// The exit code, and an error in words on stderr.
+/// Returns the exit code, after printing an error to stderr.
 fn code_of(result: Result<ExitCode>) -> ExitCode {
     result.unwrap_or_else(|error| ExitCode::from(status(&error)))
+}
+
+/// Returns the error of a flag with an invalid value.
+pub fn refusal(
+    field: &'static str,
+    expected: impl Into<String>,
+    got: impl Display,
+    hint: &str,
+) -> Error {
+    Error::Config {
+        config: PROGRAM,
+        field,
+        expected: expected.into(),
+        got: got.to_string(),
+        hint: hint.into(),
+    }
 }
 
 /// Ends the program from within a step, where no error can be returned.
@@ -182,7 +199,7 @@ pub fn end(error: &Error) -> ! {
     std::process::exit(status(error).into())
 }
 
-/// Says the error, and its exit code. A closed stdout is none: the reader has seen enough (`| head`).
+/// Prints the error and returns its exit code. A closed stdout is no error: its reader has seen enough (`| head`).
 fn status(error: &Error) -> u8 {
     if stdout::is_closed(error) {
         return 0;
@@ -195,7 +212,7 @@ fn status(error: &Error) -> u8 {
     1
 }
 
-/// The version of candle that this workspace is locked to.
+/// Returns the version of candle in Cargo.lock.
 fn candle_version() -> Option<String> {
     let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
     let package = lock
@@ -205,12 +222,12 @@ fn candle_version() -> Option<String> {
     Some(line.split('"').nth(1)?.to_string())
 }
 
-/// The commit of the sources, marked where they differ from it.
+/// Returns the commit of the sources, marked if they were modified.
 fn commit() -> Option<String> {
     let git = |arguments: &[&str]| {
         let mut git = Command::new("git");
         let output = git
-            // Without it `status` may rewrite the index, under a lock that another git would meet.
+            // Otherwise `status` may rewrite the index, under a lock that blocks other git processes.
             .args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")])
             .args(arguments)
             .output();

@@ -1,4 +1,4 @@
-//! The flags that choose models.
+//! The flags that select models.
 
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ pub struct ModelFlags {
     vocab_size: Option<usize>,
 }
 
-/// Sizes in place of a preset's.
+/// Flags for the sizes of a model.
 #[derive(Args, Clone, Debug)]
 pub struct SizeFlags {
     /// Width of the residual stream, instead of the preset's
@@ -53,20 +53,19 @@ pub struct SizeFlags {
 }
 
 impl SizeFlags {
-    /// Returns whether a size is given.
     fn is_any_given(&self) -> bool {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
         sizes.iter().any(Option::is_some)
     }
 
-    /// Returns the configuration with these sizes.
-    fn of(&self, config: TransformerConfig) -> TransformerConfig {
+    /// Returns `base` with the given sizes in place of its own.
+    pub fn apply(&self, base: TransformerConfig) -> TransformerConfig {
         TransformerConfig {
-            d_model: self.d_model.unwrap_or(config.d_model),
-            d_ff: self.d_ff.unwrap_or(config.d_ff),
-            num_layers: self.num_layers.unwrap_or(config.num_layers),
-            num_heads: self.num_heads.unwrap_or(config.num_heads),
-            ..config
+            d_model: self.d_model.unwrap_or(base.d_model),
+            d_ff: self.d_ff.unwrap_or(base.d_ff),
+            num_layers: self.num_layers.unwrap_or(base.num_layers),
+            num_heads: self.num_heads.unwrap_or(base.num_heads),
+            ..base
         }
     }
 }
@@ -115,14 +114,14 @@ impl TrainedModelFlags {
             vocab_size,
             context_length: self.context_length,
             attention: self.attention,
-            ..self.sizes.of(base)
+            ..self.sizes.apply(base)
         };
         config.validate()?;
         Ok(config)
     }
 }
 
-/// An edition of CS336's second assignment, which says what `xl` is.
+/// An edition of CS336's second assignment. Both have a model `xl`, of different sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Handout {
     #[value(name = "2025")]
@@ -132,7 +131,7 @@ pub enum Handout {
 }
 
 impl Handout {
-    /// The models of its table.
+    /// Returns the names of the models in its table.
     fn sizes(self) -> [&'static str; 5] {
         match self {
             Self::Of2025 => ["small", "medium", "large", "xl", "2.7b"],
@@ -140,7 +139,7 @@ impl Handout {
         }
     }
 
-    /// The preset of one of its models: the xl of 2026 is the 2.7b of 2025.
+    /// Returns the preset of one of its models: the xl of 2026 is the 2.7b of 2025.
     fn preset(self, name: &str) -> Result<TransformerConfig> {
         match (self, name) {
             (Self::Of2026, "xl") => TransformerConfig::preset("2.7b"),
@@ -151,13 +150,13 @@ impl Handout {
 
 /// A model to measure.
 pub struct Model {
-    /// Its preset's name, or `custom`.
+    /// The name of its preset, or `custom`.
     pub name: String,
     pub config: TransformerConfig,
 }
 
 impl ModelFlags {
-    /// Fills in the context lengths where none is `given`: the handout's, or else `default`.
+    /// Fills in the context lengths if none are given: those of the handout, else `default`.
     pub fn fill_context(&self, given: &mut Vec<usize>, default: &[usize]) {
         if given.is_empty() {
             *given = match self.handout {
@@ -167,13 +166,31 @@ impl ModelFlags {
         }
     }
 
-    /// Whether a flag names a model or one of its sizes.
+    /// Returns whether a flag names a preset or a folder.
+    pub fn names_a_preset(&self) -> bool {
+        self.handout.is_some() || !self.size.is_empty() || !self.family.is_empty()
+    }
+
+    /// Returns whether a flag names a model or one of its sizes.
     pub fn names_a_model(&self) -> bool {
+        self.handout.is_some() || self.names_a_single_model()
+    }
+
+    /// Whether a flag other than --handout names a model or one of its sizes.
+    pub fn names_a_single_model(&self) -> bool {
         self.sizes.is_any_given() || !self.size.is_empty() || !self.family.is_empty()
     }
 
-    /// The models to measure: presets, with whatever sizes are given in place of theirs, and room for `context_length`
-    /// tokens. Each is one that every algorithm of `attention` can compute.
+    /// Returns `model` with the given sizes in place of its own.
+    pub fn resized(&self, model: TransformerConfig) -> TransformerConfig {
+        TransformerConfig {
+            vocab_size: self.vocab_size.unwrap_or(model.vocab_size),
+            ..self.sizes.apply(model)
+        }
+    }
+
+    /// Returns the models to measure: presets or folders, with the sizes of the flags and with this context length.
+    /// Every algorithm of `attention` must support them.
     pub fn models(&self, context_length: usize, attention: &[Algorithm]) -> Result<Vec<Model>> {
         let custom = self.sizes.is_any_given();
         let names = match (self.size.is_empty() && self.family.is_empty(), self.handout) {
@@ -193,11 +210,10 @@ impl ModelFlags {
         });
         let models = presets.chain(families).map(|given| {
             let (name, preset) = given?;
-            let config = TransformerConfig {
-                vocab_size: self.vocab_size.unwrap_or(preset.vocab_size),
+            let config = self.resized(TransformerConfig {
                 context_length,
-                ..self.sizes.of(preset)
-            };
+                ..preset
+            });
             for &attention in attention {
                 with_attention(&config, attention).validate()?;
             }
@@ -208,7 +224,7 @@ impl ModelFlags {
     }
 }
 
-/// The models' sizes, for a report's configuration.
+/// Returns the models' sizes, for a report's configuration.
 pub fn describe(models: &[Model]) -> Fields {
     let described = models.iter();
     described
@@ -216,7 +232,7 @@ pub fn describe(models: &[Model]) -> Fields {
         .collect()
 }
 
-/// A model's sizes in words.
+/// Describes a model's sizes.
 pub fn sizes(config: &TransformerConfig) -> String {
     let parameters = group_digits(config.num_parameters() as u64);
     format!(
@@ -230,7 +246,7 @@ pub fn sizes(config: &TransformerConfig) -> String {
     )
 }
 
-/// How many heads of k and v there are, where they are fewer.
+/// Describes the number of key and value heads, if it is smaller than the number of query heads.
 fn kv_heads(config: &TransformerConfig) -> String {
     match config.num_kv_heads() == config.num_heads {
         true => String::new(),
@@ -238,7 +254,7 @@ fn kv_heads(config: &TransformerConfig) -> String {
     }
 }
 
-/// Flags for what computes a model of given sizes.
+/// Flags of attention and checkpointing.
 #[derive(Args, Clone, Debug)]
 pub struct VariantFlags {
     /// naive or flash; several
@@ -251,7 +267,7 @@ pub struct VariantFlags {
 }
 
 impl VariantFlags {
-    /// The model with each attention and each checkpointing.
+    /// Returns the model with each attention and each checkpointing.
     pub fn variants(&self, config: &TransformerConfig) -> Vec<TransformerConfig> {
         let attentions = self.attention.iter();
         let attending = attentions.map(|attention| with_attention(config, *attention));
@@ -266,7 +282,7 @@ impl VariantFlags {
     }
 }
 
-/// The same model with another attention.
+/// Returns the model with another attention algorithm.
 pub fn with_attention(config: &TransformerConfig, attention: Algorithm) -> TransformerConfig {
     TransformerConfig {
         attention,

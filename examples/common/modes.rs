@@ -1,4 +1,4 @@
-//! How much of a training step is run, and how.
+//! Flags for the part of a training step that is run, and for its execution.
 
 use super::precision::PrecisionFlags;
 use clap::ValueEnum;
@@ -18,7 +18,7 @@ pub enum ModeFlag {
     All,
 }
 
-/// The modes that were asked for, in their order.
+/// Returns the requested modes, in the order of the flags.
 pub fn modes(flags: &[ModeFlag]) -> Vec<Mode> {
     let all = [Mode::Forward, Mode::ForwardBackward, Mode::TrainStep];
     let modes = flags.iter().flat_map(|flag| match flag {
@@ -33,13 +33,13 @@ pub fn modes(flags: &[ModeFlag]) -> Vec<Mode> {
 /// `--compile`, or `--compile=only`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CompileFlag {
-    /// Eagerly, and as planned beforehand
+    /// Eager steps and planned steps
     Beside,
-    /// As planned alone
+    /// Planned steps only
     Only,
 }
 
-/// Each mode with how it is executed: eagerly where it cannot be planned.
+/// Returns each mode with its executions. Modes run eagerly in precisions that cannot be planned.
 pub fn executed(
     flag: Option<CompileFlag>,
     modes: Vec<Mode>,
@@ -56,7 +56,8 @@ pub fn executed(
     modes.into_iter().flat_map(executions).collect()
 }
 
-/// Whether any run is planned, or any is not. Precisions that cannot be are refused later.
+/// Returns whether any run is planned (`planned`), or any is eager (otherwise). An invalid set of precisions returns
+/// true, because it is refused later.
 pub fn is_any(
     precisions: &PrecisionFlags,
     flag: Option<CompileFlag>,
@@ -71,7 +72,7 @@ pub fn is_any(
     runs.any(|(_, execution)| (execution == Execution::Planned) == planned)
 }
 
-/// The header's words for the optimizer.
+/// Describes the optimizer, for the header.
 pub fn optimizer_words(name: &str, in_backward: bool) -> String {
     match in_backward {
         true => format!("{name}; in backward where a train step is planned"),
@@ -79,8 +80,7 @@ pub fn optimizer_words(name: &str, in_backward: bool) -> String {
     }
 }
 
-/// Refuses a memory budget and the optimizer in backward where no run is a planned training step: only those use
-/// them.
+/// Refuses a memory budget and the optimizer in backward without a planned training step, which alone uses them.
 pub fn check_planned_flags(
     is_any_given: bool,
     flag: Option<CompileFlag>,
@@ -105,7 +105,7 @@ pub fn check_planned_flags(
     })
 }
 
-/// Whether steps can be planned in it.
+/// Returns whether steps can be planned in this precision.
 fn can_plan(precision: Precision) -> bool {
     let plan = StepConfig {
         precision,
@@ -114,7 +114,7 @@ fn can_plan(precision: Precision) -> bool {
     plan.validate().is_ok()
 }
 
-/// What is said where some rows could not be planned.
+/// Returns the note for rows that could not be planned.
 pub fn not_planned(flag: Option<CompileFlag>, precisions: &[Precision]) -> Option<String> {
     let eager = precisions.iter().filter(|p| !can_plan(**p));
     let names: Vec<&str> = eager.map(|precision| precision.name()).collect();

@@ -1,14 +1,14 @@
-//! A profile's ops as a table for people: the op first, in few words.
+//! Compact tables of a profile's ops and kernels.
 
 use tallow::profile;
 use tallow::report::{Column, Fields, list_in_note};
 
-/// An op a line, its name first.
+/// Returns the columns of a table of ops, the name first.
 pub fn columns() -> Vec<Column> {
     laid_out(profile::ProfileReport::columns(), "Op")
 }
 
-/// A kernel a line, its name first.
+/// Returns the columns of a table of kernels, the name first.
 pub fn kernel_columns() -> Vec<Column> {
     laid_out(profile::ProfileReport::kernel_columns(), "Kernel")
 }
@@ -41,7 +41,7 @@ fn laid_out(mut columns: Vec<Column>, name: &str) -> Vec<Column> {
     columns
 }
 
-/// The lines of a summary, and a note on what is inside their ops.
+/// Returns the rows of a summary, and a note on other ops whose work is inside theirs.
 pub fn lines(summary: &profile::ProfileReport) -> (Vec<Fields>, Option<String>) {
     let mut lines = summary.fields();
     let mut inside: Vec<String> = Vec::new();
@@ -60,7 +60,7 @@ pub fn lines(summary: &profile::ProfileReport) -> (Vec<Fields>, Option<String>) 
     (lines, note)
 }
 
-/// A label without what is inside the op: `linear_cross_entropy backward`.
+/// Returns a label without the description of the work inside: `linear_cross_entropy backward`.
 pub fn short(label: &str) -> &str {
     label.split_once(" (").map_or(label, |(name, _)| name)
 }

@@ -1,4 +1,4 @@
-//! The files that a run leaves: tried before hours are spent on their content.
+//! Output files, which are checked for writing before hours are spent on their content.
 
 use super::stdout;
 use clap::Args;
@@ -26,13 +26,13 @@ pub struct Output {
 }
 
 impl Output {
-    /// Tries this output and others.
+    /// Checks that this output and others can be written.
     pub fn check_with<const N: usize>(&self, others: [&Option<PathBuf>; N]) -> Result<()> {
         check([&self.output].into_iter().chain(others))
     }
 
     /// Refuses names that no table has, before the work.
-    pub fn check_columns<const N: usize>(&self, tables: [Vec<Column>; N]) -> Result<()> {
+    pub fn check_columns(&self, tables: impl IntoIterator<Item = Vec<Column>>) -> Result<()> {
         let of = |columns| Report {
             columns,
             ..Default::default()
@@ -44,13 +44,13 @@ impl Output {
         self.select(&mut tables)
     }
 
-    /// Writes what there is so far where `--output` names a file, so that a sweep that is stopped leaves its rows.
+    /// Writes the rows so far if `--output` names a file, so that a sweep that is stopped leaves them.
     pub fn save_so_far(&self, report: &Report) -> Result<()> {
         let path = self.output.as_deref();
         path.map_or(Ok(()), |path| self.save(report, path))
     }
 
-    /// Writes the finished report.
+    /// Writes the finished report to the file of `--output`, or to stdout.
     pub fn publish(&self, report: &Report) -> Result<()> {
         match &self.output {
             Some(path) => {
@@ -72,7 +72,7 @@ impl Output {
         }
     }
 
-    /// The report for stdout, in the format and the columns that the flags name.
+    /// Returns the report for stdout, in the format and with the columns of the flags.
     pub fn document(&self, report: &Report) -> Result<Vec<u8>> {
         let mut report = report.clone();
         self.select(&mut report)?;
@@ -89,7 +89,7 @@ impl Output {
         Ok(report.to_text(&layout).into_bytes())
     }
 
-    /// Keeps the columns that were chosen; all of them where none was, or `all`.
+    /// Keeps the selected columns; all of them if none is selected, or `all`.
     fn select(&self, report: &mut Report) -> Result<()> {
         match self.columns.is_empty() || self.columns == ["all"] {
             true => Ok(()),
@@ -97,19 +97,19 @@ impl Output {
         }
     }
 
-    /// Into a file. Where that fails, onto stdout: what was measured is not lost.
+    /// Writes the report to a file. If that fails, it goes to stdout, so that the measurements are not lost.
     fn save(&self, report: &Report, path: &Path) -> Result<()> {
         let mut report = report.clone();
         self.select(&mut report)?;
         let saved = report.save(self.format, path);
         if saved.is_err() {
-            let _ = self.document(&report).and_then(|text| stdout::write(&text)); // what is reported is `saved`
+            let _ = self.document(&report).and_then(|text| stdout::write(&text)); // the error in `saved` is reported
         }
         saved
     }
 }
 
-/// `step.svg`, or `step-tiny-B4-T128-forward-naive-f32.svg` if it is one of several.
+/// Returns `step.svg` for a single run, or `step-tiny-B4-T128-naive-f32-eager-forward.svg` for one of several.
 pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
     if runs == 1 {
         return path.to_path_buf();
@@ -126,7 +126,7 @@ pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Text as wide as the terminal.
+/// Returns the layout of text that is as wide as the terminal.
 pub fn terminal_layout() -> Layout {
     Layout {
         width: Some(terminal_width()),
@@ -135,8 +135,8 @@ pub fn terminal_layout() -> Layout {
     }
 }
 
-/// Characters of a line on stdout: what `COLUMNS` says, else the terminal, else 100. A width of 0 is an unknown one, in
-/// the variable and from the terminal.
+/// Returns the number of characters in a line on stdout: from `COLUMNS`, else from the terminal, else 100. In both
+/// sources 0 means unknown.
 fn terminal_width() -> usize {
     let said = std::env::var("COLUMNS")
         .ok()
@@ -151,7 +151,7 @@ fn terminal_width() -> usize {
     said.or_else(own).unwrap_or(100)
 }
 
-/// Tries every output that is named, and refuses one file for two of them.
+/// Checks that every named output can be written, and refuses two outputs to one file.
 pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Result<()> {
     let paths: Vec<&PathBuf> = outputs.into_iter().flatten().collect();
     for (i, path) in paths.iter().enumerate() {
@@ -169,8 +169,7 @@ pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Resu
     Ok(())
 }
 
-/// Refuses a path that no file can be written to: opens it, or creates it and removes it again. Nothing that a file
-/// holds is lost.
+/// Refuses a path that cannot be written: opens the file, or creates and removes it. No content is changed.
 pub fn check_writable(path: &Path) -> Result<()> {
     let refused = |error| Error::io("write", path, error);
     let tried = match std::fs::metadata(path) {
@@ -183,13 +182,13 @@ pub fn check_writable(path: &Path) -> Result<()> {
     tried.map_err(refused)
 }
 
-/// A file is replaced by another, written beside it.
+/// Checks an existing file. Writing replaces it by a new file in the same folder, so both must be writable.
 fn try_file(path: &Path) -> std::io::Result<()> {
     OpenOptions::new().append(true).open(path)?;
     try_folder(&path.canonicalize()?)
 }
 
-/// The name itself, and then the folder.
+/// Checks a path without a file: creates and removes it, then checks its folder.
 fn try_new(path: &Path) -> std::io::Result<()> {
     if path.is_symlink() {
         let problem = "a link to a file that is not there";
@@ -200,7 +199,7 @@ fn try_new(path: &Path) -> std::io::Result<()> {
     try_folder(path)
 }
 
-/// Writes a temporary file beside `path`.
+/// Writes a temporary file to the folder of `path`.
 fn try_folder(path: &Path) -> std::io::Result<()> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -211,8 +210,8 @@ fn try_folder(path: &Path) -> std::io::Result<()> {
     file.write_all(&[0; 1024])
 }
 
-/// A device is written to as it is: nothing, to try it, which a full one refuses too. A pipe is not opened before there
-/// is something to write, for that waits for its reader.
+/// Checks a device, which is written in place: a full one fails a write of no bytes. A pipe is not opened, because that
+/// would wait for its reader.
 fn try_device(path: &Path) -> std::io::Result<()> {
     if is_pipe(path) {
         return Ok(());
@@ -232,7 +231,7 @@ fn is_pipe(_path: &Path) -> bool {
     false
 }
 
-/// Whether it is there, and no file.
+/// Returns whether the path exists and is not a regular file.
 fn is_special(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|there| !there.is_file())
 }

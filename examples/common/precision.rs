@@ -1,4 +1,4 @@
-//! The flags that choose a precision, and what they make together.
+//! The flags that select precisions, and their combinations.
 
 use clap::{Args, ValueEnum};
 use tallow::precision::{Precision, Regime};
@@ -39,18 +39,19 @@ enum AutocastFlag {
 }
 
 impl PrecisionFlags {
-    /// Those that the flags name, each once, or f32.
+    /// Returns the precisions of the flags without duplicates; f32 if there are none.
     pub fn precisions(&self) -> Result<Vec<Precision>> {
         self.precisions_or(&[Precision::F32])
     }
 
-    /// Those that the flags name, each once; where `--precision` is not given, `default` with the other flags' regime.
+    /// Returns the precisions of the flags without duplicates; without `--precision`, `default` in the other flags'
+    /// regime.
     pub fn precisions_or(&self, default: &[Precision]) -> Result<Vec<Precision>> {
         let named = match self.precision.is_empty() {
             true => default,
             false => &self.precision,
         };
-        // f32 beside others is what they are compared with; alone it leaves the other flags nothing to say.
+        // f32 among others is the baseline. If it is the only precision, the other flags have no effect.
         if self.speaks_of_half() && named.iter().all(|p| *p == Precision::F32) {
             return refuse("bf16 or f16 among --precision", "f32 alone");
         }
@@ -64,7 +65,7 @@ impl PrecisionFlags {
         Ok(combined)
     }
 
-    /// The only one that the flags name, or f32: for programs that run once.
+    /// Returns the single precision of the flags, or f32: for programs that run once.
     pub fn precision(&self) -> Result<Precision> {
         match self.precisions()?[..] {
             [precision] => Ok(precision),
@@ -72,7 +73,7 @@ impl PrecisionFlags {
         }
     }
 
-    /// A precision as named, in the regime of the other flags.
+    /// Returns the precision in the regime of the other flags.
     fn combined(&self, named: Precision) -> Result<Precision> {
         let regime = match (self.full_half, self.autocast) {
             (true, _) => Some(Regime::Full),

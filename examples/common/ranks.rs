@@ -1,7 +1,8 @@
-//! Flags of the examples that run on several GPUs, and how such a run begins.
+//! Flags of the examples that run on several GPUs, and the start of such a run.
 
 use super::effects::names_gpu;
 use super::{Common, Effects, stdout};
+use candle_core::DType;
 use clap::{Args, Parser, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
@@ -29,59 +30,49 @@ pub struct RankFlags {
     pub nccl_max_ctas: Option<u32>,
 }
 
+/// The condition under which flags of ranks have an effect.
+const SEVERAL: &str = "among several ranks: with --gpus, or started by torchrun or mpirun";
+
 impl<F: Parser + 'static> Effects<F> {
     /// Declares what the flags of a job's ranks depend on.
     pub fn of_ranks(self, flags: fn(&F) -> (&RankFlags, &Common)) -> Self {
+        let on_gpus = move |all: &F| {
+            let (ranks, common) = flags(all);
+            ranks.are_several() && (ranks.gpus.is_some() || names_gpu(common))
+        };
+        let names_no_gpu = move |all: &F| {
+            let (ranks, common) = flags(all);
+            ranks.gpus.is_none() || common.device == "cuda"
+        };
         self.only(SEVERAL, &["timeout"], move |all| flags(all).0.are_several())
-            .only(
-                "where several GPUs run NCCL",
-                &["nccl-max-ctas"],
-                move |all| {
-                    let (ranks, common) = flags(all);
-                    ranks.are_several() && (ranks.gpus.is_some() || names_gpu(common))
-                },
-            )
+            .only("where several GPUs run NCCL", &["nccl-max-ctas"], on_gpus)
             .only(
                 "without --gpus, which gives each rank a GPU",
                 &["device"],
-                move |all| {
-                    let (ranks, common) = flags(all);
-                    ranks.gpus.is_none() || common.device == "cuda"
-                },
+                names_no_gpu,
             )
     }
 
     /// Declares what the flags of an exchange depend on.
     pub fn of_exchange(self, flags: fn(&F) -> (&RankFlags, &ExchangeFlags)) -> Self {
-        self.only(SEVERAL, &["strategy", "exchange-bf16"], move |all| {
-            flags(all).0.are_several()
-        })
-        .only(
-            "among several ranks that are not fully sharded",
-            &["exchange"],
-            move |all| {
-                let (ranks, exchange) = flags(all);
-                ranks.are_several() && exchange.strategy != Strategy::FullyShard
-            },
-        )
-        .only(
-            "among several ranks, with --exchange overlapped or --strategy fully-shard",
-            &["bucket-mib"],
-            move |all| {
-                let (ranks, exchange) = flags(all);
-                let in_buckets = exchange.exchange == When::Overlapped;
-                ranks.are_several() && (in_buckets || exchange.strategy == Strategy::FullyShard)
-            },
-        )
+        let is_sharded = move |all: &F| flags(all).1.strategy == Strategy::FullyShard;
+        let in_buckets = move |all: &F| flags(all).1.exchange == When::Overlapped;
+        self.only_group::<ExchangeFlags>(SEVERAL, move |all| flags(all).0.are_several())
+            .only(
+                "without --strategy fully-shard",
+                &["exchange"],
+                move |all| !is_sharded(all),
+            )
+            .only(
+                "with --exchange overlapped or --strategy fully-shard",
+                &["bucket-mib"],
+                move |all| in_buckets(all) || is_sharded(all),
+            )
     }
 }
 
-/// Where flags of ranks have an effect.
-const SEVERAL: &str = "among several ranks: with --gpus, or started by torchrun or mpirun";
-
 impl RankFlags {
-    /// Whether this process is one of several ranks, or starts them. What the environment says wrong is reported
-    /// later.
+    /// Whether this process is one of several ranks, or starts them. An invalid environment is reported later.
     fn are_several(&self) -> bool {
         match Ranks::from_env() {
             Ok(Some(ranks)) => ranks.world_size > 1,
@@ -90,7 +81,7 @@ impl RankFlags {
         }
     }
 
-    /// Starts the ranks and waits for them, if that is what this process is for: its exit code then.
+    /// Starts the ranks and waits for them, if this process is no rank itself. Returns the exit code then.
     pub fn launched(&self) -> Option<ExitCode> {
         let count = self.gpus?.get();
         let starts = match Ranks::from_env() {
@@ -102,7 +93,8 @@ impl RankFlags {
         starts.then(|| super::code_of(launch(count)))
     }
 
-    /// Joins the job; a job of one rank where this process is no rank. Ranks but the first print nothing from here on.
+    /// Joins the job; a job of one rank where this process is no rank. Ranks other than the first print nothing from
+    /// then on.
     pub fn join(&self, common: &Common) -> Result<Communicator> {
         let started = Ranks::from_env()?.map_or(1, |ranks| ranks.world_size);
         if let Some(count) = self.gpus.filter(|count| count.get() != started) {
@@ -113,15 +105,14 @@ impl RankFlags {
                     .into(),
             });
         }
-        let config = DistConfig {
+        let communicator = distributed::init(&DistConfig {
             device: match self.gpus {
                 Some(_) => "cuda".into(),
                 None => common.device.clone(),
             },
             timeout: Duration::from_secs(self.timeout),
             nccl_max_ctas: self.nccl_max_ctas,
-        };
-        let communicator = distributed::init(&config)?;
+        })?;
         tallow::hardware::set_tf32(communicator.device(), common.tf32)?;
         if communicator.rank() > 0 {
             stdout::silence();
@@ -172,7 +163,7 @@ pub struct ExchangeFlags {
     pub exchange_bf16: bool,
 }
 
-/// What is divided among the ranks, besides the batch.
+/// The values of `--strategy`: what the ranks divide in addition to the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Strategy {
     /// Nothing: each rank has model, gradients and optimizer
@@ -183,65 +174,35 @@ pub enum Strategy {
     FullyShard,
 }
 
-impl Strategy {
-    /// As tables say it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Replicated => "replicated",
-            Self::ShardedOptimizer => "sharded optimizer",
-            Self::FullyShard => "fully shard",
-        }
-    }
-}
-
-/// The values of `--exchange`; see [`Exchange`].
+/// The values of `--exchange`: how gradients are averaged ([`Exchange`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum When {
-    /// After backward, each parameter's by itself
     PerParameter,
-    /// After backward, all at once
     Flat,
-    /// In backward, bucket by bucket
     Overlapped,
 }
 
 impl ExchangeFlags {
-    pub fn config(&self) -> ReplicatedConfig {
-        ReplicatedConfig {
-            exchange: match self.exchange {
-                When::PerParameter => Exchange::PerParameter,
-                When::Flat => Exchange::Flat,
-                When::Overlapped => Exchange::Overlapped {
-                    bucket_bytes: self.bucket_bytes(),
-                },
-            },
-            dtype: self.dtype(),
-        }
-    }
-
-    /// Returns the exchange of fully sharded ranks.
-    pub fn parts(&self) -> FullyShardConfig {
-        FullyShardConfig {
-            dtype: self.dtype(),
-            bucket_bytes: self.bucket_bytes(),
-        }
-    }
-
-    /// Returns how the planned step of this rank exchanges.
+    /// Returns how the planned step of this rank, of several, exchanges.
     pub fn step_ranks(&self, shard: Shard) -> StepRanks {
+        let bucket_bytes = (self.bucket_mib * 2f64.powi(20)) as u64;
+        let dtype = self.exchange_bf16.then_some(DType::BF16);
+        let exchange = match self.exchange {
+            When::PerParameter => Exchange::PerParameter,
+            When::Flat => Exchange::Flat,
+            When::Overlapped => Exchange::Overlapped { bucket_bytes },
+        };
+        let replicated = ReplicatedConfig { exchange, dtype };
         match self.strategy {
-            _ if shard.world_size == 1 => StepRanks::Alone,
-            Strategy::Replicated => StepRanks::Replicated(self.config()),
-            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(self.config(), shard),
-            Strategy::FullyShard => StepRanks::FullySharded(self.parts(), shard),
+            Strategy::Replicated => StepRanks::Replicated(replicated),
+            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(replicated, shard),
+            Strategy::FullyShard => {
+                let sharded = FullyShardConfig {
+                    dtype,
+                    bucket_bytes,
+                };
+                StepRanks::FullySharded(sharded, shard)
+            }
         }
-    }
-
-    fn bucket_bytes(&self) -> u64 {
-        (self.bucket_mib * 2f64.powi(20)) as u64
-    }
-
-    fn dtype(&self) -> Option<candle_core::DType> {
-        self.exchange_bf16.then_some(candle_core::DType::BF16)
     }
 }

@@ -1,5 +1,6 @@
-//! The runs of a sweep: every combination of sizes, batches, lengths, attention, checkpointing, precision and mode.
+//! The runs of a sweep: every combination of size, batch, length, attention, checkpointing, precision and mode.
 
+use super::labels::Labels;
 use super::models::{Model, ModelFlags, VariantFlags};
 use super::modes::{CompileFlag, ModeFlag, executed, modes};
 use super::precision::PrecisionFlags;
@@ -9,8 +10,8 @@ use clap::Args;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
+use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
-use tallow::report::{Column, Fields};
 
 /// Flags of every example that runs a grid of configurations. A program sets the help of `--context-length` and the
 /// default of `--mode`.
@@ -35,14 +36,15 @@ pub struct GridFlags {
 
     /// forward, forward-backward, train-step, all
     #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
-    mode: Vec<ModeFlag>,
+    pub mode: Vec<ModeFlag>,
 
     /// Memory that may be used [default: what is available]
     #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
     pub memory_limit_gib: Option<f64>,
 }
 
-/// A configuration of a model of some size.
+/// A run, with the name of its model.
+#[derive(Clone)]
 pub struct Run {
     pub size: String,
     pub run: EndToEnd,
@@ -53,14 +55,14 @@ impl GridFlags {
         modes(&self.mode)
     }
 
-    /// The models, with room for the longest sequence.
+    /// Returns the models, with the longest sequence as their context length.
     pub fn models(&self) -> Result<Vec<Model>> {
         let longest = self.context_length.iter().copied().max();
         let longest = longest.unwrap_or_default();
         self.models.models(longest, &self.variants.attention)
     }
 
-    /// Every combination of the flags' lists in these precisions, with AdamW, without warm-up and with one step.
+    /// Returns every combination of the flags' lists in these precisions, with AdamW, no warm-up and one step.
     pub fn runs(
         &self,
         models: &[Model],
@@ -97,7 +99,7 @@ impl GridFlags {
         runs
     }
 
-    /// Gives each run the memory that it may use, and prepares the process where that is tight.
+    /// Sets the available memory of each run, and prepares the process if that is tight.
     pub fn give_memory<'r>(
         &self,
         runs: impl IntoIterator<Item = &'r mut EndToEnd>,
@@ -114,40 +116,38 @@ impl GridFlags {
 }
 
 impl Run {
-    /// The run's name in progress and in files.
+    /// Returns the run's name in progress messages and file names.
     pub fn title(&self) -> String {
         let EndToEnd {
             config,
-            batch_size,
-            sequence_length,
+            batch_size: b,
+            sequence_length: t,
             mode,
             precision,
             execution,
             ..
         } = &self.run;
-        let checkpointing = match config.checkpointing.to_string() {
-            none if none == "none" => String::new(),
+        let checkpointing = match config.checkpointing {
+            Checkpointing::None => String::new(),
             strategy => format!("checkpointing {strategy}, "),
         };
         let (size, attention) = (&self.size, config.attention);
         let (execution, mode) = (execution.name(), mode.name());
-        format!(
-            "{size} B{batch_size} T{sequence_length}, {attention}, {checkpointing}{precision}, {execution}, {mode}"
-        )
+        format!("{size} B{b} T{t}, {attention}, {checkpointing}{precision}, {execution}, {mode}")
     }
 
-    /// The fields that tell runs apart.
-    pub fn labels(&self) -> Fields {
+    pub fn labels(&self) -> Labels {
         let run = &self.run;
-        let mut row = Fields::from_iter([("size", self.size.as_str())]);
-        row.insert("batch_size", run.batch_size)
-            .insert("context_length", run.sequence_length)
-            .insert("attention", run.config.attention.name())
-            .insert("checkpointing", run.config.checkpointing.to_string())
-            .insert("precision", run.precision.name())
-            .insert("execution", run.execution.name())
-            .insert("mode", run.mode.name());
-        row
+        Labels {
+            size: self.size.clone(),
+            batch_size: run.batch_size,
+            context_length: run.sequence_length,
+            attention: run.config.attention,
+            checkpointing: run.config.checkpointing,
+            precision: run.precision,
+            execution: run.execution,
+            mode: run.mode,
+        }
     }
 
     pub fn is_planned(&self) -> bool {
@@ -155,26 +155,12 @@ impl Run {
     }
 }
 
-/// The runs' names: the values in which they differ, and their mode.
+/// Returns the names of runs: the values in which they differ, and their mode.
 pub fn names<'r>(runs: impl IntoIterator<Item = &'r Run>) -> Vec<String> {
     let labels = runs.into_iter().map(|run| {
-        let mut labels = run.labels();
+        let mut labels = run.labels().fields();
         labels.insert("phase", run.run.mode.name()); // names end in it
         labels
     });
     words::names(&labels.collect::<Vec<_>>())
-}
-
-/// The columns of [`Run::labels`].
-pub fn label_columns() -> Vec<Column> {
-    vec![
-        Column::text("size", "Model"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
-        Column::text("attention", "Attention"),
-        Column::text("checkpointing", "Checkpointing"),
-        Column::text("precision", "Precision"),
-        Column::text("execution", "Execution"),
-        Column::text("mode", "Mode"),
-    ]
 }

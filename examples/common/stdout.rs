@@ -1,23 +1,23 @@
-//! The one way to stdout. `println!` panics if stdout is closed or the disk is full; this returns the error, and
-//! [`run`](super::run) ends the program with it: quietly if stdout is closed.
+//! Writing to stdout. `println!` panics if stdout is closed or the disk is full. These functions return the error, and
+//! [`run`](super::run) ends the program with it, silently if stdout is closed.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use tallow::{Error, Result};
 
-/// What errors call it.
+/// The path in errors.
 const NAME: &str = "stdout";
 
-/// Whether what is written goes nowhere.
+/// Whether output is discarded.
 static IS_SILENT: AtomicBool = AtomicBool::new(false);
 
-/// Has nothing more written: of a job's ranks one speaks.
+/// Discards all further output, so that only one rank of a job prints.
 pub fn silence() {
     IS_SILENT.store(true, Ordering::Relaxed);
 }
 
-/// Writes all of it, and flushes.
+/// Writes all bytes, and flushes.
 pub fn write(bytes: &[u8]) -> Result<()> {
     if IS_SILENT.load(Ordering::Relaxed) {
         return Ok(());
@@ -33,7 +33,7 @@ pub fn line(text: impl Display) -> Result<()> {
     write(format!("{text}\n").as_bytes())
 }
 
-/// Text that a model wrote, without the characters that would control a terminal, if stdout is one.
+/// Returns text that a model generated, with control characters escaped if stdout is a terminal.
 pub fn for_terminal(text: &str) -> String {
     if !std::io::stdout().is_terminal() {
         return text.into();
@@ -48,7 +48,7 @@ pub fn for_terminal(text: &str) -> String {
     shown
 }
 
-/// Whether the error is that stdout is closed (`| head`).
+/// Returns whether the error means that stdout is closed (`| head`).
 pub fn is_closed(error: &Error) -> bool {
     let Error::Io { path, source, .. } = error else {
         return false;
@@ -56,7 +56,7 @@ pub fn is_closed(error: &Error) -> bool {
     source.kind() == ErrorKind::BrokenPipe && path.as_os_str() == NAME
 }
 
-/// Whether the error is that stdout was a terminal, which is closed now.
+/// Returns whether the error means that stdout was a terminal that has been closed.
 fn is_hung_up(error: &Error) -> bool {
     const EIO: i32 = 5;
     let Error::Io { path, source, .. } = error else {
@@ -65,7 +65,7 @@ fn is_hung_up(error: &Error) -> bool {
     cfg!(unix) && source.raw_os_error() == Some(EIO) && path.as_os_str() == NAME
 }
 
-/// What came of writing, for a run that may leave files: such a run goes on without its reader.
+/// Ignores an error of a closed stdout if the run also leaves files: it then continues without a reader.
 pub fn or_files(written: Result<()>, leaves_files: bool) -> Result<()> {
     match written {
         Err(error) if leaves_files && (is_closed(&error) || is_hung_up(&error)) => Ok(()),

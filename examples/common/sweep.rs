@@ -1,4 +1,4 @@
-//! Runs one after the other: progress with the time left, and Ctrl-C that leaves the rows there are.
+//! Sweeps of runs: progress with the estimated time left, and Ctrl-C, which keeps the rows measured so far.
 
 use super::say_aside;
 use signal_hook::consts::SIGINT;
@@ -21,7 +21,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Progress of `runs` runs, from now on.
+    /// Creates the progress of `runs` runs, starting now.
     pub fn new(runs: usize) -> Self {
         Self {
             runs,
@@ -31,7 +31,7 @@ impl Progress {
         }
     }
 
-    /// Progress that only `rank` 0 of a job prints.
+    /// Creates progress that only rank 0 of a job prints.
     pub fn of_rank(rank: usize, runs: usize) -> Self {
         Self {
             is_silent: rank > 0,
@@ -50,7 +50,7 @@ impl Progress {
         }
     }
 
-    /// The seconds that the runs left take if they take as long as those so far; `None` before the first has ended.
+    /// Estimates the seconds left from the mean time of the runs so far; `None` before the first has ended.
     fn seconds_left(&self) -> Option<f64> {
         let mean = self.start.elapsed().as_secs_f64() / self.begun as f64;
         (self.begun > 0).then(|| mean * self.runs.saturating_sub(self.begun) as f64)
@@ -64,10 +64,10 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// A sweep of `runs` runs, from now on.
+    /// Creates a sweep of `runs` runs, starting now.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system refuses to report signals.
+    /// [`Error::Io`] if no signal handler can be installed.
     pub fn new(runs: usize) -> Result<Self> {
         let is_interrupted = Arc::<AtomicBool>::default();
         let registered = flag::register_conditional_shutdown(SIGINT, 130, is_interrupted.clone())
@@ -79,8 +79,8 @@ impl Sweep {
         })
     }
 
-    /// Begins the next run, whose `title` is printed as progress. Returns `false` once Ctrl-C was pressed: the caller
-    /// then leaves its loop and prints the rows there are.
+    /// Begins the next run, and prints `title` as progress. Returns `false` once Ctrl-C was pressed: the caller then
+    /// leaves its loop and prints the rows so far.
     pub fn begins(&mut self, title: impl Display) -> bool {
         if self.is_interrupted.load(Ordering::SeqCst) {
             IS_STOPPED.store(true, Ordering::SeqCst);
@@ -90,19 +90,19 @@ impl Sweep {
         true
     }
 
-    /// A note for the report of a sweep that was stopped.
+    /// Returns the note for the report of a sweep that was stopped.
     pub fn note(&self) -> Option<String> {
         let Progress { begun, runs, .. } = self.progress;
         is_stopped().then(|| format!("Stopped by Ctrl-C after {begun} of {runs} runs."))
     }
 }
 
-/// Whether a sweep of this program was stopped by Ctrl-C.
+/// Returns whether Ctrl-C stopped a sweep of this program.
 pub fn is_stopped() -> bool {
     IS_STOPPED.load(Ordering::SeqCst)
 }
 
-/// Reports a file that was written.
+/// Prints that a file was written.
 pub fn wrote(path: &std::path::Path) {
     say_aside(format_args!("wrote {}", path.display()));
 }

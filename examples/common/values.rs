@@ -1,28 +1,28 @@
-//! How the flags' values are read. What no run can mean is refused as the flags are parsed, by every example alike.
+//! Parsers of flags' values. Every example refuses values that no run can use while it parses its flags.
 
 use clap::builder::{PathBufValueParser, RangedU64ValueParser, TypedValueParser};
 use std::path::PathBuf;
 
-/// The most that a number of steps, passes or rounds may be. Each leaves a sample in memory.
+/// The largest number of steps, passes or rounds. Each leaves a sample in memory.
 const MOST: u64 = 1_000_000_000;
 
-/// How often something is done.
+/// Returns the parser of a number of repetitions, at least 1.
 pub fn count() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=MOST)
 }
 
-/// How often something is done, which may be not at all.
+/// Returns the parser of a number of repetitions, which may be 0.
 pub fn count_from_0() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(0..=MOST)
 }
 
-/// An amount of memory: 0.000001 is 1 KiB.
+/// Parses an amount of memory in GiB; the smallest, 0.000001, is about 1 KiB.
 pub fn gib(text: &str) -> Result<f64, String> {
     let expected = "a number of GiB from 0.000001 to 1000000000";
     number(text, expected, |gib| (1e-6..=1e9).contains(&gib))
 }
 
-/// The time that a measurement may take, in ms; `None` for as long as it takes.
+/// The time limit of a measurement in ms; `None` for no limit.
 #[derive(Clone, Copy, Debug)]
 pub struct TimeBudget(pub Option<f64>);
 
@@ -35,45 +35,45 @@ pub fn time_budget(text: &str) -> Result<TimeBudget, String> {
     Ok(TimeBudget(Some(ms)))
 }
 
-/// A learning rate, a decay, a norm, a temperature.
+/// Parses a number from 0, such as a learning rate, weight decay, norm or temperature.
 pub fn from_0(text: &str) -> Result<f64, String> {
     number(text, "a finite number, at least 0", |x| {
         x.is_finite() && x >= 0.0
     })
 }
 
-/// A rate, an amount.
+/// Parses a number above 0, such as a rate or an amount.
 pub fn over_0(text: &str) -> Result<f64, String> {
     number(text, "a finite number over 0", |x| x.is_finite() && x > 0.0)
 }
 
-/// A number that makes a difference.
+/// Parses a number other than 0.
 pub fn not_0(text: &str) -> Result<f64, String> {
     number(text, "a finite number that is not 0", |x| {
         x.is_finite() && x != 0.0
     })
 }
 
-/// A part of something that leaves another part.
+/// Parses a fraction between 0 and 1, both excluded.
 pub fn part(text: &str) -> Result<f64, String> {
     number(text, "a number over 0 and under 1", |x| x > 0.0 && x < 1.0)
 }
 
-/// How much a running mean keeps.
-pub fn beta(text: &str) -> Result<f64, String> {
+/// A share that leaves something, as that of a running mean.
+pub fn under_1(text: &str) -> Result<f64, String> {
     number(text, "a number from 0 to under 1", |x| {
         (0.0..1.0).contains(&x)
     })
 }
 
-/// A sum of probabilities.
+/// Parses a cumulative probability, above 0 and at most 1.
 pub fn probability(text: &str) -> Result<f64, String> {
     number(text, "a number over 0 and at most 1", |x| {
         x > 0.0 && x <= 1.0
     })
 }
 
-/// The file of a picture, by a name that says its format.
+/// Returns the parser of a picture's path, whose extension selects the format.
 pub fn picture() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path: PathBuf| {
         let ends_in = |name: &str| {

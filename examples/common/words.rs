@@ -1,11 +1,10 @@
-//! Sentences that name the rows they speak of.
+//! Sentences that refer to rows by name.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
-use tallow::report::{Fields, Speedup, Verdict, counted, format_mib, list_in_note};
+use tallow::report::{Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
-/// A speed-up as a cell: the ratio of means, `unclear` where the spread leaves it without meaning, null where a side is
-/// missing.
+/// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
     match speedup {
         Some(speedup) if speedup.is_clear() => speedup.ratio.into(),
@@ -14,7 +13,7 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
     }
 }
 
-/// `planned is 1.24x as fast as eager`, or that the figures do not decide and what would.
+/// Returns `planned is 1.24x as fast as eager`, or a sentence that the figures do not decide, and what would.
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
@@ -26,7 +25,7 @@ pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     }
 }
 
-/// The fields that tell rows apart, each with what stands before its value in a row's name.
+/// The fields that distinguish rows, each with the prefix of its value in a row's name.
 const LABELS: [(&str, &str); 12] = [
     ("configuration", ""),
     ("size", ""),
@@ -42,13 +41,13 @@ const LABELS: [(&str, &str); 12] = [
     ("warmup_steps", "warm-up "),
 ];
 
-/// Each row's name: the values in which the rows differ, and its phase.
+/// Returns the rows' names: the values in which the rows differ, and the phase.
 pub fn names(rows: &[Fields]) -> Vec<String> {
     let differs = |key: &str| {
         let first = rows.first().and_then(|row| row.get(key));
         rows.iter().any(|row| row.get(key) != first)
     };
-    // A model's width is not named beside its size.
+    // The name of a model's size implies its width.
     let is_sized = rows.iter().any(|row| row.get("size").is_some());
     let labels: Vec<_> = LABELS
         .into_iter()
@@ -77,7 +76,7 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
     rows.iter().map(|row| or_all(name(row))).collect()
 }
 
-/// Which rows ran out of memory, if any, and how much each would take.
+/// Returns a note on the rows that ran out of memory, with the bytes that each needs.
 pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
     let named = rows.iter().zip(names(rows));
@@ -98,7 +97,7 @@ pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     ))
 }
 
-/// Which rows are noisy, if any.
+/// Returns a note on the noisy rows, if there are any.
 pub fn noisy(rows: &[Fields]) -> Option<String> {
     let named = rows.iter().zip(names(rows));
     let noisy = named.filter(|(row, _)| row.get("noisy") == Some(&true.into()));
@@ -115,7 +114,7 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// `12.5% more`, `30.0% less` or `same`.
+/// Returns `12.5% more`, `30.0% less` or `same`.
 pub fn change(before: u64, after: u64) -> String {
     let percent = 100.0 * (after as f64 / before as f64 - 1.0);
     match percent {
@@ -125,16 +124,7 @@ pub fn change(before: u64, after: u64) -> String {
     }
 }
 
-/// How often each word comes: `less in 3, more in 1`.
-pub fn counts(words: impl Iterator<Item = &'static str>) -> String {
-    let mut counts = BTreeMap::new();
-    words.for_each(|word| *counts.entry(word).or_insert(0) += 1);
-    let counts = counts.into_iter();
-    let counts: Vec<String> = counts.map(|(word, n)| format!("{word} in {n}")).collect();
-    counts.join(", ")
-}
-
-/// At most `most` of the items: `a; b and 3 more in the table`.
+/// Joins at most `most` of the items: `a; b and 3 more in the table`.
 pub fn listed(items: &[String], most: usize) -> String {
     let shown = items[..items.len().min(most)].join("; ");
     match items.len().saturating_sub(most) {
@@ -143,21 +133,34 @@ pub fn listed(items: &[String], most: usize) -> String {
     }
 }
 
-/// In how many configurations `name` uses less memory than f32, the range, and why. Each has its peaks in f32 and in
-/// `name`; `copies` are the bytes of weights in half precision.
-pub fn memory(name: &str, peaks: &[(String, u64, u64)], copies: Option<u64>) -> String {
-    let verdict = |(_, before, after): &(String, u64, u64)| match change(*before, *after) {
-        less if less.ends_with("less") => "less memory than f32",
-        more if more.ends_with("more") => "more memory than f32",
-        _ => "as much memory as f32",
-    };
-    let counts = counts(peaks.iter().map(verdict));
+/// Two peaks of a configuration, in bytes: its name, the peak of the reference, and the compared peak.
+pub type Peaks = (String, u64, u64);
+
+/// Returns in how many configurations `name` uses less memory than `reference`, the range, and the reason. `copies` is
+/// the size in bytes of the half-precision copies of weights.
+pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>) -> String {
+    let mut counts = BTreeMap::new();
+    for (_, before, after) in peaks {
+        let word = match change(*before, *after) {
+            less if less.ends_with("less") => "less",
+            more if more.ends_with("more") => "more",
+            _ => "as much",
+        };
+        *counts.entry(word).or_insert(0) += 1;
+    }
+    let counts = counts.into_iter();
+    let counts: Vec<String> = counts
+        .map(|(word, n)| match word {
+            "as much" => format!("as much memory as {reference} in {n}"),
+            _ => format!("{word} memory than {reference} in {n}"),
+        })
+        .collect();
     let mut sorted: Vec<_> = peaks.iter().collect();
     sorted.sort_by(|a, b| (a.2 as f64 / a.1 as f64).total_cmp(&(b.2 as f64 / b.1 as f64)));
-    let words = |(title, before, after): &(String, u64, u64)| {
-        let (peak, of_f32) = (format_mib(*after), format_mib(*before));
+    let words = |(title, before, after): &Peaks| {
+        let (peak, of_reference) = (format_mib(*after), format_mib(*before));
         format!(
-            "{} ({title}: {peak}, f32 {of_f32})",
+            "{} ({title}: {peak}, {reference} {of_reference})",
             change(*before, *after)
         )
     };
@@ -174,5 +177,10 @@ pub fn memory(name: &str, peaks: &[(String, u64, u64)], copies: Option<u64>) -> 
         )
     });
     let total = counted(peaks.len(), "configuration");
-    format!("Of {total}, {name} uses {counts}.{range}{why}")
+    format!("Of {total}, {name} uses {}.{range}{why}", counts.join(", "))
+}
+
+/// Formats a time in ms as a table cell, without the unit.
+pub fn ms(ms: f64) -> String {
+    Column::ms("", "").cell(Some(&ms.into()))
 }

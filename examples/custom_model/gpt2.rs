@@ -1,5 +1,5 @@
-//! GPT-2, from this crate's layers and ops alone: LayerNorm with biases, learned positions, GELU by tanh, projections
-//! with biases, and a head that is the embedding's table. Names are those of `transformers`' `GPT2LMHeadModel`.
+//! GPT-2, built only from this crate's layers and ops: LayerNorm with biases, learned positions, GELU by tanh,
+//! projections with biases, and a head tied to the embedding. Names are those of `transformers`' `GPT2LMHeadModel`.
 
 use candle_core::{D, Tensor};
 use candle_nn::VarBuilder;
@@ -11,10 +11,10 @@ use tallow::probe::{in_module, module};
 
 const EPS: f64 = 1e-5;
 
-/// What the tables start with: as the head, one of standard deviation 1 would give logits in the tens.
+/// The standard deviation of initial tables. With 1, the head, which uses a table, would give logits in the tens.
 const STD: f64 = 0.02;
 
-/// The sizes of a GPT-2, and what computes its attention.
+/// The sizes of a GPT-2, and its attention algorithm.
 #[derive(Clone, Debug)]
 pub struct Gpt2Config {
     pub vocab_size: usize,
@@ -94,7 +94,7 @@ impl Gpt2 {
         })
     }
 
-    /// What the head reads, (B, T, D), of tokens (B, T).
+    /// Computes the input of the head, (B, T, D), from tokens (B, T).
     fn hidden(&self, tokens: &Tensor) -> Result<Tensor> {
         let (_, length) = tokens.dims2()?;
         let positions = Tensor::arange(0, length as u32, tokens.device())?;
@@ -108,12 +108,12 @@ impl Gpt2 {
         in_module("ln_f", || self.ln_f.forward(&x))
     }
 
-    /// Logits (B, T, V) of tokens (B, T).
+    /// Computes logits (B, T, V) from tokens (B, T).
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         ops::linear(&self.hidden(tokens)?, self.wte.weight())
     }
 
-    /// The mean cross-entropy of targets (B, T).
+    /// Computes the mean cross-entropy loss of targets (B, T).
     pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
         ops::linear_cross_entropy(&self.hidden(tokens)?, self.wte.weight(), targets)
     }

@@ -1,62 +1,51 @@
-//! The handout's questions on collectives, data parallelism and sharding, answered from figures.
+//! Answers to the handout's questions on collectives, data parallelism and sharding.
 
+use super::common::ways::Way;
 use super::common::words::compared;
 use serde::Serialize;
 use tallow::distributed::Exchange;
 use tallow::report::{Answer, Speedup, Statistics, Verdict, format_mib};
 
-/// An all-reduce that was timed.
-#[derive(Clone, Debug)]
+/// A collective's time at a size of its buffer.
+#[derive(Serialize)]
 pub struct Collected {
+    pub collective: &'static str,
     pub mib: usize,
+    #[serde(flatten)]
     pub time: Statistics,
-    pub bus_gb_s: f64,
+    /// `None` for one rank, which sends nothing.
+    pub bus_gb_s: Option<f64>,
 }
 
-/// A step that was timed.
-#[derive(Clone, Debug)]
-pub struct Measured {
-    /// What is divided; `alone` without an exchange.
-    pub strategy: &'static str,
-    pub exchange: Option<Exchange>,
-    pub step: Statistics,
-}
-
-impl Measured {
-    /// The exchange in a sentence: `an exchange in buckets of 10 MiB`.
-    fn name(&self) -> String {
-        match self.exchange {
-            Some(exchange @ Exchange::Overlapped { bucket_bytes: 1.. }) => {
-                format!("an exchange in {exchange}")
-            }
-            Some(exchange) => format!("an exchange {exchange}"),
-            None => "no exchange".into(),
-        }
-    }
-}
-
-/// A rank's memory, in bytes.
-#[derive(Clone, Copy, Debug, Serialize)]
+/// The memory of a rank, in bytes.
+#[derive(Serialize)]
 pub struct Held {
-    pub strategy: &'static str,
     pub init_bytes: u64,
     pub peak_bytes: u64,
     pub after_bytes: u64,
     pub state_bytes: u64,
+    pub predicted_bytes: u64,
 }
 
-/// distributed_communication_single_node: how the time of an all-reduce grows with its size, and the ring it is.
-pub fn collectives(ranks: usize, reduced: &[Collected]) -> Vec<Answer> {
-    let (Some(small), Some(large)) = (reduced.first(), reduced.last()) else {
+/// Whether a step is clearly slower than the step alone: the difference is communication.
+pub fn is_slower(alone: &Statistics, step: &Statistics) -> bool {
+    let speedup = Speedup::new(alone, step);
+    speedup.is_some_and(|speedup| speedup.verdict() == Verdict::Slower)
+}
+
+/// Answers distributed_communication_single_node: how the time of an all-reduce grows with its size, and its ring.
+pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
+    let reduced = collected.iter().filter(|c| c.collective == "all_reduce");
+    let reduced = reduced.filter_map(|c| Some((c.mib, &c.time, c.bus_gb_s?)));
+    let reduced: Vec<_> = reduced.collect();
+    let [(from_mib, small, from_rate), .., (to_mib, large, to_rate)] = reduced[..] else {
         return Vec::new();
     };
-    if small.mib == large.mib {
-        return Vec::new();
-    }
-    let times = |a: f64, b: f64| format!("{:.1} times", b / a);
-    let slowed = Speedup::new(&large.time, &small.time);
-    let bytes = large.mib as f64 / small.mib as f64;
-    let growth = match slowed.filter(Speedup::is_clear) {
+    let bytes = to_mib as f64 / from_mib as f64;
+    let growth = match Speedup::new(large, small).filter(Speedup::is_clear) {
+        None => {
+            "but their spread is too large to say how fast; more steps on a quiet machine would"
+        }
         Some(slowed) if slowed.ratio + slowed.error < bytes => {
             "less than in proportion: the fixed cost of a call weighs on small buffers"
         }
@@ -64,24 +53,15 @@ pub fn collectives(ranks: usize, reduced: &[Collected]) -> Vec<Answer> {
             "more than in proportion: large buffers do not stay in a cache"
         }
         Some(_) => "in proportion to the bytes",
-        None => {
-            "but their spread is too large to say how fast; more steps on a quiet machine would"
-        }
     };
+    let (from_ms, to_ms) = (small.mean_ms, large.mean_ms);
     vec![
         Answer::new(
             "How does an all-reduce scale with the size of its buffer?",
             format!(
-                "From {} to {} MiB ({}) its time grows from {:.2} to {:.2} ms ({}), {growth}. The bus rate goes from \
-                 {:.2} to {:.2} GB/s.",
-                small.mib,
-                large.mib,
-                times(small.mib as f64, large.mib as f64),
-                small.time.mean_ms,
-                large.time.mean_ms,
-                times(small.time.mean_ms, large.time.mean_ms),
-                small.bus_gb_s,
-                large.bus_gb_s
+                "From {from_mib} to {to_mib} MiB ({bytes:.1} times) its time grows from {from_ms:.2} to {to_ms:.2} ms \
+                 ({:.1} times), {growth}. The bus rate goes from {from_rate:.2} to {to_rate:.2} GB/s.",
+                to_ms / from_ms
             ),
         ),
         Answer::new(
@@ -95,27 +75,31 @@ pub fn collectives(ranks: usize, reduced: &[Collected]) -> Vec<Answer> {
     ]
 }
 
-/// naive_ddp, minimal_ddp_flat, ddp_overlap and ddp_bucketed, and what dividing optimizer and weights costs in time.
-pub fn steps(model: &str, ranks: usize, measured: &[Measured]) -> Vec<Answer> {
-    let replicated = |is_it: fn(Exchange) -> bool| {
-        let own = measured.iter().filter(|m| m.strategy == "replicated");
-        own.filter(move |m| m.exchange.is_some_and(is_it))
-    };
-    let alone = measured.iter().find(|m| m.exchange.is_none());
-    let naive = replicated(|e| e == Exchange::PerParameter).next();
-    let flat = replicated(|e| e == Exchange::Flat).next();
-    let overlapped = replicated(|e| e == Exchange::Overlapped { bucket_bytes: 0 }).next();
-    let is_bucket = |e| matches!(e, Exchange::Overlapped { bucket_bytes } if bucket_bytes > 0);
-    let buckets: Vec<&Measured> = replicated(is_bucket).collect();
+/// Answers naive_ddp, minimal_ddp_flat, ddp_overlap and ddp_bucketed, and what sharding costs in time.
+pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<Answer> {
     let mut answers = Vec::new();
     if ranks == 1 {
         return answers;
     }
-    if let Some((alone, naive)) = alone.zip(naive) {
-        answers.push(Answer::new(
-            format!("{model}: how long is a step of naive DDP, and which part is communication?"),
-            format!("{}.", added(&alone.step, &naive.step)),
-        ));
+    let mut answer = |question: &str, text: String| {
+        answers.push(Answer::new(format!("{model}: {question}"), sentence(&text)));
+    };
+    let mut by_time: Vec<_> = measured.iter().collect();
+    by_time.sort_by(|(_, a), (_, b)| a.mean_ms.total_cmp(&b.mean_ms));
+    let of = |strategy| {
+        let by_time = by_time.iter();
+        by_time.filter(move |(way, _)| way.strategy == strategy)
+    };
+    let step = |strategy, exchange| {
+        let step = of(strategy).find(|(way, _)| way.exchange == exchange);
+        step.map(|(_, step)| step)
+    };
+    let naive = step("replicated", Some(Exchange::PerParameter));
+    let flat = step("replicated", Some(Exchange::Flat));
+    let overlapped = step("replicated", Some(Exchange::Overlapped { bucket_bytes: 0 }));
+    if let (Some(alone), Some(naive)) = (step("alone", None), naive) {
+        let question = "how long is a step of naive DDP, and which part is communication?";
+        answer(question, added(alone, naive));
     }
     for (question, after, name, other) in [
         (
@@ -132,108 +116,90 @@ pub fn steps(model: &str, ranks: usize, measured: &[Measured]) -> Vec<Answer> {
         ),
     ] {
         let both = naive.zip(after);
-        let speedup = both.and_then(|(naive, after)| Speedup::new(&naive.step, &after.step));
-        let answer = speedup.map(|speedup| sentence(&compared(name, other, speedup)) + ".");
-        answers.extend(answer.map(|text| Answer::new(format!("{model}: {question}"), text)));
+        if let Some(speedup) = both.and_then(|(naive, after)| Speedup::new(naive, after)) {
+            answer(question, compared(name, other, speedup));
+        }
     }
-    answers.extend(bucketed(model, overlapped, &buckets));
-    for strategy in ["sharded optimizer", "fully shard"] {
-        let best = |name: &str| {
-            let own = measured.iter().filter(|m| m.strategy == name);
-            own.min_by(|a, b| a.step.mean_ms.total_cmp(&b.step.mean_ms))
+    let buckets = of("replicated").filter(|(way, _)| way.is_bucket());
+    let buckets: Vec<_> = buckets.collect();
+    if let (Some((best, fastest)), Some((worst, slowest))) = (buckets.first(), buckets.last()) {
+        let speedup = Speedup::new(slowest, fastest).filter(|_| buckets.len() > 1);
+        let mut text = match speedup.filter(|speedup| speedup.verdict() == Verdict::Faster) {
+            Some(speedup) => {
+                let (best, worst) = (best.name(), worst.name());
+                format!("{best} is fastest, {speedup} as fast as {worst}")
+            }
+            None => "these figures do not tell the bucket sizes apart".into(),
         };
-        if let Some((before, after)) = best("replicated").zip(best(strategy))
-            && let Some(speedup) = Speedup::new(&before.step, &after.step)
-        {
-            answers.push(Answer::new(
-                format!("{model}: what does {strategy} cost in time?"),
-                format!(
-                    "Each with its fastest exchange ({} and {}): {}.",
-                    after.name(),
-                    before.name(),
-                    compared(strategy, "replicated", speedup)
-                ),
-            ));
+        let each = overlapped.and_then(|each| Speedup::new(each, fastest));
+        if let Some(speedup) = each.filter(|speedup| speedup.verdict() != Verdict::Unclear) {
+            text += &format!("; {}", compared("it", "one exchange a parameter", speedup));
+        }
+        text += ". With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after backward \
+                 is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes";
+        answer("which bucket size, and why?", text);
+    }
+    for strategy in ["sharded optimizer", "fully shard"] {
+        let both = of("replicated").next().zip(of(strategy).next());
+        let Some(((other, before), (own, after))) = both else {
+            continue;
+        };
+        if let Some(speedup) = Speedup::new(before, after) {
+            let (own, other) = (own.name(), other.name());
+            let text = compared(strategy, "replicated", speedup);
+            let text = format!("each with its fastest exchange ({own} and {other}): {text}");
+            answer(&format!("what does {strategy} cost in time?"), text);
         }
     }
     answers
 }
 
-/// The mean of a step with an exchange, and what that adds to the step alone.
+/// Says what an exchange adds to the step alone.
 fn added(alone: &Statistics, step: &Statistics) -> String {
-    let part = step.mean_ms - alone.mean_ms;
-    let verdict = Speedup::new(alone, step).map(|speedup| speedup.verdict());
-    match verdict {
-        Some(Verdict::Slower) => format!(
-            "A step takes {:.1} ms, {part:.1} ms of them ({:.0}%) communication that the step alone ({:.1} ms) does not have",
-            step.mean_ms,
-            100.0 * part / step.mean_ms,
-            alone.mean_ms
+    let (alone_ms, step_ms) = (alone.mean_ms, step.mean_ms);
+    let part = step_ms - alone_ms;
+    match is_slower(alone, step) {
+        true => format!(
+            "a step takes {step_ms:.1} ms, {part:.1} ms of them ({:.0}%) communication that the step alone \
+             ({alone_ms:.1} ms) does not have",
+            100.0 * part / step_ms
         ),
-        _ => format!(
-            "A step takes {:.1} ms with the exchange and {:.1} ms without: their spread hides what communication \
-             adds. More steps on a quiet machine would show it",
-            step.mean_ms, alone.mean_ms
+        false => format!(
+            "a step takes {step_ms:.1} ms with the exchange and {alone_ms:.1} ms without: their spread hides what \
+             communication adds. More steps on a quiet machine would show it"
         ),
     }
 }
 
-/// ddp_bucketed: the fastest bucket size, where the figures tell sizes apart, and the model of its overhead.
-fn bucketed(model: &str, overlapped: Option<&Measured>, buckets: &[&Measured]) -> Option<Answer> {
-    let by_time = |a: &&&Measured, b: &&&Measured| a.step.mean_ms.total_cmp(&b.step.mean_ms);
-    let fastest = buckets.iter().min_by(by_time)?;
-    let slowest = buckets.iter().max_by(by_time)?;
-    let speedup = Speedup::new(&slowest.step, &fastest.step).filter(|_| buckets.len() > 1);
-    let measured = match speedup.map(|speedup| (speedup, speedup.verdict())) {
-        Some((speedup, Verdict::Faster)) => format!(
-            "{} is fastest, {speedup} as fast as {}",
-            sentence(&fastest.name()),
-            slowest.name()
-        ),
-        _ => "These figures do not tell the bucket sizes apart".into(),
+/// Answers optimizer_state_sharding_accounting (a) and (c), and fsdp_accounting.
+pub fn memory(model: &str, ranks: usize, measured: &[(Way, Held)]) -> Vec<Answer> {
+    let held = |strategy: &str| {
+        let found = measured.iter().find(|(way, _)| way.strategy == strategy);
+        found.map(|(_, held)| held)
     };
-    let against = overlapped.and_then(|each| {
-        let speedup = Speedup::new(&each.step, &fastest.step)?;
-        let is_decided = speedup.verdict() != Verdict::Unclear;
-        is_decided.then(|| format!("; {}", compared("it", "one exchange a parameter", speedup)))
-    });
-    Some(Answer::new(
-        format!("{model}: which bucket size, and why?"),
-        format!(
-            "{measured}{}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after \
-             backward is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes.",
-            against.unwrap_or_default()
-        ),
-    ))
-}
-
-/// optimizer_state_sharding_accounting (a) and (c), and FSDP's memory.
-pub fn memory(model: &str, ranks: usize, held: &[Held]) -> Vec<Answer> {
-    let of = |strategy: &str| held.iter().find(|held| held.strategy == strategy);
-    let Some(replicated) = of("replicated") else {
-        return Vec::new();
-    };
-    let mib = format_mib;
     let mut answers = Vec::new();
+    let Some(replicated) = held("replicated") else {
+        return answers;
+    };
     for strategy in ["sharded optimizer", "fully shard"] {
-        let Some(own) = of(strategy) else { continue };
+        let Some(own) = held(strategy) else { continue };
+        let both = |bytes: fn(&Held) -> u64| {
+            let [own, other] = [own, replicated].map(|held| format_mib(bytes(held)));
+            format!("{own} instead of {other}")
+        };
         answers.push(Answer::new(
             format!("{model}: how much memory does a rank use with and without {strategy}?"),
             format!(
-                "After init {} instead of {}, at a step's peak {} instead of {}, after it {} instead of {}. Of these \
-                 the optimizer's state is {} instead of {}, with {ranks} ranks.",
-                mib(own.init_bytes),
-                mib(replicated.init_bytes),
-                mib(own.peak_bytes),
-                mib(replicated.peak_bytes),
-                mib(own.after_bytes),
-                mib(replicated.after_bytes),
-                mib(own.state_bytes),
-                mib(replicated.state_bytes)
+                "After init {}, at a step's peak {}, after it {}. Of these the optimizer's state is {}, with {ranks} \
+                 ranks.",
+                both(|held| held.init_bytes),
+                both(|held| held.peak_bytes),
+                both(|held| held.after_bytes),
+                both(|held| held.state_bytes)
             ),
         ));
     }
-    if of("sharded optimizer").is_some() {
+    if held("sharded optimizer").is_some() {
         answers.push(Answer::new(
             "How does this sharding differ from ZeRO stage 1?",
             "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S \
@@ -245,9 +211,9 @@ pub fn memory(model: &str, ranks: usize, held: &[Held]) -> Vec<Answer> {
     answers
 }
 
-/// The text with a capital letter first.
+/// Returns the text as a sentence: with a capital letter and a full stop.
 fn sentence(text: &str) -> String {
     let mut chars = text.chars();
     let first = chars.next().map(|c| c.to_uppercase().to_string());
-    first.unwrap_or_default() + chars.as_str()
+    format!("{}{}.", first.unwrap_or_default(), chars.as_str())
 }

@@ -1,4 +1,4 @@
-//! Estimated memory and time of a training step on several GPUs, before there is any GPU.
+//! Estimated memory and time of a training step on several GPUs, without a GPU.
 
 use serde::Serialize;
 use tallow::Result;
@@ -6,7 +6,7 @@ use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target};
 use tallow::distributed::Shard;
 use tallow::model::TransformerConfig;
 
-/// A step on a number of GPUs.
+/// The estimated step of a number of GPUs.
 #[derive(Clone, Debug, Serialize)]
 pub struct Estimate {
     pub world_size: usize,
@@ -22,8 +22,8 @@ pub struct Estimate {
     pub efficiency_percent: f64,
 }
 
-/// Plans a rank's step as on a GPU, with micro-batches (B, T): memory is [`Plan::total_bytes`] of rank 0, and time is
-/// [`Plan::timeline`] by the rates of each number of ranks. `divided` says what ranks divide and exchange.
+/// Plans the step of rank 0 on a GPU, with micro-batches (B, T), for each number of ranks. Memory is
+/// [`Plan::total_bytes`], and time is [`Plan::timeline`] by the rates. `divided` returns what ranks divide and exchange.
 pub fn estimates(
     model: &TransformerConfig,
     [batch_size, length]: [usize; 2],
@@ -33,25 +33,23 @@ pub fn estimates(
 ) -> Result<Vec<Estimate>> {
     let rows = batch_size.saturating_mul(alone.accumulation);
     let planned = |config: &StepConfig| -> Result<Plan> {
-        let batch = Batch::hollow(rows, length)?;
-        Ok(Step::plan_of(Target::Cuda, model, config, batch)?.0)
+        let batch = Batch::meta(rows, length)?;
+        Ok(Step::plan_for_model(Target::Cuda, model, config, batch)?.0)
     };
     let plan_alone = planned(&StepConfig {
-        memory_budget_bytes: None, // there may be no GPU with room for all of it
+        memory_budget_bytes: None, // there may be no GPU with memory for all of it
         ..alone.clone()
     })?;
-    let estimates = ranks.iter().map(|(world_size, rates)| {
-        let world_size = *world_size;
+    let mut estimates = Vec::new();
+    for &(world_size, ref rates) in ranks {
+        let rank = 0;
         let plan = planned(&StepConfig {
-            ranks: divided(Shard {
-                rank: 0,
-                world_size,
-            }),
+            ranks: divided(Shard { rank, world_size }),
             ..alone.clone()
         })?;
         let step = plan.timeline(world_size, rates)?;
         let alone_seconds = plan_alone.timeline(1, rates)?.step_seconds;
-        Ok(Estimate {
+        estimates.push(Estimate {
             world_size,
             rank_bytes: plan.total_bytes(),
             sent_bytes: step.sent_bytes,
@@ -62,7 +60,7 @@ pub fn estimates(
             step_ms: 1e3 * step.step_seconds,
             tokens_per_second: (world_size * rows * length) as f64 / step.step_seconds,
             efficiency_percent: 100.0 * alone_seconds / step.step_seconds,
-        })
-    });
-    estimates.collect()
+        });
+    }
+    Ok(estimates)
 }

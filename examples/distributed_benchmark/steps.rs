@@ -1,31 +1,27 @@
-//! Training steps by how their gradients are exchanged.
+//! Training steps by strategy and exchange.
 
-use super::answers::{self, Measured};
-use super::common::models::{Model, with_attention};
+use super::answers::{self, is_slower};
+use super::common::models::Model;
 use super::common::outputs::named;
-use super::common::ranks::Strategy;
-use super::common::sweep::Progress;
-use super::common::{gib_bytes, wrote};
-use super::{Flags, values};
-use candle_core::{DType, Device, Tensor, Var};
+use super::common::ranks::{ExchangeFlags, Strategy, When};
+use super::common::ways::Way;
+use super::common::wrote;
+use super::{Rank, values};
+use candle_core::{DType, Tensor};
 use clap::Args;
-use serde::Serialize;
 use std::path::PathBuf;
-use tallow::bench::Stopwatch;
-use tallow::compile::{Step, StepConfig, StepRanks};
-use tallow::distributed::{
-    Communicator, Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
-};
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::compile::{Step, StepRanks};
+use tallow::distributed::{FullyShard, Replicated, Shard};
+use tallow::model::TransformerLM;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{self, Profiler};
-use tallow::report::{Column, Fields, Report, Speedup, Statistics, Verdict, mean_and_std};
+use tallow::report::{Column, Report, Statistics, mean_and_std};
 use tallow::{Result, nn};
 
-/// In a trace: the first of a planned step on a GPU records what the others replay.
+/// Steps of a trace: the first planned step on a GPU records what the others replay.
 const TRACED_STEPS: usize = 3;
 
-/// How steps are run.
+/// Flags for the strategies and exchanges to compare.
 #[derive(Args, Clone, Debug)]
 pub struct Ways {
     /// Sizes of a bucket of gradients; several
@@ -39,7 +35,7 @@ pub struct Ways {
     /// replicated, sharded-optimizer, fully-shard; several
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated", value_name = "NAME",
           hide_possible_values = true)]
-    pub strategy: Vec<Strategy>,
+    strategy: Vec<Strategy>,
 
     /// Without the steps alone, for models too large for one rank
     #[arg(long, hide_short_help = true)]
@@ -47,170 +43,90 @@ pub struct Ways {
 
     /// Recompute until the arena of a step is within this
     #[arg(long, hide_short_help = true, value_name = "GIB", value_parser = values::gib)]
-    memory_budget_gib: Option<f64>,
+    pub memory_budget_gib: Option<f64>,
 }
 
-/// How ranks train together.
-#[derive(Clone, Copy, Debug)]
-pub struct Way {
-    pub strategy: Strategy,
-    pub exchange: ReplicatedConfig,
-}
-
-impl Way {
-    /// How weights in parts are exchanged, if they are.
-    pub fn parts(self) -> Option<FullyShardConfig> {
-        match (self.strategy, self.exchange.exchange) {
-            (Strategy::FullyShard, Exchange::Overlapped { bucket_bytes }) => {
-                Some(FullyShardConfig {
-                    dtype: self.exchange.dtype,
-                    bucket_bytes,
-                })
-            }
-            _ => None,
-        }
-    }
-
-    /// Returns how the planned step of this rank exchanges.
-    pub fn step_ranks(self, shard: Shard) -> StepRanks {
-        match (self.strategy, self.parts()) {
-            (_, Some(parts)) => StepRanks::FullySharded(parts, shard),
-            (Strategy::ShardedOptimizer, _) => StepRanks::ShardedOptimizer(self.exchange, shard),
-            _ => StepRanks::Replicated(self.exchange),
-        }
-    }
-
-    /// As its row says it: strategy and exchange; of none, alone.
-    pub fn names(way: Option<Self>) -> (&'static str, String) {
-        way.map_or(("alone", "none".into()), |way| {
-            (way.strategy.name(), way.exchange.exchange.to_string())
-        })
-    }
-}
+/// A step, its optimizer, and a rank's tokens and targets.
+type Job = (Step<'static>, AdamW, [Tensor; 2]);
 
 impl Ways {
-    /// Alone first, which the others are compared with.
-    pub fn all(&self) -> Vec<Option<Way>> {
-        let serial = [Exchange::PerParameter, Exchange::Flat];
-        let each = Exchange::Overlapped { bucket_bytes: 0 };
-        let buckets = self.bucket_mib.iter();
-        let buckets = buckets.map(|mib| Exchange::Overlapped {
-            bucket_bytes: mib << 20,
-        });
-        let dtype = self.exchange_bf16.then_some(DType::BF16);
-        let exchanged = serial.into_iter().chain([each]).chain(buckets);
-        let exchanged: Vec<_> = exchanged
-            .map(|exchange| ReplicatedConfig { exchange, dtype })
-            .collect();
-        let ways = self.strategy.iter().flat_map(|strategy| {
-            let strategy = *strategy;
-            let is_bucket = |way: &&ReplicatedConfig| {
-                matches!(way.exchange, Exchange::Overlapped { bucket_bytes } if bucket_bytes > 0)
+    /// Returns every strategy with every exchange that it has: the step alone first, which the others are compared
+    /// with.
+    pub fn all(&self, shard: Shard) -> Vec<StepRanks> {
+        let mut all = Vec::new();
+        if !self.without_alone {
+            all.push(StepRanks::Alone);
+        }
+        for &strategy in &self.strategy {
+            let mut add = |exchange, mib: u64| {
+                let flags = ExchangeFlags {
+                    strategy,
+                    exchange,
+                    bucket_mib: mib as f64,
+                    exchange_bf16: self.exchange_bf16,
+                };
+                all.push(flags.step_ranks(shard));
             };
-            let exchanged = exchanged.iter();
-            let exchanged = exchanged
-                .filter(move |way| strategy != Strategy::FullyShard || is_bucket(way));
-            exchanged.map(move |exchange| Way {
-                strategy,
-                exchange: *exchange,
-            })
-        });
-        let alone = [None].into_iter().filter(|_| !self.without_alone);
-        alone.chain(ways.map(Some)).collect()
+            if strategy != Strategy::FullyShard {
+                let serial = [When::PerParameter, When::Flat, When::Overlapped];
+                serial.into_iter().for_each(|when| add(when, 0));
+            }
+            self.bucket_mib
+                .iter()
+                .for_each(|mib| add(When::Overlapped, *mib));
+        }
+        all
     }
-}
-
-#[derive(Serialize)]
-struct Row {
-    model: String,
-    strategy: &'static str,
-    exchange: String,
-    #[serde(flatten)]
-    step: Statistics,
-    /// What the exchange adds to the step alone; `None` without one.
-    exposed_ms: Option<f64>,
-    exposed_percent: Option<f64>,
-    tokens_per_s: u64,
-    efficiency_percent: Option<f64>,
 }
 
 pub fn columns() -> Vec<Column> {
-    vec![
-        Column::text("model", "Model"),
-        Column::text("strategy", "Strategy"),
-        Column::text("exchange", "Gradients averaged"),
+    Way::columns([
         Column::ms("time", "Step"),
-        Column::ms("exposed", "Exposed"),
-        Column::number("exposed_share", "Exposed", "%", 1),
+        Column::ms("exposed_ms", "Exposed"),
+        Column::number("exposed_percent", "Exposed", "%", 1),
         Column::count("tokens_per_s", "Tokens/s").minor(1),
         Column::number("efficiency_percent", "Alone / step", "%", 1).minor(2),
-    ]
+    ])
 }
 
-impl Flags {
-    /// Times training steps by how gradients are exchanged and what is divided.
-    pub fn training_steps(
-        &self,
-        communicator: &Communicator,
-        models: &[Model],
-        progress: &mut Progress,
-    ) -> Result<Report> {
-        let mut report = Report {
-            title: "Training steps".into(),
-            columns: columns(),
-            ..Default::default()
-        };
-        let ranks = communicator.world_size();
-        for model in models {
-            let mut measured: Vec<Measured> = Vec::new();
-            for way in self.ways.all() {
-                let (strategy, exchange) = Way::names(way);
-                let title = format!("{} {strategy} {exchange}", model.name);
-                progress.begin(&title);
-                let traces = models.len() * self.ways.all().len();
-                let trace = self.trace.as_ref();
+impl Rank<'_> {
+    /// Times training steps with each strategy and exchange.
+    pub fn training_steps(&mut self, report: &mut Report) -> Result<()> {
+        let ranks = self.communicator.world_size();
+        let tokens = ranks * self.flags.batch_size * self.flags.length();
+        for model in &self.models {
+            let mut measured: Vec<(Way, Statistics)> = Vec::new();
+            for way in self.ways() {
+                let title = format!("{} {way}", model.name);
+                self.progress.begin(&title);
+                let traces = self.models.len() * self.ways().len();
+                let trace = self.flags.trace.as_ref();
                 let trace = trace.map(|path| named(path, &title, traces));
-                let step = self
-                    .step(communicator, &model.config, way, trace)?
-                    .statistics()?;
-                let alone = measured.iter().find(|other| other.exchange.is_none());
-                let alone = alone.map(|alone| alone.step.clone());
-                let exposed_ms = alone.as_ref().map(|alone| step.mean_ms - alone.mean_ms);
-                let speedup = alone.as_ref().and_then(|alone| Speedup::new(alone, &step));
-                let is_seen = speedup.is_some_and(|s| s.verdict() == Verdict::Slower);
-                let mut row = Fields::of(&Row {
-                    model: model.name.clone(),
-                    strategy,
-                    exchange,
-                    step: step.clone(),
-                    exposed_ms,
-                    exposed_percent: exposed_ms.map(|ms| 100.0 * ms / step.mean_ms),
-                    tokens_per_s: (1e3 * (ranks * self.batch_size * self.length()) as f64
-                        / step.mean_ms) as u64,
-                    efficiency_percent: alone.map(|alone| 100.0 * alone.mean_ms / step.mean_ms),
-                })?;
-                report.rows.push(row.clone());
-                row.insert("time", mean_and_std(&row));
-                for (shown, key) in [
-                    ("exposed", "exposed_ms"),
-                    ("exposed_share", "exposed_percent"),
-                ] {
-                    let value = row.get(key).cloned().filter(|value| !value.is_null());
-                    row.insert(
-                        shown,
-                        value.map(|ms| if is_seen { ms } else { "in the noise".into() }),
+                let step = self.timed_step(model, way.ranks, trace)?;
+                let alone = measured.first().filter(|(way, _)| way.is_alone());
+                let alone = alone.map(|(_, alone)| alone);
+                let percent = |ms: f64| 100.0 * ms / step.mean_ms;
+                let exposed_ms = alone.map(|alone| step.mean_ms - alone.mean_ms);
+                let mut row = way.row(&model.name, &step)?;
+                row.insert("exposed_ms", exposed_ms)
+                    .insert("exposed_percent", exposed_ms.map(percent))
+                    .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64)
+                    .insert(
+                        "efficiency_percent",
+                        alone.map(|alone| percent(alone.mean_ms)),
                     );
+                let mut line = row.clone();
+                line.insert("time", mean_and_std(&row));
+                if alone.is_some_and(|alone| !is_slower(alone, &step)) {
+                    line.insert("exposed_ms", "in the noise")
+                        .insert("exposed_percent", "in the noise");
                 }
-                report.lines.push(row);
-                measured.push(Measured {
-                    strategy,
-                    exchange: way.map(|way| way.exchange.exchange),
-                    step,
-                });
+                report.rows.push(row);
+                report.lines.push(line);
+                measured.push((way, step));
             }
-            report
-                .answers
-                .extend(answers::steps(&model.name, ranks, &measured));
+            let answers = answers::steps(&model.name, ranks, &measured);
+            report.answers.extend(answers);
         }
         report.notes = vec![
             "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
@@ -224,28 +140,25 @@ impl Flags {
             let note = "One rank: nothing is exchanged and nothing divided. Give --ranks 2.";
             report.notes.push(note.into());
         }
-        Ok(report)
+        Ok(())
     }
 
-    fn step(
+    fn timed_step(
         &self,
-        communicator: &Communicator,
-        config: &TransformerConfig,
-        way: Option<Way>,
+        model: &Model,
+        ranks: StepRanks,
         trace: Option<PathBuf>,
-    ) -> Result<tallow::bench::Timing> {
-        let (job, mut optimizer, [tokens, targets]) = self.job(communicator, config, way)?;
-        let mut planned = job.planned(&optimizer, &self.step_config()?)?;
+    ) -> Result<Statistics> {
+        let communicator = &self.communicator;
+        let (mut planned, mut optimizer, [tokens, targets]) = self.job(model, ranks)?;
         planned.prepare((&tokens, &targets))?;
         communicator.barrier()?;
-        let mut stopwatch = Stopwatch::new(communicator.device()).warmup(self.warmup_steps);
         let mut step = || planned.run(&mut optimizer, (&tokens, &targets)).map(drop);
-        let timing = stopwatch.measure(self.steps, &mut step);
+        let time = self.timed(&mut step);
         if let Some(path) = trace {
-            let profiler = match communicator.rank() {
-                0 => Some(Profiler::start_on(communicator.device())?),
-                _ => None,
-            };
+            let profiler =
+                (communicator.rank() == 0).then(|| Profiler::start_on(communicator.device()));
+            let profiler = profiler.transpose()?;
             for _ in 0..TRACED_STEPS {
                 let _step = profile::step();
                 step()?;
@@ -256,104 +169,40 @@ impl Flags {
             }
         }
         communicator.check()?;
-        timing
+        time
     }
 
-    pub fn step_config(&self) -> Result<StepConfig> {
-        let budget = self.ways.memory_budget_gib;
-        Ok(StepConfig {
-            precision: self.precision.precision()?,
-            memory_budget_bytes: budget.map(gib_bytes),
-            ..Default::default()
-        })
-    }
-
-    /// A rank's model, optimizer and batch.
-    pub(super) fn job(
-        &self,
-        communicator: &Communicator,
-        config: &TransformerConfig,
-        way: Option<Way>,
-    ) -> Result<(Job, AdamW, [Tensor; 2])> {
-        let config = with_attention(config, self.attention);
-        let job = Job::new(communicator, &config, self.common.seed, way)?;
-        let mut optimizer = AdamW::new(job.parameters(), AdamWConfig::default())?;
-        if way.is_some_and(|way| way.strategy == Strategy::ShardedOptimizer) {
+    /// Returns a rank's planned step and optimizer, and its batch of tokens and targets, (B, T) u32.
+    pub fn job(&self, model: &Model, ranks: StepRanks) -> Result<Job> {
+        let (communicator, config) = (&self.communicator, &model.config);
+        let device = communicator.device();
+        let shape = (self.flags.batch_size, self.flags.length());
+        let count = shape.0 * shape.1;
+        // Multiples of a prime, other ones on each rank.
+        let ids = |first: usize| {
+            let ids = (first..first + count).map(|i| (i * 7919 % config.vocab_size) as u32);
+            Tensor::from_iter(ids, device)?.reshape(shape)
+        };
+        let start = communicator.rank() * count;
+        let batch = [ids(start)?, ids(start + 1)?];
+        let weights = nn::seeded(self.flags.common.seed, DType::F32, device);
+        if let StepRanks::FullySharded(parts, _) = ranks {
+            let sharded = FullyShard::new(communicator, parts)?;
+            let model = TransformerLM::from_var_builder(config, sharded.builder(weights))?;
+            let optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
+            let step = Step::fully_sharded_for_model(&model, &optimizer, &self.step, &sharded)?;
+            return Ok((step, optimizer, batch));
+        }
+        let model = TransformerLM::from_var_builder(config, weights)?;
+        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        if let StepRanks::ShardedOptimizer(..) = ranks {
             optimizer.shard(communicator)?;
         }
-        let batch = self.batch(communicator.rank(), &config, communicator.device())?;
-        Ok((job, optimizer, batch))
-    }
-
-    /// Tokens and targets of a rank, (B, T) u32.
-    fn batch(
-        &self,
-        rank: usize,
-        config: &TransformerConfig,
-        device: &Device,
-    ) -> Result<[Tensor; 2]> {
-        let count = self.batch_size * self.length();
-        let vocab_size = config.vocab_size as u64;
-        // Multiples of a prime, other ones on each rank.
-        let ids = |offset: u64| {
-            (0..count as u64).map(move |i| (((i + offset) * 7919) % vocab_size) as u32)
-        };
-        let shape = (self.batch_size, self.length());
-        let start = (rank * count) as u64;
-        let of = |offset| Tensor::from_iter(ids(offset), device)?.reshape(shape);
-        Ok([of(start)?, of(start + 1)?])
-    }
-}
-
-/// A rank's model, and how it trains with the others.
-pub struct Job {
-    pub model: TransformerLM,
-    replicated: Option<Replicated>,
-    sharded: Option<FullyShard>,
-}
-
-impl Job {
-    pub fn new(
-        communicator: &Communicator,
-        model: &TransformerConfig,
-        seed: u64,
-        way: Option<Way>,
-    ) -> Result<Self> {
-        if let Some(parts) = way.and_then(Way::parts) {
-            let sharded = FullyShard::new(communicator, parts)?;
-            let weights = nn::seeded(seed, DType::F32, communicator.device());
-            return Ok(Self {
-                model: TransformerLM::from_var_builder(model, sharded.builder(weights))?,
-                replicated: None,
-                sharded: Some(sharded),
-            });
+        let mut step = Step::for_model(&model, &optimizer, &self.step)?;
+        if let StepRanks::Replicated(exchange) | StepRanks::ShardedOptimizer(exchange, _) = ranks {
+            let replicated = Replicated::new(communicator, model.parameters(), exchange)?;
+            step = step.replicated(&optimizer, &replicated)?;
         }
-        let model = TransformerLM::new(model, seed, communicator.device())?;
-        let replicated =
-            way.map(|way| Replicated::new(communicator, model.parameters(), way.exchange));
-        Ok(Self {
-            replicated: replicated.transpose()?,
-            sharded: None,
-            model,
-        })
-    }
-
-    /// What this rank trains.
-    pub fn parameters(&self) -> Vec<(String, Var)> {
-        match &self.sharded {
-            Some(sharded) => sharded.parameters(),
-            None => self.model.parameters(),
-        }
-    }
-
-    pub fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Result<Step<'static>> {
-        let model = &self.model;
-        match (&self.replicated, &self.sharded) {
-            (Some(replicated), _) => {
-                Step::of(model, optimizer, config)?.replicated(optimizer, replicated)
-            }
-            (_, Some(sharded)) => Step::of_fully_sharded(model, optimizer, config, sharded),
-            _ => Step::of(model, optimizer, config),
-        }
+        Ok((step, optimizer, batch))
     }
 }

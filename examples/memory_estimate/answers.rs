@@ -1,10 +1,10 @@
-//! What the handout asks about memory, in words. Functions of plain figures: the tests read them.
+//! Answers to the handout's questions about memory. Functions take plain figures, so that tests can call them.
 
 use super::words::change;
 use serde::Serialize;
 use tallow::report::{Answer, format_mib, group_digits};
 
-/// The size of a tensor of the residual stream.
+/// Returns the size of a tensor of the residual stream.
 pub fn residual_stream(
     [batch, length, width]: [usize; 3],
     element_bytes: usize,
@@ -17,13 +17,13 @@ pub fn residual_stream(
     Answer::new("How large is a tensor of the residual stream?", text)
 }
 
-/// What attention saves for backward in all blocks as T doubles: T, bytes of attention, bytes of all activations.
+/// The memory that attention saves for backward in all blocks as T doubles: T, its bytes, bytes of all activations.
 pub struct Saved {
     pub algorithm: &'static str,
     pub by_length: Vec<(usize, u64, u64)>,
 }
 
-/// How the memory that attention saves for backward grows with T.
+/// Describes how the memory that attention saves for backward grows with T.
 pub fn attention(saved: &[Saved]) -> Answer {
     let sentences = saved.iter().map(|Saved { algorithm, by_length }| {
         let words = by_length.iter().map(|(length, bytes, all)| {
@@ -45,14 +45,14 @@ pub fn attention(saved: &[Saved]) -> Answer {
     Answer::new(question, text)
 }
 
-/// What fits with one attention: the largest T at the batch size, and the largest batch at the T.
+/// The sizes that fit with one attention: the largest T at this batch size, and the largest batch at this T.
 pub struct Fits {
     pub attention: String,
     pub context_length: Option<usize>,
     pub batch_size: Option<usize>,
 }
 
-/// Which sizes fit `available_bytes`.
+/// Describes which sizes fit in `available_bytes`.
 pub fn what_fits(available_bytes: u64, [batch, length]: [usize; 2], fits: &[Fits]) -> Answer {
     let sentences = fits.iter().map(|fits| {
         let count = |n: usize| group_digits(n as u64);
@@ -74,7 +74,7 @@ pub fn what_fits(available_bytes: u64, [batch, length]: [usize; 2], fits: &[Fits
     Answer::new("Which sizes fit?", text)
 }
 
-/// A checkpointing strategy, how many blocks it runs again, and its prediction.
+/// A checkpointing strategy, the number of blocks that it recomputes, and its predicted memory.
 #[derive(Default, Serialize)]
 pub struct Strategy {
     pub name: String,
@@ -83,12 +83,12 @@ pub struct Strategy {
     pub peak_bytes: u64,
 }
 
-/// Which strategy uses the least memory, and which costs the least among those that fit. The first is no
-/// checkpointing.
+/// Describes which strategy needs the least memory, and which recomputes the least among those that fit. The first
+/// element of `strategies` must be no checkpointing.
 pub fn checkpointing(
     strategies: &[Strategy],
     layers: usize,
-    available_bytes: u64,
+    available_bytes: Option<u64>,
 ) -> Option<Answer> {
     let none = strategies.first()?;
     let least = strategies.iter().min_by_key(|s| s.peak_bytes)?;
@@ -106,11 +106,19 @@ pub fn checkpointing(
             format_mib(none.peak_bytes)
         ),
     };
-    let fitting = strategies
-        .iter()
-        .filter(|s| s.peak_bytes <= available_bytes);
+    let end = available_bytes.map_or(String::new(), |bytes| {
+        format!(" {}", cheapest(strategies, layers, bytes))
+    });
+    let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
+    Some(Answer::new(question, format!("{start}{end}")))
+}
+
+/// Describes the strategy that recomputes the fewest blocks among those that fit.
+fn cheapest(strategies: &[Strategy], layers: usize, available_bytes: u64) -> String {
     let within = format_mib(available_bytes);
-    let end = match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
+    let fitting = strategies.iter();
+    let fitting = fitting.filter(|s| s.peak_bytes <= available_bytes);
+    match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
         Some(first) if first.recomputed_blocks == 0 => {
             format!("{within} hold the step without checkpointing, so nothing need be recomputed.")
         }
@@ -121,13 +129,11 @@ pub fn checkpointing(
             format_mib(cheapest.peak_bytes)
         ),
         None => format!("No strategy fits {within}."),
-    };
-    let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
-    Some(Answer::new(question, format!("{start} {end}")))
+    }
 }
 
-/// Checkpointing in segments and nested checkpointing, for `layers` blocks whose input has `input_bytes` and whose graph
-/// has `graph_bytes`.
+/// Describes checkpointing in segments and nested, for `layers` blocks with inputs of `input_bytes` and graphs of
+/// `graph_bytes` each.
 pub fn nested(layers: usize, input_bytes: u64, graph_bytes: u64) -> Answer {
     let (l, r, a) = (layers as f64, input_bytes as f64, graph_bytes as f64);
     let mib = |bytes: f64| format_mib(bytes as u64);

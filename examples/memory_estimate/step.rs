@@ -1,4 +1,4 @@
-//! The planned step whose memory is asked for, and its flags.
+//! The planned step whose memory is predicted, and its flags.
 
 use crate::common::modes::CompileFlag;
 use crate::common::ranks::ExchangeFlags;
@@ -52,10 +52,10 @@ pub struct StepFlags {
     pub exchange: ExchangeFlags,
 }
 
-/// Plans of more tokens are not tried: the head's calls, some rows at a time, become many.
+/// The largest number of tokens that is planned: the head runs some rows at a time, so its calls become many.
 const MOST_TOKENS: usize = 1 << 20;
 
-/// Those that only a planned step has.
+/// The flags that only a planned step has.
 pub const NAMES: &[&str] = &[
     "accumulation",
     "clip-norm",
@@ -75,7 +75,7 @@ impl StepFlags {
         self.memory_budget_gib.is_some()
     }
 
-    /// The plan of the workload on a device, and the blocks' checkpointing, which a budget may have chosen.
+    /// Plans the workload on a device, and returns the blocks' checkpointing, which a memory budget may have chosen.
     pub fn plan(
         &self,
         config: &TransformerConfig,
@@ -110,12 +110,12 @@ impl StepFlags {
             return Ok((plan, workload.checkpointing));
         }
         let rows = workload.batch_size.saturating_mul(self.accumulation);
-        let batch = Batch::hollow(rows, workload.sequence_length)?;
-        let (plan, checkpointing) = Step::plan_of(target, &model, &step, batch)?;
+        let batch = Batch::meta(rows, workload.sequence_length)?;
+        let (plan, checkpointing) = Step::plan_for_model(target, &model, &step, batch)?;
         Ok((plan.with_moments(workload.moments), checkpointing))
     }
 
-    /// The largest batch and the largest T that fit, of at most [`MOST_TOKENS`].
+    /// Returns the largest batch and the largest T that fit, with at most [`MOST_TOKENS`] tokens.
     pub fn largest(
         &self,
         config: &TransformerConfig,
@@ -145,14 +145,15 @@ impl StepFlags {
     }
 
     fn ranks(&self) -> StepRanks {
-        self.exchange.step_ranks(Shard {
-            rank: 0,
-            world_size: self.world_size,
-        })
+        let (rank, world_size) = (0, self.world_size);
+        match world_size {
+            1 => StepRanks::Alone,
+            _ => self.exchange.step_ranks(Shard { rank, world_size }),
+        }
     }
 }
 
-/// Refuses what has no planned step.
+/// Refuses modes that have no planned step.
 pub fn check(modes: &[Mode]) -> Result<()> {
     let is_planned = |mode: &Mode| matches!(mode, Mode::Forward | Mode::TrainStep);
     match modes.iter().find(|mode| !is_planned(mode)) {

@@ -1,24 +1,23 @@
-//! The rows of runs, and what they answer. The tests read both.
+//! The rows of runs, and the answers from them, which tests call too.
 
-use super::words::{change, listed, memory};
-use serde::{Deserialize, Serialize};
+use super::labels::Labels;
+use super::words::{Peaks, change, listed, memory};
+use serde::Serialize;
+use tallow::bench::Status;
+use tallow::memory::Mode;
+use tallow::nn::Checkpointing;
+use tallow::precision::Precision;
 use tallow::report::{Answer, format_mib};
 
-/// One run: prediction and measurement. `OOM` where it was not run.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
+/// One run: prediction and measurement.
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Row {
-    pub size: String,
-    pub batch_size: usize,
-    pub context_length: usize,
-    pub attention: String,
-    pub checkpointing: String,
-    pub precision: String,
-    pub execution: String,
-    pub mode: String,
-    pub status: String,
+    #[serde(flatten)]
+    pub labels: Labels,
+    /// `OOM` if the run needs more memory than is available.
+    pub status: Status,
     pub peak_bytes: Option<u64>,
-    pub estimate_bytes: Option<u64>,
+    pub estimate_bytes: u64,
     pub estimate_error_percent: Option<f64>,
     /// The peak compared with that of the same run in f32: `12.5% more`.
     pub than_f32: Option<String>,
@@ -37,50 +36,60 @@ pub struct Row {
 }
 
 impl Row {
-    /// What tells runs apart, apart from one of its parts.
-    fn labels_without(&self, part: &str) -> [String; 8] {
-        let label = |name: &str, value: &str| match name == part {
-            true => String::new(),
-            false => value.to_string(),
-        };
-        [
-            self.size.clone(),
-            format!("B {}", self.batch_size),
-            format!("T {}", self.context_length),
-            self.attention.clone(),
-            label("checkpointing", &self.checkpointing),
-            label("precision", &self.precision),
-            self.execution.clone(),
-            label("mode", &self.mode),
-        ]
+    /// The labels, in f32.
+    fn in_f32(&self) -> Labels {
+        Labels {
+            precision: Precision::F32,
+            ..self.labels.clone()
+        }
     }
 
-    /// The peak in words, predicted where it was not run.
+    /// The labels, without checkpointing.
+    fn without_checkpointing(&self) -> Labels {
+        Labels {
+            checkpointing: Checkpointing::None,
+            ..self.labels.clone()
+        }
+    }
+
+    /// Sets the measured peak, and the error of the prediction.
+    pub fn measured(&mut self, peak_bytes: u64) {
+        self.peak_bytes = Some(peak_bytes);
+        let error = self.estimate_bytes as f64 / peak_bytes as f64 - 1.0;
+        self.estimate_error_percent = Some(100.0 * error);
+    }
+
+    /// Formats the peak; for a run that was not measured, the predicted one.
     fn peak_words(&self) -> String {
-        match (self.peak_bytes, self.estimate_bytes) {
-            (Some(bytes), _) => format_mib(bytes),
-            (None, Some(bytes)) => format!("OOM (needs {})", format_mib(bytes)),
-            _ => "OOM".into(),
+        match self.peak_bytes {
+            Some(bytes) => format_mib(bytes),
+            None => format!("OOM (needs {})", format_mib(self.estimate_bytes)),
         }
     }
 }
 
+/// The peak of the run with these labels.
+fn peak_of(rows: &[Row], labels: &Labels) -> Option<u64> {
+    rows.iter().find(|row| row.labels == *labels)?.peak_bytes
+}
+
 /// Fills in how each peak compares with f32's.
 pub fn compare_with_f32(rows: &mut [Row]) {
-    let own = |row: &Row| row.labels_without("precision");
-    let of_f32 = rows.iter().filter(|row| row.precision == "f32");
-    let of_f32: Vec<_> = of_f32.map(|row| (own(row), row.peak_bytes)).collect();
-    for row in rows.iter_mut().filter(|row| row.precision != "f32") {
-        let before = of_f32.iter().find(|(labels, _)| *labels == own(row));
-        let pair = before.and_then(|(_, bytes)| *bytes).zip(row.peak_bytes);
-        row.than_f32 = pair.map(|(before, after)| change(before, after));
+    let compared = rows.iter().map(|row| {
+        let is_half = row.labels.precision != Precision::F32;
+        let before = peak_of(rows, &row.in_f32()).filter(|_| is_half);
+        Some(change(before?, row.peak_bytes?))
+    });
+    let compared: Vec<Option<String>> = compared.collect();
+    for (row, change) in rows.iter_mut().zip(compared) {
+        row.than_f32 = change;
     }
 }
 
-/// At most this many runs are named in an answer.
+/// The largest number of runs that an answer lists.
 const NAMED: usize = 8;
 
-/// Whatever the rows answer; `names` are the runs' names. A question without figures is left out.
+/// Returns the answers from the rows, except those without figures. `names` are the runs' names.
 pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     let named = || rows.iter().zip(names);
     let phases = named().filter_map(|(row, name)| Some(format!("{name}: {}", phases(row)?)));
@@ -101,35 +110,26 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     }
     let question = "What is the peak memory of each context length?";
     answers.push(Answer::new(question, listed(&peaks, NAMED) + "."));
-    for precision in precisions(rows) {
-        let (mut pairs, mut copies) = (Vec::new(), None);
-        for (row, name) in named().filter(|(row, _)| row.precision == precision) {
-            let labels = row.labels_without("precision");
-            let mut others = rows.iter().filter(|other| other.precision == "f32");
-            let before = others.find(|other| other.labels_without("precision") == labels);
-            let before = before.and_then(|before| before.peak_bytes);
-            if let Some((before, after)) = before.zip(row.peak_bytes) {
-                pairs.push((name.clone(), before, after));
-                copies = copies.max(row.weight_cast_bytes);
-            }
-        }
-        if !pairs.is_empty() {
+    let mut precisions: Vec<Precision> = rows.iter().map(|row| row.labels.precision).collect();
+    precisions.sort_by_key(|precision| precision.name());
+    precisions.dedup();
+    for precision in precisions.into_iter().filter(|own| *own != Precision::F32) {
+        let own = named().filter(|(row, _)| row.labels.precision == precision);
+        let pairs = own.filter_map(|(row, name)| {
+            let before = peak_of(rows, &row.in_f32())?;
+            Some((row, (name.clone(), before, row.peak_bytes?)))
+        });
+        let (own, peaks): (Vec<&Row>, Vec<Peaks>) = pairs.unzip();
+        if !peaks.is_empty() {
+            let copies = own.iter().filter_map(|row| row.weight_cast_bytes).max();
             let copies = copies.filter(|bytes| *bytes > 0);
             let question = format!("Does {precision} change the memory?");
-            let text = memory(precision, &pairs, copies);
+            let text = memory(precision.name(), "f32", &peaks, copies);
             answers.push(Answer::new(question, text));
         }
     }
     answers.extend(checkpointing(rows));
     answers
-}
-
-fn precisions(rows: &[Row]) -> Vec<&str> {
-    let mut all: Vec<&str> = rows.iter().map(|row| row.precision.as_str()).collect();
-    all.sort_unstable();
-    all.dedup();
-    all.retain(|precision| *precision != "f32");
-    all
 }
 
 /// The phases of a step and which is highest; `None` for a single phase.
@@ -151,14 +151,15 @@ fn phases(row: &Row) -> Option<String> {
     (peaks.len() > 1).then(|| format!("{highest} is highest ({words})"))
 }
 
-/// The strategies of runs that differ in nothing else, compared with no checkpointing; `None` where there is one.
+/// Compares checkpointing strategies with none, among runs that are otherwise equal; `None` without such runs.
 pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
-    let is_whole = |row: &&Row| row.checkpointing == "none" && row.mode != "forward";
-    let sentences = rows.iter().filter(is_whole).filter_map(|whole| {
+    let is_whole = |row: &&Row| row.labels == row.without_checkpointing();
+    let has_backward = |row: &&Row| row.labels.mode != Mode::Forward;
+    let whole = rows.iter().filter(is_whole).filter(has_backward);
+    let sentences = whole.filter_map(|whole| {
         let before = whole.peak_bytes?;
-        let labels = whole.labels_without("checkpointing");
         let others = rows.iter().filter(|row| {
-            row.checkpointing != "none" && row.labels_without("checkpointing") == labels
+            row.labels != whole.labels && row.without_checkpointing() == whole.labels
         });
         let mut peaks: Vec<(u64, &Row)> = others
             .filter_map(|row| Some((row.peak_bytes?, row)))
@@ -168,20 +169,21 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
             let change = change(before, *after);
             format!(
                 "{} {} ({change})",
-                row.checkpointing,
+                row.labels.checkpointing,
                 format_mib(*after)
             )
         });
         let words = words.collect::<Vec<_>>().join(", ");
         let least = peaks.first().filter(|(least, _)| *least < before);
-        let least = least.map_or("none", |(_, row)| row.checkpointing.as_str());
-        let Row {
+        let least = least.map_or(Checkpointing::None, |(_, row)| row.labels.checkpointing);
+        let Labels {
             precision,
             context_length,
             execution,
             mode,
             ..
-        } = whole;
+        } = &whole.labels;
+        let (execution, mode) = (execution.name(), mode.name());
         Some(format!(
             "{precision} T {context_length} {execution} {mode}: {least} uses the least ({words}; none {})",
             format_mib(before)

@@ -1,13 +1,15 @@
-//! The tables: a row a run, and for all runs their memory by kind, largest allocations and what is saved for backward.
+//! The tables: one row for each run; and over all runs memory by kind, largest allocations and tensors saved for
+//! backward.
 
-use crate::common::runs::{Run, label_columns};
+use crate::common::labels::{Labels, label_columns};
 use candle_core::Device;
 use serde::Deserialize;
+use std::fmt;
 use tallow::bench::MemoryProfile;
 use tallow::memory::{MemoryBreakdown, MemoryKind};
-use tallow::report::{Answer, Column, Fields, Report, format_mib};
+use tallow::report::{Column, Fields, Report, format_mib};
 
-/// The table of peaks; a GPU's pool has two.
+/// Returns the columns of the table of peaks. On a GPU the reserved peak of its pool is added.
 pub fn columns(device: &Device) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
@@ -32,7 +34,7 @@ pub fn columns(device: &Device) -> Vec<Column> {
     columns
 }
 
-/// A row as people read it: a peak that was not measured is OOM.
+/// Returns a row for display: a peak that was not measured is shown as OOM.
 pub fn line(row: &Fields) -> Fields {
     let mut line = row.clone();
     let peak = row.get("peak_bytes").filter(|bytes| !bytes.is_null());
@@ -40,8 +42,7 @@ pub fn line(row: &Fields) -> Fields {
     line
 }
 
-/// The places at which a kind of memory is counted: at the peak of each phase, and at the highest peak, measured and
-/// predicted.
+/// The fields that count a kind of memory: at the peak of each phase, and at the highest peak, measured and predicted.
 const PLACES: [&str; 5] = [
     "forward_bytes",
     "backward_bytes",
@@ -50,10 +51,10 @@ const PLACES: [&str; 5] = [
     "estimate_bytes",
 ];
 
-/// A kind of memory, with its bytes at each of [`PLACES`].
+/// A kind of memory, with its bytes in each of [`PLACES`].
 type Kind = (&'static str, [Option<u64>; 5]);
 
-/// The row of a kind of memory.
+/// Returns the row of a kind of memory.
 fn kind_row((holds, bytes): Kind) -> Fields {
     let mut row = Fields::from_iter([("holds", holds)]);
     row.merge(PLACES.into_iter().zip(bytes).collect());
@@ -73,22 +74,35 @@ struct Largest {
     origin: String,
 }
 
-/// The largest allocations that are listed for each run.
+/// The number of largest allocations that are listed for each run.
 const LARGEST: usize = 5;
 
-/// Tables over all runs. Each row begins with the number of its run, whose name [`into_tables`](Self::into_tables)
-/// puts there.
+/// Tables over all runs. Each row begins with its run's name.
 #[derive(Default)]
 pub struct Details {
-    kinds: Vec<(usize, Fields)>,
-    largest: Vec<(usize, Fields)>,
-    saved: Vec<(usize, Fields)>,
+    kinds: Vec<Fields>,
+    largest: Vec<Fields>,
+    saved: Vec<Fields>,
     saved_columns: Vec<Column>,
+    /// The largest allocation of each run, in words.
+    pub largest_words: Vec<String>,
+}
+
+/// A run's name among others, and its labels.
+pub struct Named<'r>(pub &'r str, pub Labels);
+
+impl Named<'_> {
+    /// A row of a table: the run's name first, its labels last.
+    fn row(&self, row: Fields) -> Fields {
+        let mut named = Fields::from_iter([("run", self.0)]);
+        named.merge(row).merge(self.1.fields());
+        named
+    }
 }
 
 impl Details {
-    /// Adds what a run has shown.
-    pub fn add(&mut self, run: usize, profile: &MemoryProfile) {
+    /// Adds the memory of a recorded run.
+    pub fn add(&mut self, run: &Named, profile: &MemoryProfile) {
         let recording = &profile.recording;
         let at_peak = recording.holdings_at(recording.peak_at());
         let phases = recording.phase_report().rows;
@@ -124,55 +138,33 @@ impl Details {
         });
         let sum = kind("peak", profile.peak_bytes, profile.estimate.peak_bytes);
         let kinds = shown.into_iter().chain(other).chain([sum]);
-        self.kinds.extend(kinds.map(|kind| (run, kind_row(kind))));
-        let numbered = |report: Report| report.rows.into_iter().map(move |row| (run, row));
+        self.kinds.extend(kinds.map(|kind| run.row(kind_row(kind))));
+        let largest = recording.largest_report(LARGEST).rows;
+        if let Some(largest) = largest.first().and_then(|row| row.read::<Largest>()) {
+            self.largest_words.push(format!("{}: {largest}", run.0));
+        }
         self.largest
-            .extend(numbered(recording.largest_report(LARGEST)));
+            .extend(largest.into_iter().map(|row| run.row(row)));
         if !profile.saved.tensors.is_empty() {
             let saved = profile.saved.report();
-            self.saved_columns = saved.columns.iter().cloned().map(saved_column).collect();
-            self.saved.extend(numbered(saved));
+            self.saved_columns = saved.columns.into_iter().map(saved_column).collect();
+            self.saved
+                .extend(saved.rows.into_iter().map(|row| run.row(row)));
         }
     }
 
-    /// Adds what is known of a run by prediction alone: one that does not fit, or is planned.
-    pub fn add_predicted(&mut self, run: usize, breakdown: &MemoryBreakdown) {
+    /// Adds the prediction for a run that does not fit, or is planned.
+    pub fn add_predicted(&mut self, run: &Named, breakdown: &MemoryBreakdown) {
         let kinds = MemoryKind::ALL.map(|kind| (kind.name(), breakdown.bytes_of(kind)));
         let kinds = kinds.into_iter().filter(|(_, bytes)| *bytes > 0);
         for (holds, bytes) in kinds.chain([("peak", breakdown.peak_bytes())]) {
             let bytes = [None, None, None, None, Some(bytes)];
-            self.kinds.push((run, kind_row((holds, bytes))));
+            self.kinds.push(run.row(kind_row((holds, bytes))));
         }
     }
 
-    /// How large the largest allocation of each run is and where it comes from; `None` where nothing was recorded.
-    pub fn largest(&self, names: &[String]) -> Option<Answer> {
-        let mut words: Vec<String> = Vec::new();
-        for (run, name) in names.iter().enumerate() {
-            let first = self.largest.iter().find(|(own, _)| *own == run);
-            let Some(largest) = first.and_then(|(_, row)| row.read::<Largest>()) else {
-                continue;
-            };
-            let Largest {
-                bytes,
-                blocks,
-                holds,
-                phase,
-                origin,
-            } = largest;
-            let phase = phase.map_or(String::new(), |phase| format!(" in {phase}"));
-            words.push(format!(
-                "{name}: {} ({blocks} of them), {holds} from {origin}{phase}",
-                format_mib(bytes)
-            ));
-        }
-        let question = "How large are the largest allocations, and where do they come from?";
-        words.truncate(6);
-        (!words.is_empty()).then(|| Answer::new(question, words.join("; ") + "."))
-    }
-
-    /// The tables that have rows. `names` are the runs' names.
-    pub fn into_tables(self, names: &[String], runs: &[Run]) -> Vec<Report> {
+    /// The tables that have rows.
+    pub fn into_tables(self) -> Vec<Report> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
         let phase = |key: &str, title: &str| mib(key, title).under("At the peak of").minor(1);
         let kinds = vec![
@@ -196,20 +188,30 @@ impl Details {
             ("Largest allocations", largest, self.largest),
             ("Saved for backward", self.saved_columns, self.saved),
         ];
-        let tables = tables.into_iter().map(|(title, own, numbered)| {
-            let named = |(run, row): (usize, Fields)| {
-                let mut named = Fields::from_iter([("run", names[run].as_str())]);
-                named.merge(row).merge(runs[run].labels());
-                named
-            };
-            Report {
-                title: title.into(),
-                columns: [vec![Column::text("run", "Run")], own].concat(),
-                rows: numbered.into_iter().map(named).collect(),
-                ..Default::default()
-            }
+        let tables = tables.into_iter().map(|(title, own, rows)| Report {
+            title: title.into(),
+            columns: [vec![Column::text("run", "Run")], own].concat(),
+            rows,
+            ..Default::default()
         });
         tables.filter(|table| !table.rows.is_empty()).collect()
+    }
+}
+
+/// Size and number of the largest blocks, what they hold, and where they come from.
+impl fmt::Display for Largest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            blocks,
+            holds,
+            origin,
+            ..
+        } = self;
+        let bytes = format_mib(self.bytes);
+        write!(f, "{bytes} ({blocks} of them), {holds} from {origin}")?;
+        self.phase
+            .iter()
+            .try_for_each(|phase| write!(f, " in {phase}"))
     }
 }
 

@@ -203,7 +203,7 @@ impl Profiled {
             }
             parts += row.parts;
             figures.softmax_flops += cost.softmax_flops / steps;
-            figures.matmul_flops += cost.product_flops / steps;
+            figures.matmul_flops += cost.matmul_flops / steps;
         }
         let ms = |ns| report.ms_per_step(ns);
         figures.softmax_ms = ms(parts.softmax_ns);

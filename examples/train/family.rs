@@ -1,15 +1,13 @@
 //! Training that starts from a model of another family, with its tokenizer.
 
-use crate::flags::{DataFlags, ModelFlags, SampleFlags, new_model};
-use candle_core::{DType, Device};
-use candle_nn::VarBuilder;
-use clap::{Args, ValueEnum};
-use std::collections::HashMap;
+use crate::common::refusal;
+use crate::flags::{DataFlags, ModelFlags, Vocabulary};
+use candle_core::Device;
+use clap::Args;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tallow::hf::{self, SaveOptions, Tokenizer};
 use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
-use tallow::nn::Layer;
 use tallow::precision::Precision;
 use tallow::{Error, Result};
 
@@ -33,203 +31,118 @@ pub struct FamilyFlags {
     #[arg(long, value_name = "FOLDER")]
     pub save_family: Option<PathBuf>,
 
-    /// Dtype of the written weights [default: f32]
-    #[arg(long, hide_short_help = true, value_enum, requires = "save_family")]
-    save_dtype: Option<SaveDtype>,
+    /// Dtype of the written weights: f32, bf16 or f16 [default: f32]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_name = "NAME",
+        requires = "save_family"
+    )]
+    save_dtype: Option<Precision>,
 
     /// Replace a model in the folder of --save-family
     #[arg(long, hide_short_help = true, requires = "save_family")]
     overwrite: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum SaveDtype {
-    #[value(aliases = ["float32", "fp32"])]
-    F32,
-    #[value(alias = "bfloat16")]
-    Bf16,
-    #[value(aliases = ["float16", "fp16", "half"])]
-    F16,
-}
-
-impl From<SaveDtype> for DType {
-    fn from(dtype: SaveDtype) -> Self {
-        match dtype {
-            SaveDtype::F32 => Self::F32,
-            SaveDtype::Bf16 => Self::BF16,
-            SaveDtype::F16 => Self::F16,
-        }
-    }
-}
-
 /// The model that a run starts from.
-pub struct Family {
+pub struct Family<'f> {
+    flags: &'f FamilyFlags,
     folder: PathBuf,
     pub config: TransformerConfig,
-    /// None where the data are ids already.
-    pub tokenizer: Option<Tokenizer>,
-    random_weights: bool,
     /// Whether the files have another head than the embedding that config.json ties it to.
     is_untied: bool,
-    save_options: SaveOptions,
-    ignore_keys: Vec<String>,
-}
-
-impl SampleFlags {
-    /// The prompt, where a tokenizer makes ids of it.
-    pub fn prompt_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        let prompt = self.prompt.as_deref().unwrap_or("\n");
-        let ids = tokenizer.encode(prompt)?;
-        match ids.is_empty() && self.sample > 0 {
-            false => Ok(ids),
-            true => Err(refuse(
-                "--prompt",
-                "a text of at least 1 token".into(),
-                format!("{prompt:?}, which the tokenizer drops"),
-                "give another --prompt, or --sample 0",
-            )),
-        }
-    }
-}
-
-/// Tokens as a reader sees them. A model may write an id that its tokenizer has not, where its embedding has more rows.
-pub fn text(tokenizer: &Tokenizer, ids: &[u32]) -> String {
-    match tokenizer.decode(ids) {
-        Ok(text) => text,
-        Err(error) => format!("{ids:?}\n({error})"),
-    }
 }
 
 impl FamilyFlags {
-    /// The family that is asked for, and whatever can be refused of it and of the folder to write.
-    pub fn open(&self, model: &ModelFlags, data: &DataFlags) -> Result<Option<Family>> {
+    /// Opens the family, if one is asked for, with the meaning of its ids. Refuses a folder that cannot be written.
+    pub fn open(
+        &self,
+        model: &ModelFlags,
+        data: &DataFlags,
+    ) -> Result<(Option<Family<'_>>, Vocabulary)> {
+        let ids = match data.tokens {
+            Some(_) => Vocabulary::Ids,
+            None => Vocabulary::Bytes,
+        };
         let Some(name) = &self.family else {
-            return Ok(None);
+            return Ok((None, ids));
         };
         let folder = hf::find(name)?;
-        let options = LoadOptions {
-            ignore_keys: self.ignore_config_key.clone(),
-            ..Default::default()
-        };
-        let saved = hf::config_with(&folder, &options)?;
+        let saved = hf::config_with(&folder, &self.load_options())?;
         let tied = match self.random_weights {
             true => saved.tie_embeddings,
             false => {
-                hf::loaded_config(&folder, &options)
+                hf::loaded_config(&folder, &self.load_options())
                     .map_err(or_random)?
                     .tie_embeddings
             }
         };
-        let config = TransformerConfig {
-            attention: model.attention,
-            checkpointing: model.activation_checkpointing,
-            dropout: model.dropout_rates().unwrap_or(saved.dropout),
+        let config = model.applied(TransformerConfig {
             tie_embeddings: tied,
-            ..saved
+            ..saved.clone()
+        })?;
+        let vocabulary = match ids {
+            Vocabulary::Ids => ids,
+            _ => {
+                let tokenizer = Tokenizer::open(&folder)?;
+                tokenizer.check_fits(&config)?;
+                Vocabulary::Words(tokenizer)
+            }
         };
-        config.validate()?;
-        let tokenizer = match data.tokens {
-            Some(_) => None,
-            None => Some(Tokenizer::open(&folder)?),
-        };
-        if let Some(tokenizer) = &tokenizer {
-            tokenizer.check_fits(&config)?;
-        }
-        let save_options = SaveOptions {
-            from: Some(folder.clone()),
-            dtype: self.save_dtype.map(DType::from),
-            overwrite: self.overwrite,
-            ignore_keys: self.ignore_config_key.clone(),
-            ..Default::default()
+        let family = Family {
+            flags: self,
+            is_untied: saved.tie_embeddings && !tied,
+            folder,
+            config,
         };
         if let Some(written) = &self.save_family {
-            check_other(written, &folder)?;
-            hf::check_save(&config, written, &save_options)?;
+            let place = |folder: &Path| fs::canonicalize(folder).ok();
+            if place(written).is_some_and(|written| Some(written) == place(&family.folder)) {
+                return Err(refusal(
+                    "--save-family",
+                    "another folder than --family's",
+                    written.display(),
+                    "the model that it started from would be lost; name a new folder",
+                ));
+            }
+            hf::check_save(&family.config, written, &family.save_options())?;
         }
-        Ok(Some(Family {
-            folder,
-            is_untied: saved.tie_embeddings && !tied,
-            config,
-            tokenizer,
-            random_weights: self.random_weights,
-            save_options,
-            ignore_keys: options.ignore_keys,
-        }))
+        Ok((Some(family), vocabulary))
+    }
+
+    fn load_options(&self) -> LoadOptions {
+        LoadOptions {
+            ignore_keys: self.ignore_config_key.clone(),
+            ..Default::default()
+        }
     }
 }
 
 /// Names the flag that needs no weights in the error of a folder without them.
-fn or_random(error: Error) -> Error {
-    match error {
-        Error::Data {
-            what,
-            expected,
-            got,
-            hint,
-        } => Error::Data {
-            what,
-            expected,
-            got,
-            hint: format!("{hint}, or begin with --random-weights"),
-        },
-        other => other,
+fn or_random(mut error: Error) -> Error {
+    if let Error::Data { hint, .. } = &mut error {
+        hint.push_str(", or begin with --random-weights");
     }
+    error
 }
 
-/// Refuses to write the folder that is read.
-fn check_other(written: &Path, read: &Path) -> Result<()> {
-    let place = |folder: &Path| fs::canonicalize(folder).ok();
-    match place(written).is_some_and(|written| Some(written) == place(read)) {
-        false => Ok(()),
-        true => Err(refuse(
-            "--save-family",
-            "another folder than --family's".into(),
-            written.display().to_string(),
-            "the model that it started from would be lost; name a new folder",
-        )),
-    }
-}
-
-fn refuse(field: &'static str, expected: String, got: String, hint: &str) -> Error {
-    Error::Config {
-        config: "train",
-        field,
-        expected,
-        got,
-        hint: hint.into(),
-    }
-}
-
-impl Family {
-    /// The model before its first step.
-    pub fn model(&self, seed: u64, precision: Precision, device: &Device) -> Result<TransformerLM> {
-        if self.random_weights {
-            return new_model(&self.config, seed, precision, device);
+impl Family<'_> {
+    /// Loads the model; `None` with --random-weights.
+    pub fn load(&self, device: &Device) -> Result<Option<TransformerLM>> {
+        if self.flags.random_weights {
+            return Ok(None);
         }
-        let options = LoadOptions {
-            dtype: precision.parameter_dtype(),
-            ignore_keys: self.ignore_keys.clone(),
-            ..Default::default()
-        };
-        let model = hf::load_with(&self.folder, &options, device)?;
+        let model = hf::load_with(&self.folder, &self.flags.load_options(), device)?;
         let model = model.with_attention(self.config.attention);
         let model = model.with_dropout(self.config.dropout)?;
-        Ok(model.with_checkpointing(self.config.checkpointing))
+        Ok(Some(model.with_checkpointing(self.config.checkpointing)))
     }
 
-    /// Its weights, on the host.
-    pub fn weights(&self, seed: u64, precision: Precision) -> Result<VarBuilder<'static>> {
-        let device = Device::Cpu;
-        let model = self.model(seed, precision, &device)?;
-        let weights: HashMap<_, _> = model.weights().into_iter().collect();
-        let dtype = precision.parameter_dtype();
-        Ok(VarBuilder::from_tensors(weights, dtype, &device))
-    }
-
-    /// As the header names it.
+    /// Describes it for the header.
     pub fn name(&self) -> String {
         let folder = self.folder.display();
-        match (self.random_weights, self.is_untied) {
+        match (self.flags.random_weights, self.is_untied) {
             (true, _) => format!("{folder}, begun with random weights"),
             (_, true) => format!(
                 "{folder}, whose head differs from the embedding and is kept (config.json has tie_word_embeddings)"
@@ -238,8 +151,18 @@ impl Family {
         }
     }
 
-    /// The trained model, with the files beside the weights that it started from.
+    /// Saves the trained model, with the files next to the weights that it started from.
     pub fn save(&self, model: &TransformerLM, folder: &Path) -> Result<()> {
-        hf::save_with(model, folder, &self.save_options)
+        hf::save_with(model, folder, &self.save_options())
+    }
+
+    fn save_options(&self) -> SaveOptions {
+        SaveOptions {
+            from: Some(self.folder.clone()),
+            dtype: self.flags.save_dtype.map(Precision::dtype),
+            overwrite: self.flags.overwrite,
+            ignore_keys: self.flags.ignore_config_key.clone(),
+            ..Default::default()
+        }
     }
 }

@@ -1,26 +1,25 @@
-//! The flags of `train`, and what the library makes of them.
+//! The flags of `train`, and the library's configurations that they make.
 
+use crate::common::models::SizeFlags;
 use crate::common::precision::PrecisionFlags;
-use crate::common::{outputs, values};
-use candle_core::Device;
+use crate::common::{outputs, refusal, values};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use tallow::attention::Algorithm;
 use tallow::data::{TokenFormat, Tokens};
-use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
-use tallow::nn::{self, Checkpointing, DropoutRates};
-use tallow::optim::{AdamWConfig, Moments, Schedule};
-use tallow::precision::Precision;
-use tallow::train::TrainConfig;
+use tallow::hf::Tokenizer;
+use tallow::model::{GenerateConfig, TransformerConfig};
+use tallow::nn::{Checkpointing, DropoutRates};
+use tallow::optim::Schedule;
 use tallow::{Error, Result};
 
 /// The files of `--out`.
 pub const LOSS_SVG: &str = "loss.svg";
 pub const LOSS_CSV: &str = "loss.csv";
 
-/// What is read of a folder.
+/// Extensions of the files that are read from a folder.
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
 
 #[derive(Args)]
@@ -43,32 +42,21 @@ pub struct DataFlags {
     #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
-    /// How the token file is laid out [default: as its magic number says]
-    #[arg(long, hide_short_help = true, value_enum, requires = "tokens")]
-    pub token_format: Option<TokenFormatFlag>,
+    /// raw-u16 (no header), headered-u16 or headered-u32 [default: by the file's magic number]
+    #[arg(long, hide_short_help = true, value_name = "NAME", requires = "tokens", value_parser = token_format)]
+    pub token_format: Option<TokenFormat>,
 
     /// Fraction at the data's end for validation
     #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-pub enum TokenFormatFlag {
-    /// u16 ids and nothing else, as nanoGPT writes them
-    RawU16,
-    /// A header, then u16 ids
-    HeaderedU16,
-    /// A header, then u32 ids
-    HeaderedU32,
-}
-
-impl From<TokenFormatFlag> for TokenFormat {
-    fn from(flag: TokenFormatFlag) -> Self {
-        match flag {
-            TokenFormatFlag::RawU16 => Self::RawU16,
-            TokenFormatFlag::HeaderedU16 => Self::HeaderedU16,
-            TokenFormatFlag::HeaderedU32 => Self::HeaderedU32,
-        }
+fn token_format(name: &str) -> std::result::Result<TokenFormat, &'static str> {
+    match name {
+        "raw-u16" => Ok(TokenFormat::RawU16),
+        "headered-u16" => Ok(TokenFormat::HeaderedU16),
+        "headered-u32" => Ok(TokenFormat::HeaderedU32),
+        _ => Err("must be raw-u16, headered-u16 or headered-u32"),
     }
 }
 
@@ -79,21 +67,8 @@ pub struct ModelFlags {
     #[arg(long, value_name = "NAME")]
     pub size: Option<String>,
 
-    /// Width of the residual stream, instead of the preset's
-    #[arg(long, value_name = "N")]
-    pub d_model: Option<usize>,
-
-    /// Width of the feed-forward network
-    #[arg(long, value_name = "N")]
-    pub d_ff: Option<usize>,
-
-    /// Number of blocks
-    #[arg(long, value_name = "N")]
-    pub num_layers: Option<usize>,
-
-    /// Number of attention heads
-    #[arg(long, value_name = "N", alias = "heads")]
-    pub num_heads: Option<usize>,
+    #[command(flatten)]
+    sizes: SizeFlags,
 
     /// naive or flash
     #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
@@ -108,12 +83,7 @@ pub struct ModelFlags {
     pub activation_checkpointing: Checkpointing,
 
     /// Tokens in a window
-    #[arg(
-        long,
-        value_name = "T",
-        alias = "sequence-length",
-        default_value_t = 64
-    )]
+    #[arg(long, value_name = "T", alias = "sequence-length", default_value_t = 64, value_parser = values::count())]
     pub context_length: usize,
 }
 
@@ -137,14 +107,7 @@ pub struct TrainingFlags {
     pub steps: usize,
 
     /// Learning rate: cosine, linear or constant (no warm-up)
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_enum,
-        value_name = "NAME",
-        hide_possible_values = true,
-        default_value = "cosine"
-    )]
+    #[arg(long, hide_short_help = true, value_enum, hide_possible_values = true, value_name = "NAME", default_value_t = ScheduleFlag::Cosine)]
     pub schedule: ScheduleFlag,
 
     /// Step at which the learning rate is at its lowest [default: --steps]
@@ -172,7 +135,7 @@ pub struct TrainingFlags {
     pub bf16_moments: bool,
 
     /// AdamW's two betas
-    #[arg(long, hide_short_help = true, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::beta)]
+    #[arg(long, hide_short_help = true, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::under_1)]
     pub betas: Vec<f64>,
 
     /// Largest norm of the gradients, or 0
@@ -247,7 +210,7 @@ pub struct SampleFlags {
 }
 
 impl FileFlags {
-    /// Makes the folder, and tries every file that the run will write.
+    /// Makes the folder, tries every file that the run will write, and refuses a checkpoint that would be replaced.
     pub fn check(&self) -> Result<()> {
         if let Some(folder) = &self.out {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
@@ -255,53 +218,97 @@ impl FileFlags {
                 outputs::check_writable(&folder.join(file))?;
             }
         }
-        let checkpoint = self.checkpoint.as_deref();
-        checkpoint.map_or(Ok(()), outputs::check_writable)
+        let Some(path) = &self.checkpoint else {
+            return Ok(());
+        };
+        outputs::check_writable(path)?;
+        match path.exists() && !self.resume {
+            true => Err(refusal(
+                "--checkpoint",
+                "a file that is not there yet",
+                format!("{}, which is", path.display()),
+                "go on with --resume, or move it away",
+            )),
+            false => Ok(()),
+        }
     }
 
-    /// Whether the run leaves something beside what it prints.
+    /// Whether the run leaves files.
     pub fn is_any_given(&self) -> bool {
         self.out.is_some() || self.checkpoint.is_some()
     }
 }
 
 impl DataFlags {
-    pub fn open(&self) -> Result<Tokens> {
-        match (&self.tokens, self.vocab_size) {
-            (Some(path), Some(vocab_size)) => {
-                let tokens = match self.token_format {
-                    Some(format) => Tokens::open_as(path, format.into(), vocab_size)?,
-                    None => Tokens::open(path, vocab_size)?,
-                };
-                tokens.validate()?; // now, not when a batch meets a bad id
-                Ok(tokens)
-            }
-            _ if self.data.is_dir() => Tokens::source_tree(&self.data, &EXTENSIONS),
-            _ => Tokens::bytes(&self.data),
-        }
+    pub fn open(&self, vocabulary: &Vocabulary) -> Result<Tokens> {
+        let (Some(path), Some(vocab_size)) = (&self.tokens, self.vocab_size) else {
+            let bytes = match self.data.is_dir() {
+                true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
+                false => Tokens::bytes(&self.data)?,
+            };
+            return match vocabulary {
+                Vocabulary::Words(tokenizer) => bytes.encoded(tokenizer),
+                _ => Ok(bytes),
+            };
+        };
+        let tokens = match self.token_format {
+            Some(format) => Tokens::open_as(path, format, vocab_size)?,
+            None => Tokens::open(path, vocab_size)?,
+        };
+        tokens.validate()?; // now, not when a batch meets a bad id
+        Ok(tokens)
     }
+}
 
-    /// As the header names it, tokens being bytes or others.
-    pub fn name(&self, unit: &str) -> String {
-        let path = self.tokens.as_ref().unwrap_or(&self.data);
-        format!("{unit}s of {}", path.display())
-    }
+/// The meaning of a token id.
+pub enum Vocabulary {
+    Bytes,
+    /// Ids of a token file.
+    Ids,
+    Words(Tokenizer),
+}
 
-    /// What one token is.
+impl Vocabulary {
     pub fn unit(&self) -> &'static str {
-        match self.tokens {
-            Some(_) => "token",
-            None => "byte",
+        match self {
+            Self::Bytes => "byte",
+            Self::Ids | Self::Words(_) => "token",
         }
     }
 
-    /// Tokens as a reader sees them: text if they are bytes, else their ids.
-    pub fn text(&self, tokens: &[u32]) -> String {
-        if self.tokens.is_some() {
-            return format!("{tokens:?}");
+    /// Returns the ids that a sample continues: the first of the validation data where ids have no text.
+    pub fn prompt(&self, sample: &SampleFlags, validation: &Tokens) -> Result<Vec<u32>> {
+        let prompt = sample.prompt.as_deref().unwrap_or("\n");
+        let ids = match self {
+            Self::Bytes => prompt.bytes().map(u32::from).collect(),
+            Self::Ids => validation.slice(0..1)?.to_vec()?,
+            Self::Words(tokenizer) => tokenizer.encode(prompt)?,
+        };
+        match ids.is_empty() && sample.sample > 0 {
+            false => Ok(ids),
+            true => Err(refusal(
+                "--prompt",
+                "a text of at least 1 token",
+                format!("{prompt:?}, which the tokenizer drops"),
+                "give another --prompt, or --sample 0",
+            )),
         }
-        let bytes: Vec<u8> = tokens.iter().map(|byte| *byte as u8).collect();
-        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Returns ids as a reader sees them: as text, or as ids where there is no text or the tokenizer lacks one of them
+    /// (an embedding may have more rows).
+    pub fn text(&self, ids: &[u32]) -> String {
+        match self {
+            Self::Bytes => {
+                let bytes: Vec<u8> = ids.iter().map(|byte| *byte as u8).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Self::Ids => format!("{ids:?}"),
+            Self::Words(tokenizer) => {
+                let text = tokenizer.decode(ids);
+                text.unwrap_or_else(|error| format!("{ids:?}\n({error})"))
+            }
+        }
     }
 }
 
@@ -317,63 +324,28 @@ impl ModelFlags {
                 ..Default::default()
             },
         };
-        let config = TransformerConfig {
+        self.applied(TransformerConfig {
             vocab_size,
             context_length: self.context_length,
-            d_model: self.d_model.unwrap_or(base.d_model),
-            d_ff: self.d_ff.unwrap_or(base.d_ff),
-            num_layers: self.num_layers.unwrap_or(base.num_layers),
-            num_heads: self.num_heads.unwrap_or(base.num_heads),
+            ..self.sizes.apply(base)
+        })
+    }
+
+    /// Returns `base` with the flags that hold for every model.
+    pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
+        let config = TransformerConfig {
             attention: self.attention,
             checkpointing: self.activation_checkpointing,
-            dropout: self.dropout_rates().unwrap_or(base.dropout),
+            dropout: self.dropout.map_or(base.dropout, DropoutRates::all),
             ..base
         };
         config.validate()?;
         Ok(config)
     }
-
-    /// What is dropped, if that is said.
-    pub fn dropout_rates(&self) -> Option<DropoutRates> {
-        self.dropout.map(DropoutRates::all)
-    }
 }
 
 impl TrainingFlags {
-    pub fn config(
-        &self,
-        sequence_length: usize,
-        seed: u64,
-        precision: Precision,
-    ) -> Result<TrainConfig> {
-        let config = TrainConfig {
-            batch_size: self.batch_size,
-            sequence_length,
-            accumulation: self.accumulation.unwrap_or(1),
-            steps: self.steps,
-            schedule: self.schedule(),
-            optimizer: AdamWConfig {
-                betas: self.betas()?,
-                weight_decay: self.weight_decay,
-                moments: match self.bf16_moments {
-                    true => Moments::Bf16 { seed },
-                    false => Moments::Wide,
-                },
-                ..Default::default()
-            },
-            max_grad_norm: (self.clip != 0.0).then_some(self.clip),
-            max_grad_value: (self.clip_value != 0.0).then_some(self.clip_value),
-            precision,
-            evaluate_every: self.evaluate_every,
-            separator: self.separator,
-            seed,
-            ..Default::default()
-        };
-        config.validate()?;
-        Ok(config)
-    }
-
-    fn schedule(&self) -> Schedule {
+    pub fn schedule(&self) -> Schedule {
         let total_steps = self.schedule_steps.unwrap_or(self.steps);
         let warmup_steps = self.warmup.unwrap_or(total_steps / 20);
         let (max_lr, min_lr) = (self.lr, self.min_lr.unwrap_or(self.lr / 10.0));
@@ -394,16 +366,15 @@ impl TrainingFlags {
         }
     }
 
-    fn betas(&self) -> Result<(f64, f64)> {
+    pub fn betas(&self) -> Result<(f64, f64)> {
         match self.betas[..] {
             [first, second] => Ok((first, second)),
-            _ => Err(Error::Config {
-                config: "train",
-                field: "--betas",
-                expected: "two numbers".into(),
-                got: format!("{:?}", self.betas),
-                hint: "write --betas 0.9,0.99, say".into(),
-            }),
+            ref other => Err(refusal(
+                "--betas",
+                "two numbers",
+                format!("{other:?}"),
+                "write --betas 0.9,0.99, say",
+            )),
         }
     }
 }
@@ -419,21 +390,4 @@ impl SampleFlags {
             stop_token: None,
         }
     }
-
-    /// The prompt, where tokens are bytes.
-    pub fn prompt_bytes(&self) -> Vec<u32> {
-        let prompt = self.prompt.as_deref().unwrap_or("\n");
-        prompt.bytes().map(u32::from).collect()
-    }
-}
-
-/// A new model, with parameters of the dtype that the precision keeps them in.
-pub fn new_model(
-    config: &TransformerConfig,
-    seed: u64,
-    precision: Precision,
-    device: &Device,
-) -> Result<TransformerLM> {
-    let weights = nn::seeded(seed, precision.parameter_dtype(), device);
-    TransformerLM::from_var_builder(config, weights)
 }

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP (a terminal that is closed): the first asks for an end, the second is one.
+//! Ctrl-C, SIGTERM and SIGHUP (a closed terminal): the first asks the program to end, the second ends it.
 
 use candle_core::Tensor;
 #[cfg(unix)]
@@ -16,7 +16,7 @@ use tallow::{Error, Result};
 pub struct Signal(i32);
 
 impl Signal {
-    /// What a shell calls the status of a program that ended by it: 130, 143 or 129.
+    /// Returns the status that shells give a program that it ended: 130, 143 or 129.
     pub fn exit_status(self) -> u8 {
         128 + self.0 as u8
     }
@@ -33,7 +33,7 @@ impl fmt::Display for Signal {
     }
 }
 
-/// As long as it lives, the first signal is only noted; any other ends the process with its exit status, as does every
+/// While it is alive, the first signal is only noted. Any other ends the process with its exit status, and so does every
 /// signal afterwards.
 pub struct Signals {
     /// 0 is none.
@@ -45,31 +45,26 @@ impl Signals {
     /// # Errors
     /// [`Error::Io`] if the system refuses.
     pub fn listen() -> Result<Self> {
-        let signals = Self {
-            received: Arc::default(),
-            ends_at_once: Arc::default(),
-        };
+        let (received, ends_at_once) =
+            (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
         let mut listened = vec![SIGINT, SIGTERM];
         #[cfg(unix)]
         listened.extend(Some(SIGHUP).filter(|signal| !is_ignored(*signal)));
         for signal in listened {
-            signals
-                .register(signal)
+            let status = Signal(signal).exit_status().into();
+            // A signal's actions run in this order: for the first signal, the process does not end.
+            flag::register_conditional_shutdown(signal, status, ends_at_once.clone())
+                .and_then(|_| flag::register(signal, ends_at_once.clone()))
+                .and_then(|_| flag::register_usize(signal, received.clone(), signal as usize))
                 .map_err(|e| Error::io("listen to", format!("signal {signal}"), e))?;
         }
-        Ok(signals)
+        Ok(Self {
+            received,
+            ends_at_once,
+        })
     }
 
-    /// A signal's actions run in this order: the first one finds that nothing was received yet.
-    fn register(&self, signal: i32) -> std::io::Result<()> {
-        let status = Signal(signal).exit_status().into();
-        flag::register_conditional_shutdown(signal, status, Arc::clone(&self.ends_at_once))?;
-        flag::register(signal, Arc::clone(&self.ends_at_once))?;
-        flag::register_usize(signal, Arc::clone(&self.received), signal as usize)?;
-        Ok(())
-    }
-
-    /// The signal that came, to any of the ranks: they all have to stop after the same step.
+    /// Returns the signal that any of the ranks received: they all have to stop after the same step.
     pub fn received(&self, ranks: Option<&Communicator>) -> Result<Option<Signal>> {
         let mut received = self.received.load(Ordering::SeqCst);
         if let Some(ranks) = ranks {
@@ -82,7 +77,7 @@ impl Signals {
     }
 }
 
-/// Whether whoever started this process had it ignore the signal, as `nohup` does: then it stays ignored.
+/// Whether the process was started with the signal ignored, as by `nohup`. It then stays ignored.
 #[cfg(unix)]
 fn is_ignored(signal: i32) -> bool {
     // SAFETY: all zeros are a valid value, and sigaction fills it in.

@@ -1,6 +1,6 @@
 //! An op of candle's graph whose output is already computed.
 
-use crate::ops::record::{Made, Op, Spec, Storages, exactly};
+use crate::ops::record::{ForwardResult, Op, Spec, Storages, exactly};
 use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -31,7 +31,7 @@ where
         self.name
     }
 
-    fn cpu_fwd(&self, _: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+    fn cpu_fwd(&self, _: Storages<'_, CpuStorage>) -> ForwardResult<CpuStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cpu(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -39,7 +39,7 @@ where
         }
     }
 
-    fn cuda_fwd(&self, _: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+    fn cuda_fwd(&self, _: Storages<'_, CudaStorage>) -> ForwardResult<CudaStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Cuda(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),
@@ -47,7 +47,7 @@ where
         }
     }
 
-    fn metal_fwd(&self, _: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+    fn metal_fwd(&self, _: Storages<'_, MetalStorage>) -> ForwardResult<MetalStorage> {
         let (out, layout) = self.out.storage_and_layout();
         match &*out {
             Storage::Metal(out) => Ok((out.try_clone(layout)?, layout.shape().clone())),

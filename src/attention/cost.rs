@@ -1,6 +1,6 @@
 //! FLOPs and bytes of attention. The algorithms differ in what they save for backward.
 
-use crate::ops::cost::{Cost, Formula, cost, of_softmax};
+use crate::ops::cost::{Cost, Formula, as_softmax, cost};
 use crate::ops::info::OpInfo;
 use crate::ops::lowering::Lowering;
 use crate::probe::Operands;
@@ -16,21 +16,21 @@ pub(super) const fn info(
     let flops = "4 B H Tq Tk Dh + 6 B H Tq Tk; backward 8 B H Tq Tk Dh + 5 B H Tq Tk";
     let info = OpInfo::new(op).on_gpu().planned(lowering);
     let info = info.costing(flops, bytes, forward, Some(backward));
-    info.holding("scores, scale, mask, softmax and values")
+    info.including("scores, scale, mask, softmax and values")
 }
 
 /// Returns the cost of forward, which writes the output and `kept` bytes for backward.
 pub(super) fn forward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
     let (scores, products) = scores_and_products(o)?;
     let written = o.output.bytes() + kept;
-    cost(products, 6.0 * scores, o.input_bytes(), written).map(of_softmax)
+    cost(products, 6.0 * scores, o.input_bytes(), written).map(as_softmax)
 }
 
 /// Returns the cost of backward, which reads the output's gradient, the inputs and the `kept` bytes.
 pub(super) fn backward(o: &Operands<'_>, kept: f64) -> Option<Cost> {
     let (scores, products) = scores_and_products(o)?;
     let read = o.output.bytes() + o.input_bytes() + kept;
-    cost(2.0 * products, 5.0 * scores, read, o.input_bytes()).map(of_softmax)
+    cost(2.0 * products, 5.0 * scores, read, o.input_bytes()).map(as_softmax)
 }
 
 /// Returns the number of scores, and the FLOPs of the matmuls q k^T and p v.

@@ -1,7 +1,7 @@
 //! The first key that each query attends to: documents packed into one sequence.
 
 use super::AttentionConfig;
-use crate::kernels::attention::{Seen, Sizes};
+use crate::kernels::attention::{KeyRanges, Sizes};
 use crate::ops::inside_storage;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -67,7 +67,7 @@ impl FirstKeys {
             return Err(Error::shape(OP, "a scalar")
                 .must_be("first keys (B, Tq)", "one for each query of each sequence"));
         }
-        if !graph::is_hollow(first_keys) {
+        if !graph::is_meta(first_keys) {
             check(OP, first_keys)?;
         }
         Ok(Self(first_keys.contiguous()?))
@@ -157,7 +157,7 @@ impl FirstKeys {
     }
 
     /// Returns first keys (B, Tq) as a meta tensor, for estimates: only a trace can read them.
-    pub(crate) fn hollow(batch: usize, length: usize) -> Result<Self> {
+    pub(crate) fn meta(batch: usize, length: usize) -> Result<Self> {
         Ok(Self(graph::constant((batch, length), DType::U32)?))
     }
 
@@ -247,8 +247,8 @@ impl HostSeen {
         }
     }
 
-    pub(super) fn of(&self, sequence: usize) -> Seen<'_> {
-        self.sizes.seen(&self.first_keys, sequence)
+    pub(super) fn of(&self, sequence: usize) -> KeyRanges<'_> {
+        self.sizes.key_ranges(&self.first_keys, sequence)
     }
 
     /// Returns 1 where a query attends to a key, else 0: u8 (B H, Tq, Tk), or (Tq, Tk) without first keys.
@@ -263,7 +263,7 @@ impl HostSeen {
         let seen = (0..self.sequences()).flat_map(|sequence| {
             let seen = self.of(sequence);
             (0..queries).flat_map(move |query| {
-                let seen = seen.by(query);
+                let seen = seen.of_query(query);
                 (0..keys).map(move |key| u8::from(seen.contains(&key)))
             })
         });

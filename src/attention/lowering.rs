@@ -4,9 +4,9 @@ use super::SOFT_CAP;
 use crate::graph::Attribute;
 use crate::kernels::attention::Sizes;
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::flash_attention::Dropped;
+use crate::kernels::cuda::flash_attention::ProbabilityDropout;
 use crate::kernels::{Dropout, DropoutMask, Mask};
-use crate::ops::dropout::of_attributes;
+use crate::ops::dropout::dropout_from_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
 use crate::ops::lowering::{Calls, Check, Kernel, Named, Signature, Slices, Slot, Workspace};
@@ -25,13 +25,13 @@ pub(crate) fn reads(count: usize, drops: bool) -> [Option<usize>; 2] {
 
 /// Returns which extra inputs of an op are the first keys and the dropout key.
 fn reads_of(signature: &Signature<'_>) -> [Option<usize>; 2] {
-    let drops = of_attributes(signature.attributes).is_some();
-    reads(signature.reads.len(), drops)
+    let drops = dropout_from_attributes(signature.attributes).is_some();
+    reads(signature.extra_inputs.len(), drops)
 }
 
 /// Returns q, k and v and the extra inputs.
 pub(super) fn inputs(signature: &Signature<'_>) -> Named<Slot> {
-    let [first_keys, key] = reads_of(signature).map(|read| read.map(Slot::Read));
+    let [first_keys, key] = reads_of(signature).map(|read| read.map(Slot::ExtraInput));
     let inputs = Named::from(INPUTS).with_some("first_keys", first_keys);
     inputs.with_some("dropout_key", key)
 }
@@ -64,10 +64,10 @@ pub(super) fn dropout_mask(
 pub(super) fn dropped<'a>(
     dropout: Option<Dropout>,
     l: &Operands<'a>,
-) -> Result<Option<Dropped<'a>>> {
+) -> Result<Option<ProbabilityDropout<'a>>> {
     let dropped = dropout.map(|dropout| {
         let key = l.x("dropout_key")?;
-        Ok(Dropped { dropout, key })
+        Ok(ProbabilityDropout { dropout, key })
     });
     dropped.transpose()
 }

@@ -47,6 +47,17 @@ use candle_core::Tensor;
 pub(crate) use flash::lowering::planned_flash_sizes;
 
 /// The configuration of an attention call: mask, scale, soft cap, first keys and dropout.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::attention::{self, AttentionConfig, Mask};
+///
+/// let q = Tensor::ones((1, 2, 4, 16), DType::F32, &Device::Cpu)?; // (B, H, T, Dh)
+/// let config = AttentionConfig { mask: Mask::Causal, soft_cap: Some(50.0), ..Default::default() };
+/// assert_eq!(config.scale_for(16), 0.25);
+/// assert_eq!(attention::flash(&q, &q, &q, &config)?.dims(), q.dims());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AttentionConfig {
     /// The mask: the keys that each query attends to.

@@ -2,7 +2,7 @@
 
 use crate::inplace::storage_address;
 use crate::ops::record::{add_onto, can_scatter, node_of, scattered, view_of};
-use crate::ops::strided::put_back;
+use crate::ops::strided::contiguous_order;
 use crate::{Result, ops};
 use candle_core::{DType, Device, Tensor, TensorId, backprop::GradStore};
 use std::collections::HashMap;
@@ -55,7 +55,7 @@ impl Sums {
             return None;
         }
         let whole = self.wholes.get(&storage_address(x))?;
-        (put_back(&view_of(x), &whole.1).is_some() || can_scatter(x)).then_some(whole)
+        (contiguous_order(&view_of(x), &whole.1).is_some() || can_scatter(x)).then_some(whole)
     }
 
     pub fn has(&self, x: &Tensor) -> bool {
@@ -160,14 +160,14 @@ impl Sum {
 fn own_if_copied(dx: Tensor, is_own: bool) -> Result<Sum> {
     let is_copied = !dx.is_contiguous();
     Ok(Sum {
-        gradient: ops::laid_out(&dx)?,
+        gradient: ops::try_contiguous(&dx)?,
         is_own: is_own || is_copied,
     })
 }
 
 /// Returns the gradient of the base of `x`, which has this `shape`, from that of the view.
 fn of_whole(x: &Tensor, dx: Sum, shape: &[usize]) -> Result<Sum> {
-    if let Some(order) = put_back(&view_of(x), shape) {
+    if let Some(order) = contiguous_order(&view_of(x), shape) {
         let dx = own_if_copied(dx.gradient.permute(order)?, dx.is_own)?;
         return Ok(Sum {
             gradient: dx.gradient.reshape(shape)?,

@@ -1,17 +1,16 @@
-//! Runs that are compared, measured in turns.
+//! Measuring several runs in turns, for comparison.
 
-use super::{EndToEnd, Step};
+use super::{EndToEnd, EndToEndRow, Step};
 use crate::Result;
-use crate::report::Fields;
 use candle_core::Device;
 
-/// Measures runs that will be compared: all of them one after the other, `rounds` times over, so that what the machine
-/// does meanwhile (its clock, its other work) falls on all alike.
+/// Measures runs in turns: each run once a round, for `rounds` rounds. Changes of the machine (clock frequency, other
+/// work) then affect all runs alike.
 ///
-/// Each run gets the rows that [`EndToEnd::run`] would give it, over the samples of all rounds: `rounds` times its
-/// `steps`. Memory is the last round's: in the first, kernels also take what they keep for as long as the process runs.
-/// Every round draws a new model, and warms it up. `on_step` is called after every step with the run's place in
-/// `runs`. No rounds are taken for one.
+/// Each run gets the rows of [`EndToEnd::run`], over the samples of all rounds: `rounds` times its `steps`. Memory is
+/// that of the last round, because in the first one kernels also allocate what they keep until the process ends. Every
+/// round initializes and warms up a new model. `on_step` is called after every step with the run's index in `runs`. 0
+/// rounds count as 1.
 ///
 /// ```
 /// use tallow::bench::{EndToEnd, alternate};
@@ -34,19 +33,19 @@ use candle_core::Device;
 /// let runs = [run.clone(), EndToEnd { precision: Precision::BF16, ..run }];
 /// let rows = alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?;
 /// let [f32_rows, bf16_rows] = &rows[..] else { unreachable!() };
-/// assert_eq!(f32_rows[0].get("n"), Some(&6.into()));
-/// assert_eq!(bf16_rows[0].get("precision"), Some(&"bf16".into()));
+/// assert_eq!(f32_rows[0].statistics().map(|times| times.n), Some(6));
+/// assert_eq!(bf16_rows[0].precision, Precision::BF16);
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`EndToEnd::run`].
+/// Those of [`EndToEnd::run`].
 pub fn alternate(
     runs: &[EndToEnd],
     rounds: usize,
     device: &Device,
     mut on_step: impl FnMut(usize, Step, f64),
-) -> Result<Vec<Vec<Fields>>> {
+) -> Result<Vec<Vec<EndToEndRow>>> {
     let estimates = runs.iter().map(|run| run.estimate_bytes(device));
     let estimates = estimates.collect::<Result<Vec<_>>>()?;
     let mut measured: Vec<_> = runs.iter().map(|_| None).collect();

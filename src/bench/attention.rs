@@ -18,6 +18,8 @@ const BACKWARD: &str = "backward";
 const WHOLE: &str = "forward+backward";
 
 /// The number of steps, their time limit and their memory limit.
+///
+/// [`AttentionRun`] has an example.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// Steps before the measured ones.
@@ -277,8 +279,8 @@ impl AttentionRun {
         {
             // The arena is allocated throughout; only the buffers still read count.
             alive.resident = resident.saturating_sub(plan.peak_bytes());
-            alive.before_backward = alive.resident + plan.alive_bytes(plan.backward_begins());
-            alive.after_backward = alive.resident + plan.alive_bytes(plan.backward_ends());
+            alive.before_backward = alive.resident + plan.live_bytes_before(plan.backward_begins());
+            alive.after_backward = alive.resident + plan.live_bytes_before(plan.backward_ends());
         }
         Ok((timings, meter.current_bytes().map(|_| alive)))
     }

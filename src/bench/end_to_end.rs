@@ -1,61 +1,78 @@
-//! A whole model, timed by phase, with its memory.
+//! End-to-end benchmark of a model: time of each phase, and memory.
 
-use super::first_step::FirstStep;
+use super::first_step::FirstStepCounter;
+use super::row::{LossScaling, PhaseTime, Status, StepMemory, UPDATE, whole_phase};
 use super::stopwatch::settled_meter;
-use super::update::{LossScaling, Update};
-use super::{Lap, LapTimings, Step, Stopwatch, Timing, alternate};
+use super::update::Update;
+use super::{EndToEndRow, Lap, LapTimings, Step, Stopwatch, Timing, alternate};
 use crate::memory::{self, Estimate, Kernels, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::optim::AdamWConfig;
 use crate::precision::Precision;
-use crate::report::Fields;
 use crate::{Error, Result, backward, nn, no_grad, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-/// One measurement of a model: which, on what batch, how much of a step, how often.
+/// Configuration of an end-to-end measurement: model, batch, mode and number of steps.
+///
+/// ```
+/// use tallow::bench::EndToEnd;
+/// use tallow::model::TransformerConfig;
+///
+/// let run = EndToEnd {
+///     config: TransformerConfig {
+///         vocab_size: 10, context_length: 8, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///         ..Default::default()
+///     },
+///     batch_size: 2, sequence_length: 8, warmup_steps: 1, steps: 2,
+///     ..Default::default()
+/// };
+/// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
+/// assert_eq!((rows[0].phase.as_str(), rows[1].phase.as_str()), ("forward", "backward"));
+/// assert_eq!(rows.last().map(|row| row.phase.as_str()), Some("train step"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
-    /// The model, its attention and its checkpointing. Its `context_length` is what may be run, not what is.
+    /// The model, its attention and its checkpointing. Its `context_length` is an upper bound of `sequence_length`.
     pub config: TransformerConfig,
-    /// B.
+    /// B, the batch size.
     pub batch_size: usize,
-    /// T.
+    /// T, the number of tokens in a sequence.
     pub sequence_length: usize,
-    /// How much of a training step.
+    /// How much of a training step is run.
     pub mode: Mode,
-    /// What forward and loss compute in, and with [`Regime::Full`](crate::precision::Regime::Full) what the parameters
-    /// are. The optimizer's state is f32.
+    /// The precision of forward and loss and, with [`Regime::Full`](crate::precision::Regime::Full), of the parameters.
+    /// The optimizer's state is f32.
     pub precision: Precision,
-    /// Steps before the measured ones.
+    /// The number of steps before the measured ones.
     pub warmup_steps: usize,
-    /// Measured steps.
+    /// The number of measured steps.
     pub steps: usize,
     /// The optimizer of a training step.
     pub optimizer: AdamWConfig,
-    /// Eager, or planned: on the CPU or a CUDA GPU, in f32 or under autocast.
+    /// Eager, or planned on the CPU or a CUDA GPU, in f32 or under autocast.
     pub execution: Execution,
-    /// Whether each parameter is updated as soon as its gradient is there
-    /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)): for planned training
-    /// steps.
+    /// Whether each parameter is updated as soon as its gradient is computed
+    /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)). Planned training
+    /// steps only.
     pub optimizer_in_backward: bool,
-    /// The most bytes that the arena may have
-    /// ([`StepConfig::memory_budget_bytes`](crate::compile::StepConfig::memory_budget_bytes)): for planned training
-    /// steps.
+    /// The limit of the arena, in bytes
+    /// ([`StepConfig::memory_budget_bytes`](crate::compile::StepConfig::memory_budget_bytes)). Planned training steps
+    /// only.
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
-    /// The most FLOP/s the device can do, for the MFU; `None` where it is not known.
+    /// The device's peak FLOP/s, for the MFU; `None` if unknown.
     pub peak_flops: Option<f64>,
-    /// Bytes that may be used; a step that wants more is a row `OOM`. `None` asks nothing.
+    /// The available memory in bytes. A step that needs more becomes a row `OOM`. `None` skips this check.
     pub available_bytes: Option<u64>,
 }
 
-/// A training step of the default model on 4 sequences of 256 tokens, eager and in f32, with 5 warm-up and 10 measured
-/// steps.
+/// Eager training steps of the default model in f32 on 4 sequences of 256 tokens: 5 for warm-up and 10 measured.
 impl Default for EndToEnd {
     fn default() -> Self {
         Self {
@@ -77,18 +94,19 @@ impl Default for EndToEnd {
     }
 }
 
-/// How a model is run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// The execution of a model: eager or planned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Execution {
-    /// Op by op, with candle's graph.
+    /// Op by op, recording candle's graph.
     #[default]
     Eager,
-    /// As planned beforehand, by [`compile`](crate::compile).
+    /// By a plan that [`compile`](crate::compile) made beforehand.
     Planned,
 }
 
 impl Execution {
-    /// As reports name it.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Eager => "eager",
@@ -96,15 +114,14 @@ impl Execution {
         }
     }
 
-    /// Whether `mode` so executed is a planned training step: only that may have its
-    /// [optimizer in backward](EndToEnd::optimizer_in_backward) and a
-    /// [memory budget](EndToEnd::memory_budget_bytes).
+    /// Returns whether `mode` in this execution is a planned training step. Only such a step supports the [optimizer in
+    /// backward](EndToEnd::optimizer_in_backward) and a [memory budget](EndToEnd::memory_budget_bytes).
     pub fn is_planned_step(self, mode: Mode) -> bool {
         self == Self::Planned && mode == Mode::TrainStep
     }
 }
 
-/// What is alive after an eager step.
+/// The results of an eager step that stay alive after it.
 pub(super) enum Left {
     Nothing,
     Output(#[expect(dead_code, reason = "held")] Tensor),
@@ -113,27 +130,17 @@ pub(super) enum Left {
 
 pub(super) struct Measured {
     timings: LapTimings,
-    /// Of the first round.
-    first_step: FirstStep,
+    /// The counter of the first round.
+    first_step: FirstStepCounter,
     memory: StepMemory,
     loss_scaling: Option<LossScaling>,
-}
-
-/// The memory of a run's steps.
-#[derive(Serialize)]
-struct StepMemory {
-    /// After the last step, with what stays from step to step alive.
-    allocated_bytes: Option<u64>,
-    peak_bytes: Option<u64>,
-    reserved_peak_bytes: Option<u64>,
-    resident_peak_bytes: Option<u64>,
 }
 
 impl Measured {
     /// Adds another round of the same run.
     pub fn join(&mut self, later: Self) {
         self.timings.join(later.timings);
-        // The last round's: in the first of all, kernels also take what they keep for as long as the process runs.
+        // Memory of the last round: in the first one, kernels also allocate what they keep until the process ends.
         self.memory = later.memory;
         if let (Some(sum), Some(scaling)) = (&mut self.loss_scaling, later.loss_scaling) {
             sum.loss_scale = scaling.loss_scale;
@@ -143,34 +150,39 @@ impl Measured {
 }
 
 impl EndToEnd {
-    /// Measures, and returns a row for each phase: `forward`, `backward`, `optimizer` as far as the mode has them, and
-    /// the step as a whole, `forward+backward` or `train step`. The phases of a planned step are its
-    /// [`PhaseTimes`](crate::compile::PhaseTimes). Memory is the whole mode's:
-    /// `peak_bytes` of the model and its steps, and `allocated_bytes` that are still there after the last one. So is
-    /// what the first step did, warm-up or not: its time, the pages that it met for the first time, the threads that it
-    /// started and, on a GPU, the kernels that it compiled and the modules of kernels that it loaded.
+    /// Runs the benchmark, and returns a row for each phase of the mode (`forward`, `backward`, `optimizer`), one for
+    /// backward and optimizer together ([`UPDATE`]), and one for the whole step (`forward+backward` or `train step`). The
+    /// phases of a planned step are its [`PhaseTimes`](crate::compile::PhaseTimes).
     ///
-    /// Whether there is memory enough is decided from [`memory::estimate`], or from the plan, before anything is
-    /// allocated: if not, one row says `OOM`, with the bytes wanted and the bytes there. What is too large by a lower
-    /// bound is not planned, and the row says so as its `reason`. `on_step` is called after every step with the whole
-    /// step's time in ms. A device that is full all the same makes such a row too, with its answer as the `reason` and
-    /// what is there once the run has given back what it had.
+    /// Memory belongs to the whole mode: `peak_bytes` of the model and its steps, and `allocated_bytes` that remain
+    /// after the last step. The figures of the first step, warm-up or not, do so too: its time, its page faults, the
+    /// threads that it started and, on a GPU, the kernels that it compiled and the kernel modules that it loaded.
     ///
-    /// A training step in f16 scales its loss, as training in f16 must ([`GradScaler`](crate::optim::GradScaler)):
-    /// scaling counts as forward, unscaling with the check for infinities as optimizer. Its rows have the `loss_scale`
-    /// at the end and the `skipped_steps`, warm-up included, that overflowed and made no update.
+    /// Before anything is allocated, the predicted memory ([`memory::estimate`] or the plan) is compared with the
+    /// available memory. If it does not fit, the only row says `OOM`, with the needed and the available bytes. If even
+    /// a lower bound does not fit, nothing is planned, and the row's `reason` reports that. A device that runs out of
+    /// memory all the same also results in such a row, with its error as the `reason` and the bytes available after the
+    /// run has freed its memory. `on_step` is called after every step with the time of the whole step in ms.
+    ///
+    /// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Scaling counts as forward;
+    /// unscaling and the check for infinities count as optimizer. Its rows have the final `loss_scale` and the number
+    /// of `skipped_steps`, warm-up included, that overflowed and made no update.
     ///
     /// # Errors
-    /// A configuration that cannot run; what is for planned training steps, with anything else; the ops' errors.
-    pub fn run(&self, device: &Device, mut on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
+    /// A configuration that is not valid; settings for planned training steps in any other run; errors of the ops.
+    pub fn run(
+        &self,
+        device: &Device,
+        mut on_step: impl FnMut(Step, f64),
+    ) -> Result<Vec<EndToEndRow>> {
         let runs = std::slice::from_ref(self);
         let rows = alternate(runs, 1, device, |_, step, ms| on_step(step, ms))?;
         Ok(rows.into_iter().flatten().collect())
     }
 
-    /// Runs one such step at the smallest sizes, so that the process has what it keeps whatever the sizes: threads,
-    /// their scratch for matmuls, pages of the allocator. What is [available](crate::hardware::available_bytes)
-    /// afterwards is a run's own.
+    /// Runs one step of this kind at the smallest sizes. Afterwards the process has allocated what it keeps at any
+    /// size: threads, their scratch for matmuls, pages of the allocator. The memory that is then
+    /// [available](crate::hardware::available_bytes) is available to a run.
     ///
     /// # Errors
     /// Those of [`run`](Self::run).
@@ -199,7 +211,7 @@ impl EndToEnd {
         Ok(())
     }
 
-    /// The most memory it takes at once.
+    /// Returns the predicted peak, in bytes.
     pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {
             Execution::Eager => Ok(self.estimate(device)?.peak_bytes),
@@ -207,7 +219,7 @@ impl EndToEnd {
         }
     }
 
-    /// The breakdown of the eager run on `device`, before anything is allocated.
+    /// Estimates the memory of the eager run on `device`, without allocating anything.
     ///
     /// # Errors
     /// Those of [`memory::estimate`].
@@ -228,60 +240,99 @@ impl EndToEnd {
         }
     }
 
-    /// The row of what does not fit.
-    pub(super) fn refusal(&self, estimate_bytes: u64) -> Option<Fields> {
+    /// Returns the out-of-memory row of a run that needs more than the available bytes.
+    pub(super) fn refusal(&self, estimate_bytes: u64) -> Option<EndToEndRow> {
         let available_bytes = self.available_bytes?;
         (estimate_bytes > available_bytes).then(|| {
-            let mut row = self.labels(self.whole_phase(), "OOM");
-            row.insert("estimate_bytes", estimate_bytes);
-            row.insert("available_bytes", available_bytes);
             let least_bytes = match self.execution {
                 Execution::Eager => None,
                 Execution::Planned => self.least_planned_bytes().ok(),
             };
-            if least_bytes.is_some_and(|bytes| bytes > available_bytes) {
-                let reason = "the estimate is a lower bound, beyond which nothing was planned";
-                row.insert("reason", reason);
+            let is_least = least_bytes.is_some_and(|bytes| bytes > available_bytes);
+            let reason = "the estimate is a lower bound, beyond which nothing was planned";
+            EndToEndRow {
+                status: Status::OutOfMemory,
+                reason: is_least.then(|| reason.into()),
+                ..self.row(estimate_bytes, whole_phase(self.mode))
             }
-            row
         })
     }
 
-    /// The row of what had seemed to fit, with what there is once it has given back what it had.
+    /// Returns the row of a run that ran out of memory, with the bytes available once it has freed its memory.
     pub(super) fn out_of_memory(
         &self,
         device: &Device,
         estimate_bytes: u64,
         error: &Error,
-    ) -> Fields {
-        let mut row = self.labels(self.whole_phase(), "OOM");
-        row.insert("estimate_bytes", estimate_bytes);
+    ) -> EndToEndRow {
         let available_bytes = crate::hardware::available_bytes_on(device);
-        row.insert("available_bytes", available_bytes.or(self.available_bytes));
-        row.insert("reason", error.to_string());
-        row
+        EndToEndRow {
+            status: Status::OutOfMemory,
+            available_bytes: available_bytes.or(self.available_bytes),
+            reason: Some(error.to_string()),
+            ..self.row(estimate_bytes, whole_phase(self.mode))
+        }
     }
 
-    pub(super) fn rows(&self, estimate_bytes: u64, measured: &Measured) -> Result<Vec<Fields>> {
-        let tokens = self.batch_size as f64 * self.sequence_length as f64;
-        let mut rows = Vec::new();
-        for (phase, timing) in self.phases(&measured.timings) {
-            let mut row = self.labels(phase, "ok");
-            let work = self.flops(phase);
-            let flops = work.map(|work| work.total());
-            row.merge(timing.measured(tokens, flops, self.peak_flops)?);
-            let by_part = work.and_then(|work| serde_json::to_value(work).ok());
-            row.insert("flops_by_part", by_part);
-            row.merge(measured.first_step.fields());
-            row.merge(Fields::of(&measured.memory)?);
-            row.insert("estimate_bytes", estimate_bytes);
-            row.insert("available_bytes", self.available_bytes);
-            if let Some(scaling) = &measured.loss_scaling {
-                row.merge(Fields::of(scaling)?);
-            }
-            rows.push(row);
+    pub(super) fn rows(
+        &self,
+        estimate_bytes: u64,
+        measured: &Measured,
+    ) -> Result<Vec<EndToEndRow>> {
+        let mut phases: Vec<(&str, Timing)> = measured.timings.phases.clone();
+        let samples_of = |name: &str| {
+            let phase = phases.iter().find(|(phase, _)| *phase == name);
+            phase.map(|(_, timing)| &timing.samples_ms)
+        };
+        if let Some((backward, optimizer)) = samples_of("backward").zip(samples_of("optimizer")) {
+            let sums = backward.iter().zip(optimizer).map(|(a, b)| a + b);
+            let samples_ms = sums.collect();
+            let update = Timing {
+                samples_ms,
+                ..Default::default()
+            };
+            phases.push((UPDATE, update));
         }
-        Ok(rows)
+        // A forward alone is the whole step.
+        if phases.len() > 1 {
+            phases.push((whole_phase(self.mode), measured.timings.whole.clone()));
+        }
+        let row = |(phase, timing): (&str, Timing)| {
+            Ok(EndToEndRow {
+                time: Some(self.time_of(phase, timing)?),
+                first_step: measured.first_step.result(),
+                memory: Some(measured.memory.clone()),
+                loss_scaling: measured.loss_scaling.clone(),
+                ..self.row(estimate_bytes, phase)
+            })
+        };
+        phases.into_iter().map(row).collect()
+    }
+
+    /// Returns statistics and rates of a phase. The optimizer has no matmuls.
+    fn time_of(&self, phase: &str, timing: Timing) -> Result<PhaseTime> {
+        let (b, t) = (self.batch_size, self.sequence_length);
+        let flops = match phase {
+            "forward" => Some(flops::forward(&self.config, b, t)),
+            "backward" => Some(flops::backward(&self.config, b, t)),
+            "optimizer" | UPDATE => None,
+            _ => Some(flops::forward_backward(&self.config, b, t)),
+        };
+        let flops = flops.map(|flops| flops.total());
+        let statistics = timing.statistics()?;
+        let seconds = statistics.median_ms / 1e3;
+        let flops_per_s = flops.map(|flops| flops / seconds);
+        let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
+        Ok(PhaseTime {
+            noisy: statistics.noisy(),
+            tokens_per_s: (phase != UPDATE).then(|| b as f64 * t as f64 / seconds),
+            flops,
+            flops_per_s,
+            mfu_percent: flops_per_s.zip(self.peak_flops).map(mfu),
+            statistics,
+            samples_ms: timing.samples_ms,
+            warmup_ms: timing.warmup_ms,
+        })
     }
 
     pub(super) fn measure(
@@ -293,18 +344,18 @@ impl EndToEnd {
         let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
         let before = meter.current_bytes();
         let model = self.model(device)?;
-        // Drawing the weights takes more than they do, and is no part of a step.
+        // Initializing the weights needs more memory than they do, and is not part of a step.
         meter.reset_peak();
         let resident_resets = system::reset_resident_peak();
         let mut after_step = None;
-        let mut first_step = FirstStep::begin();
+        let mut first_step = FirstStepCounter::begin();
         let (timings, loss_scaling) = self.time(model, |step, ms| {
             first_step.stepped(ms);
             after_step = meter.current_bytes();
             on_step(step, ms);
         })?;
         let own = |bytes: Option<u64>| Some(bytes?.saturating_sub(before?));
-        // Where the system cannot reset the peak it is the process's, and no row's.
+        // If the system cannot reset the peak, it belongs to the whole process and to no row.
         let resident_peak_bytes = resident_resets.then(system::resident_peak_bytes).flatten();
         Ok(Measured {
             timings,
@@ -340,7 +391,7 @@ impl EndToEnd {
         Ok((timings, update.and_then(|update| update.loss_scaling())))
     }
 
-    /// What a training step ends with; `None` for less than a step.
+    /// Returns optimizer and loss scale of a training step; `None` in other modes.
     pub(super) fn update(&self, model: &TransformerLM) -> Result<Option<Update>> {
         let is_step = self.mode == Mode::TrainStep;
         let update =
@@ -348,7 +399,7 @@ impl EndToEnd {
         update.transpose()
     }
 
-    /// One eager step in its phases, with what it leaves alive.
+    /// Runs one eager step in its phases, and returns what it leaves alive.
     pub(super) fn step(
         &self,
         lap: &mut Lap<'_>,
@@ -376,7 +427,7 @@ impl EndToEnd {
         }
     }
 
-    /// The model, its parameters in the precision's dtype.
+    /// Creates the model, with parameters in the dtype of the precision.
     pub(super) fn model(&self, device: &Device) -> Result<TransformerLM> {
         match self.precision.parameter_dtype() {
             DType::F32 => TransformerLM::new(&self.config, self.seed, device),
@@ -387,7 +438,7 @@ impl EndToEnd {
         }
     }
 
-    /// Uniform ids, (B, T); `stream` sets inputs and targets apart.
+    /// Returns uniformly random ids, (B, T), u32. Different `stream`s give independent inputs and targets.
     pub(super) fn random_tokens(&self, stream: u64, device: &Device) -> Result<Tensor> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(stream);
@@ -404,71 +455,53 @@ impl EndToEnd {
         Ok(Tensor::from_vec(ids, shape, device)?.to_dtype(DType::U32)?)
     }
 
-    pub(super) fn whole_phase(&self) -> &'static str {
-        match self.mode {
-            Mode::Forward | Mode::ForwardKeepingGraph => "forward",
-            Mode::ForwardBackward => "forward+backward",
-            Mode::TrainStep => "train step",
+    /// Returns a row with the labels of this run and without measurements.
+    fn row(&self, estimate_bytes: u64, phase: &str) -> EndToEndRow {
+        let config = &self.config;
+        EndToEndRow {
+            d_model: config.d_model,
+            d_ff: config.d_ff,
+            num_layers: config.num_layers,
+            num_heads: config.num_heads,
+            vocab_size: config.vocab_size,
+            parameters: config.num_parameters(),
+            batch_size: self.batch_size,
+            context_length: self.sequence_length,
+            attention: config.attention,
+            precision: self.precision,
+            checkpointing: config.checkpointing,
+            execution: self.execution,
+            optimizer_in_backward: self.optimizer_in_backward,
+            memory_budget_bytes: self.memory_budget_bytes,
+            weight_cast_bytes: self.weight_cast_bytes(),
+            warmup_steps: self.warmup_steps,
+            mode: self.mode,
+            phase: phase.into(),
+            estimate_bytes,
+            available_bytes: self.available_bytes,
+            ..Default::default()
         }
     }
 
-    /// The phases that get a row; a forward alone is the whole step, and gets one.
-    fn phases<'t>(&self, timings: &'t LapTimings) -> Vec<(&'static str, &'t Timing)> {
-        let mut phases: Vec<_> = timings.phases.iter().map(|(name, t)| (*name, t)).collect();
-        if phases.len() > 1 {
-            phases.push((self.whole_phase(), &timings.whole));
-        }
-        phases
-    }
-
-    fn labels(&self, phase: &str, status: &str) -> Fields {
-        let mut row = Fields::new();
-        row.insert("d_model", self.config.d_model);
-        row.insert("d_ff", self.config.d_ff);
-        row.insert("num_layers", self.config.num_layers);
-        row.insert("num_heads", self.config.num_heads);
-        row.insert("vocab_size", self.config.vocab_size);
-        row.insert("parameters", self.config.num_parameters());
-        row.insert("batch_size", self.batch_size);
-        row.insert("context_length", self.sequence_length);
-        row.insert("attention", self.config.attention.name());
-        row.insert("precision", self.precision.name());
-        row.insert("checkpointing", self.config.checkpointing.to_string());
-        row.insert("execution", self.execution.name());
-        row.insert("optimizer_in_backward", self.optimizer_in_backward);
-        row.insert("memory_budget_bytes", self.memory_budget_bytes);
-        row.insert("weight_cast_bytes", self.weight_cast_bytes());
-        row.insert("warmup_steps", self.warmup_steps);
-        row.insert("mode", self.mode.name());
-        row.insert("phase", phase);
-        let graph = if self.mode == Mode::Forward {
-            "dropped"
-        } else {
-            "kept"
-        };
-        row.insert("graph", graph);
-        row.insert("status", status);
-        row
-    }
-
-    /// What the region's copies of the weights take: 2 bytes for each element of a matrix that is multiplied by. Null
-    /// where none is kept.
+    /// Returns the size of the autocast region's copies of weights: 2 bytes for each element of a matrix that is
+    /// multiplied by. `None` if no copies are kept.
     fn weight_cast_bytes(&self) -> Option<u64> {
         let keeps = self.precision.policy().is_some() && !self.precision.drops_casts();
-        let c = &self.config;
-        let [d, f, v, layers] = [c.d_model, c.d_ff, c.vocab_size, c.num_layers].map(|n| n as f64);
-        let elements = layers * (4.0 * d * d + 3.0 * d * f) + v * d;
-        keeps.then_some((2.0 * elements) as u64)
-    }
-
-    /// The FLOPs of a phase; `None` of the optimizer, which multiplies no matrices.
-    fn flops(&self, phase: &str) -> Option<flops::Flops> {
-        let (b, t) = (self.batch_size, self.sequence_length);
-        match phase {
-            "forward" => Some(flops::forward(&self.config, b, t)),
-            "backward" => Some(flops::backward(&self.config, b, t)),
-            "optimizer" => None,
-            _ => Some(flops::forward_backward(&self.config, b, t)),
-        }
+        let elements = |num_layers| {
+            let config = TransformerConfig {
+                num_layers,
+                ..self.config.clone()
+            };
+            let is_multiplied = |name: &str| match name {
+                "token_embeddings.weight" => config.tie_embeddings,
+                name => name != "position_embeddings.weight",
+            };
+            let shapes = config.parameter_shapes().into_iter();
+            let matrices = shapes.filter(|(name, shape)| shape.rank() == 2 && is_multiplied(name));
+            matrices.map(|(_, shape)| shape.elem_count() as f64).sum()
+        };
+        let (outside, one_layer): (f64, f64) = (elements(0), elements(1));
+        let layers = self.config.num_layers as f64 * (one_layer - outside);
+        keeps.then_some((2.0 * (outside + layers)) as u64)
     }
 }

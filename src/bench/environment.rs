@@ -1,11 +1,18 @@
-//! What a measurement was made with and on.
+//! The environment of a measurement.
 
 use crate::hardware;
 use crate::report::Fields;
 use candle_core::Device;
 
-/// The header of a report, as far as a library knows it: the device, this crate's version and features, the threads; of
-/// a CPU also the [half-precision arithmetic](hardware::half_arithmetic) that it has.
+/// Returns the environment for the header of a report: device, version and features of this crate, number of threads;
+/// for a CPU also its [half-precision arithmetic](hardware::half_arithmetic).
+///
+/// ```
+/// let fields = tallow::bench::environment(&tallow::device("cpu")?);
+/// assert_eq!(fields.get("device"), Some(&"cpu".into()));
+/// assert!(fields.get("threads").is_some());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn environment(on: &Device) -> Fields {
     let features: Vec<&str> = [
         ("train", cfg!(feature = "train")),
@@ -45,7 +52,7 @@ pub fn environment(on: &Device) -> Fields {
     fields
 }
 
-/// What the CPU has, and what of it is used.
+/// Describes the CPU's half-precision units, and whether they are used.
 fn half_arithmetic() -> String {
     let units = hardware::half_arithmetic();
     if units.is_empty() {

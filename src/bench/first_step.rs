@@ -1,19 +1,26 @@
-//! What a first step does once and for all: pages, threads and kernels that later steps find there.
+//! Costs of the first step: memory pages, threads and kernels that later steps reuse.
 
 use crate::memory::system;
-use crate::report::Fields;
+use serde::{Deserialize, Serialize};
 
-/// Counts between the steps of a run.
-#[derive(Clone, Debug)]
-pub(super) struct FirstStep {
-    before: Counts,
-    first: Option<(f64, Counts)>,
-    later_faults: u64,
-    later_steps: u64,
+/// Costs of a run's first step, warm-up or not. Counts are `None` if the system or device does not report them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct FirstStep {
+    /// Time of the first step, in ms.
+    pub first_step_ms: Option<f64>,
+    /// Page faults of the process during the first step.
+    pub first_step_page_faults: Option<u64>,
+    /// Threads started by the first step.
+    pub first_step_threads: Option<u64>,
+    /// CUDA sources compiled by the first step.
+    pub first_step_kernels_compiled: Option<u64>,
+    /// CUDA modules loaded by the first step.
+    pub first_step_kernels_loaded: Option<u64>,
+    /// Page faults of a later step, as a mean.
+    pub later_step_page_faults: Option<f64>,
 }
 
-/// Page faults, threads, CUDA sources that were compiled, and modules of kernels that were loaded: of the process so
-/// far, or in a step. `None` where it is not known.
+/// Counts of the process so far, or in a step: page faults, threads, CUDA sources compiled, CUDA modules loaded.
 type Counts = [Option<u64>; 4];
 
 fn counts() -> Counts {
@@ -24,8 +31,17 @@ fn counts() -> Counts {
     [system::page_faults(), system::threads(), compiled, loaded]
 }
 
-impl FirstStep {
-    /// Before the first step, the model in memory.
+/// Takes the counts after each step of a run.
+#[derive(Clone, Debug)]
+pub(super) struct FirstStepCounter {
+    before: Counts,
+    first: Option<(f64, Counts)>,
+    later_faults: u64,
+    later_steps: u64,
+}
+
+impl FirstStepCounter {
+    /// Takes the counts before the first step.
     pub fn begin() -> Self {
         Self {
             before: counts(),
@@ -35,7 +51,7 @@ impl FirstStep {
         }
     }
 
-    /// After each step, with its time.
+    /// Takes the counts after a step, which took `ms`.
     pub fn stepped(&mut self, ms: f64) {
         let now = counts();
         let added = |i: usize| Some(now[i]?.saturating_sub(self.before[i]?));
@@ -50,23 +66,19 @@ impl FirstStep {
         }
     }
 
-    /// `first_step_ms`, what it did, and `later_step_page_faults`, the mean of the others.
-    pub fn fields(&self) -> Fields {
-        let first = self.first.map_or([None; 4], |(_, added)| added);
-        let mut fields = Fields::new();
-        fields.insert("first_step_ms", self.first.map(|(ms, _)| ms));
-        let names = [
-            "page_faults",
-            "threads",
-            "kernels_compiled",
-            "kernels_loaded",
-        ];
-        for (name, count) in names.into_iter().zip(first) {
-            fields.insert(format!("first_step_{name}"), count);
+    pub fn result(&self) -> FirstStep {
+        let Some((ms, [faults, threads, compiled, loaded])) = self.first else {
+            return FirstStep::default();
+        };
+        let later = faults.filter(|_| self.later_steps > 0);
+        FirstStep {
+            first_step_ms: Some(ms),
+            first_step_page_faults: faults,
+            first_step_threads: threads,
+            first_step_kernels_compiled: compiled,
+            first_step_kernels_loaded: loaded,
+            later_step_page_faults: later
+                .map(|_| self.later_faults as f64 / self.later_steps as f64),
         }
-        let later = first[0].filter(|_| self.later_steps > 0);
-        let later = later.map(|_| self.later_faults as f64 / self.later_steps as f64);
-        fields.insert("later_step_page_faults", later);
-        fields
     }
 }

@@ -1,4 +1,4 @@
-//! One step of a model with every block of memory recorded.
+//! A step with every memory block recorded.
 
 use super::stopwatch::settled_meter;
 use super::{EndToEnd, Execution, Lap};
@@ -11,27 +11,25 @@ use crate::{Error, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 
-/// Where the bytes of one step went, and where they were expected.
+/// The recorded memory of one step, and its estimate.
 #[derive(Clone, Debug)]
 pub struct MemoryProfile {
-    /// The breakdown from the sizes alone.
+    /// The estimate from sizes alone.
     pub estimate: Estimate,
-    /// The last step. The baseline is what was alive before the model was made.
+    /// The recording of the last step. Its baseline is the memory that was allocated before the model was created.
     pub recording: MemoryRecording,
-    /// The most that was alive in that step, exactly, as the allocator or the GPU's pool counted; the baseline
-    /// subtracted.
+    /// The peak of that step, as counted by the allocator or the GPU's pool, less the baseline.
     pub peak_bytes: u64,
-    /// The most that the GPU's pool held in that step, used or not.
+    /// The peak size of the GPU's memory pool in that step, used or not.
     pub reserved_peak_bytes: Option<u64>,
-    /// How many blocks, of whatever size, the step asked for.
+    /// The number of blocks of any size that the step allocated.
     pub allocations: u64,
-    /// What forward saves for backward; empty for a forward without a graph.
+    /// The tensors that forward saves for backward; empty for a forward without a graph.
     pub saved: SavedTensors,
 }
 
 impl MemoryProfile {
-    /// The prediction beside the measurement, by what bytes were there for at the worst moment: a row each, the sum
-    /// last.
+    /// Compares prediction and measurement at the peak: a row for each kind of memory, then one for the sum.
     pub fn comparison(&self) -> Vec<Fields> {
         let measured = self.recording.holdings_at(self.recording.peak_at());
         let mut rows = Vec::new();
@@ -58,17 +56,17 @@ fn compared(holds: &str, predicted_bytes: u64, measured_bytes: u64) -> Fields {
 }
 
 impl EndToEnd {
-    /// Runs the warm-up and then one step that is recorded, and compares it with the breakdown.
+    /// Runs the warm-up and one recorded step, and returns it with the estimate.
     ///
-    /// Weights are zeros: no size depends on them, and large models take long to draw. Parameters, the optimizer's
-    /// state and the tokens are labelled, the phases are `forward`, `backward` and `optimizer`. Nothing is asked about
-    /// the memory that is there: [`estimate`](Self::estimate) first. Only one such run may be under way, and nothing
-    /// else that takes memory should be. What kernels keep for as long as the process runs, their packing buffers, is
-    /// there before the model, and in the baseline.
+    /// Weights are zeros, because no size depends on their values and large models take long to initialize. Parameters,
+    /// optimizer state and tokens are labelled; the phases are `forward`, `backward` and `optimizer`. Available memory
+    /// is not checked: compare it with [`estimate`](Self::estimate) first. Only one such run may be active, and nothing
+    /// else should allocate during it. The packing buffers that kernels keep until the process ends are allocated
+    /// before the model, so they are part of the baseline.
     ///
     /// # Errors
-    /// A planned execution; those of [`memory::record_on`], of [`run`](Self::run), and of the ops; a GPU that is full
-    /// ([`Error::is_out_of_memory`]).
+    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops; a planned execution; a GPU that is out of
+    /// memory ([`Error::is_out_of_memory`]).
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
             let got = Error::config("end-to-end benchmark", "execution", "planned");
@@ -107,7 +105,7 @@ impl EndToEnd {
         meter.reset_peak();
         let allocations = blocks_taken(device);
         self.step(&mut lap, &model, [&tokens, &targets], update.as_mut())?;
-        device.synchronize()?; // a GPU's peak is not reached before
+        device.synchronize()?; // a GPU reaches its peak only now
         let allocations = blocks_taken(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
         let recording = recorder.finish();

@@ -1,8 +1,8 @@
-//! Running work repeatedly and measuring it.
+//! Benchmarks: repeated runs with time and memory.
 //!
-//! [`Stopwatch`] times steps on a device and the phases inside them, [`EndToEnd`] a whole model's, and [`AttentionRun`]
-//! those of attention, alone or in its layer, with memory next to time and an out-of-memory row instead of a crash.
-//! [`alternate()`] measures runs in turns. [`report`](crate::report) has their statistics and tables.
+//! [`Stopwatch`] times steps on a device and their phases. [`EndToEnd`] times a whole model, [`AttentionRun`]
+//! attention, alone or in its layer; both also measure memory, and return an out-of-memory row instead of failing.
+//! [`alternate()`] measures runs in turns. [`report`](crate::report) has statistics and tables.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -25,6 +25,7 @@ mod environment;
 mod first_step;
 mod memory_profile;
 mod planned_run;
+mod row;
 mod stopwatch;
 mod update;
 
@@ -32,5 +33,7 @@ pub use alternate::alternate;
 pub use attention::{AttentionRun, AttentionTask, Limit, Sampling};
 pub use end_to_end::{EndToEnd, Execution};
 pub use environment::environment;
+pub use first_step::FirstStep;
 pub use memory_profile::MemoryProfile;
+pub use row::{EndToEndRow, LossScaling, PhaseTime, Status, StepMemory, UPDATE};
 pub use stopwatch::{Lap, LapTimings, Step, Stopwatch, Timing, time_once};

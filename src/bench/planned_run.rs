@@ -1,8 +1,9 @@
-//! What of a run is planned.
+//! The planned execution of a run.
 
-use super::update::{LossScaling, Update};
+use super::row::LossScaling;
+use super::update::Update;
 use super::{EndToEnd, Execution, LapTimings, Stopwatch};
-use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, least_of_forward};
+use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, forward_lower_bound};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
@@ -10,7 +11,7 @@ use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
 
 impl EndToEnd {
-    /// Refuses what is not planned, and what would be ignored.
+    /// Refuses runs that cannot be planned, and settings that would be ignored.
     pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
         self.check_step_settings()?;
         if self.execution == Execution::Eager {
@@ -54,11 +55,11 @@ impl EndToEnd {
         })
     }
 
-    /// The plan of this run on `device`, whatever its execution: what [`Execution::Planned`] executes.
+    /// Plans this run on `device`, whatever its execution; [`Execution::Planned`] executes this plan.
     ///
     /// # Errors
-    /// A configuration that cannot work. [`Error::OutOfMemory`] where a lower bound alone is more than the bytes that
-    /// may be used: nothing is planned then, which would take long for sizes like that.
+    /// A configuration that is not valid. [`Error::OutOfMemory`] if a lower bound already exceeds the available bytes;
+    /// nothing is planned then, because planning takes long at such sizes.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
         let least_bytes = self.least_planned_bytes()?;
         match self.available_bytes {
@@ -69,7 +70,7 @@ impl EndToEnd {
             }),
             _ if self.is_forward() => {
                 let length = self.sequence_length;
-                let model = crate::compile::hollow_model(&self.config, length)?;
+                let model = crate::compile::meta_model(&self.config, length)?;
                 let tokens = graph::input("tokens", (self.batch_size, length), DType::U32)?;
                 let (kind, config) = (PlanKind::Forward, self.step_config());
                 let batch = [("tokens", &tokens)];
@@ -78,8 +79,9 @@ impl EndToEnd {
                 })
             }
             _ => {
-                let batch = Batch::hollow(self.batch_size, self.sequence_length)?;
-                let (plan, _) = Step::plan_of(device, &self.config, &self.step_config(), batch)?;
+                let batch = Batch::meta(self.batch_size, self.sequence_length)?;
+                let (plan, _) =
+                    Step::plan_for_model(device, &self.config, &self.step_config(), batch)?;
                 Ok(plan.with_moments(self.optimizer.moments))
             }
         }
@@ -88,8 +90,8 @@ impl EndToEnd {
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
-            true => least_of_forward(config, tokens, self.precision),
-            false => Step::least_bytes(config, &self.step_config(), tokens),
+            true => forward_lower_bound(config, tokens, self.precision),
+            false => Step::memory_lower_bound(config, &self.step_config(), tokens),
         }
     }
 
@@ -101,14 +103,14 @@ impl EndToEnd {
         matches!(self.mode, Mode::Forward | Mode::ForwardKeepingGraph)
     }
 
-    /// What a planned run takes on `device`, parameters, state and batch included: exact, or a lower bound where that
-    /// is beyond the bytes that may be used.
+    /// Returns the memory of a planned run on `device` in bytes, including parameters, state and batch. It is exact, or
+    /// a lower bound if that exceeds the available bytes.
     pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
         let planned_bytes = match self.plan(device) {
             Err(Error::OutOfMemory { wanted_bytes, .. }) => wanted_bytes,
             plan => plan?.total_bytes(),
         };
-        // Tokens, targets, and the model's own cosines and sines.
+        // Tokens, targets, and the model's rotary cosines and sines.
         let ids = self.batch_size.saturating_mul(self.sequence_length);
         let angles = self.config.angle_elements(self.config.context_length);
         let beside = ids
@@ -128,7 +130,7 @@ impl EndToEnd {
         }
     }
 
-    /// Runs the planned steps, in f16 with a loss scale.
+    /// Runs the planned steps; training steps in f16 have a loss scale.
     pub(super) fn time_planned(
         &self,
         model: &TransformerLM,
@@ -148,7 +150,7 @@ impl EndToEnd {
             return Ok((timings?, None));
         }
         let mut update = Update::new(self.optimizer, model.parameters(), self.precision)?;
-        let mut step = Step::of(model, &update.optimizer, &self.step_config())?;
+        let mut step = Step::for_model(model, &update.optimizer, &self.step_config())?;
         step.time_phases(true);
         let batch = (tokens, targets);
         let timings = stopwatch.measure_phases(self.steps, |lap| {
@@ -157,7 +159,7 @@ impl EndToEnd {
                     optimizer, scaler, ..
                 } = &mut update;
                 let done = step.run_scaled(optimizer, scaler, batch)?;
-                update.count(done.stepped());
+                update.count(done.updated());
             } else {
                 step.forward_backward(batch)?;
             }

@@ -1,4 +1,4 @@
-//! Timing steps, and the phases inside them, on a device that works ahead of its host.
+//! Timing of steps, and of the phases inside them, on devices that run asynchronously.
 
 use std::fmt;
 use std::hint::black_box;
@@ -12,11 +12,11 @@ use crate::memory::Meter;
 use crate::report::{Fields, Statistics};
 use crate::{Error, Result, ops, probe};
 
-/// Times the same work many times over, after some warm-up.
+/// Times repeated runs of the same work, after a warm-up.
 ///
-/// The device is synchronised before each step starts and again before it counts as ended, so a sample holds all of
-/// that step's work, on the host and on the device, and nothing of its neighbours'. What the work returns is dropped
-/// outside the measured span, before the next step.
+/// The device is synchronized before each step starts and before it counts as ended. A sample therefore holds all work
+/// of that step, on the host and on the device, and none of other steps. The result of the work is dropped before the
+/// next step, outside the measured time.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -36,22 +36,22 @@ pub struct Stopwatch<'a> {
     on_step: Option<Box<OnStep<'a>>>,
 }
 
-/// What part of a time budget the warm-up may spend.
+/// The fraction of a time budget that the warm-up may use.
 const WARMUP_SHARE: f64 = 0.25;
 
-/// How many steps are measured whatever the time budget: one has no spread.
+/// The number of steps measured whatever the time budget: a single one has no spread.
 const LEAST_STEPS: usize = 2;
 
 type OnStep<'a> = dyn FnMut(Step, f64) + 'a;
 
-/// Which step was just taken.
+/// Identifies the step that has just ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Step {
-    /// Whether it was a warm-up step, whose time goes into no statistics.
+    /// Whether it was a warm-up step, which the statistics leave out.
     pub warmup: bool,
-    /// Its number among its kind, from 0.
+    /// The index among steps of its kind, from 0.
     pub index: usize,
-    /// How many of its kind there are.
+    /// The requested number of steps of its kind.
     pub count: usize,
 }
 
@@ -63,28 +63,28 @@ impl fmt::Display for Step {
     }
 }
 
-/// The time of every step, in the order in which they ran.
+/// The time of every step, in the order of execution.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Timing {
     /// The measured steps, in milliseconds.
     pub samples_ms: Vec<f64>,
-    /// The warm-up steps, in milliseconds: the first one tells what starting costs.
+    /// The warm-up steps, in milliseconds. The first one shows the start-up costs.
     pub warmup_ms: Vec<f64>,
 }
 
 impl Timing {
-    /// Mean, deviation and quantiles of the measured steps.
+    /// Returns mean, deviation and quantiles of the measured steps.
     ///
     /// # Errors
-    /// [`Error::Data`] if there is none, which [`Stopwatch::measure`] does not let happen.
+    /// [`Error::Data`] if there are no measured steps. A timing from [`Stopwatch::measure`] has at least one.
     pub fn statistics(&self) -> Result<Statistics> {
         Statistics::new(&self.samples_ms)
     }
 
-    /// The statistics' fields, `samples_ms` and `warmup_ms`, ready for a row of a [`Report`](crate::report::Report).
+    /// Returns the statistics' fields, `samples_ms` and `warmup_ms`, for a row of a [`Report`](crate::report::Report).
     ///
     /// # Errors
-    /// As [`statistics`](Self::statistics).
+    /// Those of [`statistics`](Self::statistics).
     pub fn fields(&self) -> Result<Fields> {
         let mut fields = self.statistics()?.fields();
         fields.insert("samples_ms", self.samples_ms.as_slice());
@@ -92,7 +92,7 @@ impl Timing {
         Ok(fields)
     }
 
-    /// The fields of a measured row: statistics, whether they are noisy, and rates by the median.
+    /// Returns the fields of a measured row: statistics, whether they are noisy, and rates at the median.
     pub(super) fn measured(
         &self,
         tokens: f64,
@@ -119,7 +119,7 @@ impl Timing {
 }
 
 impl<'a> Stopwatch<'a> {
-    /// A stopwatch for work on `device`, without warm-up.
+    /// Creates a stopwatch for work on `device`, without warm-up.
     pub fn new(device: &Device) -> Self {
         Self {
             device: device.clone(),
@@ -129,36 +129,35 @@ impl<'a> Stopwatch<'a> {
         }
     }
 
-    /// Takes `steps` steps before the measured ones: the first steps find cold caches, kernels not yet compiled and
-    /// pools not yet filled.
+    /// Sets the number of steps before the measured ones: first steps fill caches and memory pools and compile kernels.
     pub fn warmup(mut self, steps: usize) -> Self {
         self.warmup_steps = steps;
         self
     }
 
-    /// Takes fewer steps where they take long: no further warm-up step once a quarter of `budget_ms` is spent, and no
-    /// further measured one once all of it is. One warm-up step and two measured ones are taken whatever they take, if
-    /// as many were asked for. Only the steps' own time counts.
+    /// Limits the time, which reduces the number of steps if they are slow. No further warm-up step starts once a
+    /// quarter of `budget_ms` is used, and no further measured step once all of it is. One warm-up step and two
+    /// measured steps run in any case, if that many are requested. Only the time of steps counts.
     pub fn time_budget_ms(mut self, budget_ms: Option<f64>) -> Self {
         self.time_budget_ms = budget_ms;
         self
     }
 
-    /// Calls `report` after every step, warm-up too, with its time in milliseconds: for progress, or for printing
-    /// each iteration. It runs outside the measured span.
+    /// Sets a function that is called after every step, including warm-up, with its time in milliseconds: for progress,
+    /// or to print each step. It runs outside the measured time.
     pub fn on_step(mut self, report: impl FnMut(Step, f64) + 'a) -> Self {
         self.on_step = Some(Box::new(report));
         self
     }
 
-    /// Does `work` once for each warm-up step and then `steps` times, and returns what each took.
+    /// Runs `work` once for each warm-up step and then `steps` times, and returns the time of each.
     ///
-    /// `work` may fail with tallow's or candle's error; a closure that ends in `Ok(..)` says which:
+    /// `work` may fail with tallow's or candle's error. A closure that ends in `Ok(..)` names it:
     /// `Ok::<_, tallow::Error>(())`.
     ///
     /// # Errors
-    /// [`Error::Config`] if `steps` is 0; else the first error of `work` or of synchronising, and no step after it is
-    /// taken.
+    /// [`Error::Config`] if `steps` is 0; else the first error of `work` or of synchronizing the device, after which no
+    /// step runs.
     pub fn measure<T, E: Into<Error>>(
         &mut self,
         steps: usize,
@@ -186,7 +185,8 @@ impl<'a> Stopwatch<'a> {
         })
     }
 
-    /// `enough` hears after each step how many there were and what the last one took.
+    /// Runs up to `count` steps. After each one, `enough` gets the number of steps so far and the last one's time in
+    /// ms.
     fn run<T, E: Into<Error>>(
         &mut self,
         warmup: bool,
@@ -215,7 +215,7 @@ impl<'a> Stopwatch<'a> {
     }
 }
 
-/// Does `work` once and returns its result with the milliseconds it took, the device synchronised before and after.
+/// Runs `work` once, and returns its result and its time in milliseconds. The device is synchronized before and after.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -228,7 +228,7 @@ impl<'a> Stopwatch<'a> {
 /// ```
 ///
 /// # Errors
-/// That of `work` or of synchronising.
+/// Those of `work` and of synchronizing the device.
 pub fn time_once<T, E: Into<Error>>(
     device: &Device,
     work: impl FnOnce() -> std::result::Result<T, E>,
@@ -241,12 +241,12 @@ pub fn time_once<T, E: Into<Error>>(
     Ok((result, ms))
 }
 
-/// What [`Stopwatch::measure_phases`] found.
+/// The result of [`Stopwatch::measure_phases`].
 #[derive(Clone, Debug, Default)]
 pub struct LapTimings {
-    /// Each phase with its timing, in the order in which they first ran.
+    /// Each phase with its timing, in the order of first execution.
     pub phases: Vec<(&'static str, Timing)>,
-    /// The steps as a whole: the phases, and what lies between them.
+    /// The whole steps: the phases and the time between them.
     pub whole: Timing,
 }
 
@@ -259,7 +259,7 @@ impl LapTimings {
     }
 }
 
-/// The value of a phase: a new one where the phase has none.
+/// Returns the value of a phase, adding a default one if the phase has none.
 fn entry<'p, T: Default>(phases: &'p mut Vec<(&'static str, T)>, phase: &'static str) -> &'p mut T {
     let known = phases.iter().position(|(name, _)| *name == phase);
     let place = known.unwrap_or_else(|| {
@@ -269,17 +269,17 @@ fn entry<'p, T: Default>(phases: &'p mut Vec<(&'static str, T)>, phase: &'static
     &mut phases[place].1
 }
 
-/// One step under way.
+/// A step in progress, which times its phases.
 pub struct Lap<'a> {
     device: &'a Device,
     phases: Vec<(&'static str, f64)>,
 }
 
 impl Lap<'_> {
-    /// Runs `work` as (another stretch of) the phase called `phase`.
+    /// Times `work` as the phase `phase`. If the phase has run before in this step, the times are added.
     ///
     /// # Errors
-    /// Those of `work`, and the device's.
+    /// Those of `work` and of synchronizing the device.
     pub fn time<T, E: Into<Error>>(
         &mut self,
         phase: &'static str,
@@ -293,12 +293,12 @@ impl Lap<'_> {
         Ok(value)
     }
 
-    /// Records a stretch of a phase that was timed elsewhere.
+    /// Adds a time of a phase that was measured elsewhere.
     fn add(&mut self, phase: &'static str, ms: f64) {
         *entry(&mut self.phases, phase) += ms;
     }
 
-    /// Records the phases of a planned step: those that it has.
+    /// Adds the times of a planned step's phases, except those that are 0.
     pub(super) fn add_phases(&mut self, times: Option<PhaseTimes>) {
         let times = times.unwrap_or_default();
         for (phase, ms) in [
@@ -314,7 +314,7 @@ impl Lap<'_> {
 }
 
 impl<'a> Lap<'a> {
-    /// A lap that allocates nothing in a recorded step of up to three phases.
+    /// Creates a lap that allocates nothing in a recorded step of up to three phases.
     pub(super) fn new(device: &'a Device) -> Self {
         Self {
             device,
@@ -323,8 +323,8 @@ impl<'a> Lap<'a> {
     }
 }
 
-/// Returns a meter for the next run: dropped memory of earlier runs is freed, and threads have the packing scratch that
-/// they keep as long as the process runs.
+/// Returns a meter for the next run. Memory dropped by earlier runs has been freed, and threads have allocated the
+/// packing scratch that they keep until the process ends.
 pub(super) fn settled_meter(device: &Device, is_in_half: bool) -> Result<Meter> {
     ops::reserve_scratch(is_in_half)?;
     let meter = Meter::new(device);
@@ -334,10 +334,10 @@ pub(super) fn settled_meter(device: &Device, is_in_half: bool) -> Result<Meter> 
 
 impl Stopwatch<'_> {
     /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then
-    /// `steps` times. What it returns is dropped outside its time.
+    /// `steps` times. Its result is dropped outside the measured time.
     ///
-    /// A phase is timed on its own, never as a difference, so that no figure can be negative and noise in one does not
-    /// leak into another. The device is synchronised before and after each.
+    /// Each phase is timed on its own, never as a difference. So no time can be negative, and noise in one phase does
+    /// not affect another. The device is synchronized before and after each phase.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -356,7 +356,7 @@ impl Stopwatch<'_> {
     /// ```
     ///
     /// # Errors
-    /// As [`measure`](Self::measure).
+    /// Those of [`measure`](Self::measure).
     pub fn measure_phases<T>(
         &mut self,
         steps: usize,

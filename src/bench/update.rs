@@ -1,28 +1,19 @@
-//! Optimizer and loss scale of a measured training step.
+//! The update at the end of a measured training step.
 
+use super::row::LossScaling;
 use crate::Result;
 use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
 use crate::precision::Precision;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use serde::Serialize;
 
 /// Optimizer and loss scale of a measured run.
 pub(super) struct Update {
     pub optimizer: AdamW,
-    /// Disabled where the dtype has f32's range.
+    /// The gradient scaler; disabled if the dtype has the range of f32.
     pub scaler: GradScaler,
     scales: bool,
     skipped_steps: usize,
-}
-
-/// The loss scale of a measured run, and its cost.
-#[derive(Serialize)]
-pub(super) struct LossScaling {
-    /// At the end.
-    pub loss_scale: f64,
-    /// Steps that overflowed and made no update.
-    pub skipped_steps: usize,
 }
 
 impl Update {
@@ -43,24 +34,24 @@ impl Update {
         })
     }
 
-    /// The loss that backward starts from.
+    /// Returns the loss that backward starts from: scaled if the scaler is enabled.
     pub fn scaled(&self, loss: Tensor) -> Result<Tensor> {
         self.scaler.scale(&loss)
     }
 
-    /// Unscales, checks and updates.
+    /// Unscales and checks the gradients, and updates parameters and scale.
     pub fn step(&mut self, gradients: &mut GradStore) -> Result<()> {
         let stepped = self.scaler.step(&mut self.optimizer, gradients)?;
         self.count(stepped);
         self.scaler.update()
     }
 
-    /// Counts a step that made no update.
+    /// Counts the step as skipped unless it made an update.
     pub fn count(&mut self, stepped: bool) {
         self.skipped_steps += usize::from(!stepped);
     }
 
-    /// `None` where nothing is scaled.
+    /// Returns the loss scale and the skipped steps; `None` if the loss is not scaled.
     pub fn loss_scaling(&self) -> Option<LossScaling> {
         self.scales.then(|| LossScaling {
             loss_scale: self.scaler.loss_scale(),

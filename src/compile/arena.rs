@@ -1,4 +1,4 @@
-//! Placement: buffers that are never needed at the same time share memory.
+//! Placement of buffers in the arena: buffers that are never live together share memory.
 //!
 //! ```
 //! use candle_core::{DType, Device, Var};
@@ -18,19 +18,19 @@
 
 use super::buffer::{Buffer, Location};
 
-/// What every buffer's place is a multiple of: where a GPU's matrix products are at their best. (A cache line, and the
-/// widest vector register of a CPU, have 64 bytes.)
+/// The alignment of every buffer in the arena: what a GPU's matmuls are fastest with. (A cache line and the widest
+/// vector register of a CPU have 64 bytes.)
 pub const ALIGNMENT_BYTES: u64 = 256;
 
-/// Gives every arena buffer its offset; returns the arena's size.
+/// Assigns an offset to every arena buffer. Returns the size of the arena, in bytes.
 ///
-/// Greedy by size: the largest first, each at the lowest place that is free for as long as it lives. Large buffers
-/// decide the size, and small ones fit into what they leave.
+/// Greedy by size: the largest buffer first, each at the lowest offset that is free during its lifetime. Large buffers
+/// determine the size; small ones fill the gaps.
 pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
     let mut order: Vec<usize> = (0..buffers.len())
         .filter(|&i| buffers[i].is_in_arena())
         .collect();
-    // Among equals the one that is needed first, so that the order is fixed.
+    // Among equal sizes the one that is needed first, so that the order is deterministic.
     order.sort_by_key(|&i| {
         (
             std::cmp::Reverse(buffers[i].bytes()),
@@ -38,7 +38,7 @@ pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
             i,
         )
     });
-    let mut placed: Vec<usize> = Vec::new(); // by offset
+    let mut placed: Vec<usize> = Vec::new(); // sorted by offset
     let mut arena_bytes = 0;
     for i in order {
         let size = taken_bytes(&buffers[i]);
@@ -51,7 +51,7 @@ pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
                 continue;
             }
             if taken.start >= offset_bytes + size {
-                break; // it fits before this one, and all that follow are further up
+                break; // it fits in front of this one, and all others have higher offsets
             }
             offset_bytes = offset_bytes.max(taken.start + taken_bytes(&buffers[other]));
         }
@@ -65,7 +65,7 @@ pub(super) fn place(buffers: &mut [Buffer]) -> u64 {
     arena_bytes
 }
 
-/// A buffer's bytes, up to the next place where one may begin.
+/// Returns a buffer's size rounded up to the alignment, in bytes.
 pub(super) fn taken_bytes(buffer: &Buffer) -> u64 {
     buffer.bytes().next_multiple_of(ALIGNMENT_BYTES)
 }
@@ -92,7 +92,7 @@ mod tests {
         }
     }
 
-    /// No two buffers that are alive together share a byte, and the arena ends with the last of them.
+    /// Checks that no two buffers that are live together share a byte, and that the arena ends with the last buffer.
     fn check(buffers: &[Buffer], arena_bytes: u64) {
         let mut end = 0;
         for (i, a) in buffers.iter().enumerate() {
@@ -112,7 +112,7 @@ mod tests {
     fn one_after_another_takes_the_largest_alone() {
         let mut buffers = vec![buffer(10, 0..1), buffer(1000, 1..2), buffer(100, 2..5)];
         let arena_bytes = place(&mut buffers);
-        assert_eq!(arena_bytes, 4096); // 4000, up to where another may begin
+        assert_eq!(arena_bytes, 4096); // 4000, rounded up to the alignment
         check(&buffers, arena_bytes);
     }
 
@@ -138,7 +138,7 @@ mod tests {
                 .collect();
             let arena_bytes = place(&mut buffers);
             check(&buffers, arena_bytes);
-            // At least what the busiest call needs, at most everything side by side.
+            // At least the bytes that are live during the busiest call, at most all buffers end to end.
             let alive = |call: usize| -> u64 {
                 let alive = buffers.iter().filter(|buffer| buffer.live.contains(&call));
                 alive.map(taken_bytes).sum()

@@ -1,4 +1,5 @@
-//! What a plan reads from outside in each run, but its parameters: inputs, constants and frozen weights.
+//! Arguments of a plan: the tensors that a run reads apart from parameters, namely inputs, constants and frozen
+//! weights.
 
 use super::batch::{Batch, D_OUTPUT, DROPOUT};
 use super::buffer::Buffer;
@@ -14,47 +15,47 @@ use crate::ops::{self, check_size};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
-/// What is lent in each run, in the order of [`Location::Input`](super::Location::Input) and
+/// The arguments of a plan, in the order of [`Location::Input`](super::Location::Input) and
 /// [`Location::Argument`](super::Location::Argument).
 #[derive(Debug)]
 pub(super) struct Arguments {
     op: &'static str,
     all: Vec<Argument>,
-    /// What inputs must be.
+    /// Checks of input data, by input name.
     checks: Vec<(String, Check)>,
-    /// The constants that the plan's tables were made from.
+    /// The constants that the plan's tables were computed from.
     tables: Vec<TableOf>,
 }
 
 #[derive(Debug)]
 enum Argument {
-    /// An input, by name, with its micro-batches one after another.
+    /// An input, with its micro-batches stacked in the first dimension.
     Input {
         name: String,
         shape: Vec<usize>,
         dtype: DType,
-        /// On a GPU, what each run copies it to, so that it lies where recorded launches read it. But an output's
-        /// gradient, which may be as large as all that is saved for backward, is read where it lies.
+        /// The tensor on a GPU that each run copies the input to, so that a recorded CUDA graph finds it at a fixed
+        /// address. `None` on the CPU, and for the gradient of an output: that may be as large as all activations, and
+        /// is read in place.
         copy: Option<Tensor>,
     },
-    /// A constant, or a frozen weight.
-    Held(Held),
+    Constant(Constant),
 }
 
 /// A tensor that the function reads and that is neither a parameter nor an input.
 #[derive(Debug)]
-struct Held {
+struct Constant {
     value: ValueId,
-    /// The elements of a view, in order; all if there is none.
+    /// The view that is read, made contiguous; `None` if the whole value is.
     view: Option<View>,
-    /// How many are read; none where only calls that are left out read it.
+    /// The number of elements that are read; `None` if only calls that were removed read it.
     elements: Option<usize>,
-    /// Itself, or a copy.
+    /// The tensor itself, or a copy.
     tensor: Tensor,
 }
 
-impl Held {
-    /// Reads it from a trace; ids as they are there, or with `narrow` as kernels read them.
+impl Constant {
+    /// Returns the tensor of a trace. With `narrow`, ids in i64 are converted to the u32 that kernels read.
     fn read(&self, function: &TracedFunction, device: &Device, narrow: bool) -> Result<Tensor> {
         let dtype = function.graph.value(self.value).dtype;
         let tensor = match (self.elements, &self.view) {
@@ -71,14 +72,14 @@ impl Held {
 
 impl Arguments {
     /// # Errors
-    /// Constants on another device; hollow weights; ids of constants that are out of bounds; with several
-    /// micro-batches, an input without a dimension to stack them in; an input that the memory does not hold.
+    /// Constants on another device; meta weights; constant ids that are out of bounds; with several micro-batches, a
+    /// scalar input, which cannot be stacked; an input that does not fit in memory.
     pub fn new(function: &TracedFunction, lowered: &Lowered, device: &Device) -> Result<Self> {
         let all = lowered.arguments.iter().enumerate();
         let all = all.map(|(number, (id, view))| {
             let value = function.graph.value(*id);
             if let Source::Input(name) = &value.source
-                && graph::is_hollow(&function.tensors[id.0])
+                && graph::is_meta(&function.tensors[id.0])
             {
                 let micro_batches = lowered.plan.micro_batches();
                 let shape = stacked(function.op, name, &value.shape, micro_batches)?;
@@ -95,14 +96,14 @@ impl Arguments {
             }
             let location = super::Location::Argument(number);
             let buffer = lowered.plan.at_location(location);
-            let mut held = Held {
+            let mut constant = Constant {
                 value: *id,
                 view: view.clone(),
                 elements: buffer.map(Buffer::elements),
                 tensor: Tensor::zeros(0, value.dtype, device)?,
             };
-            held.tensor = held.read(function, device, true)?;
-            Ok(Argument::Held(held))
+            constant.tensor = constant.read(function, device, true)?;
+            Ok(Argument::Constant(constant))
         });
         let all = all.collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -113,10 +114,10 @@ impl Arguments {
         })
     }
 
-    /// An error for a constant of which the plan has a copy, or a table, and which is another in a later trace.
+    /// Checks that the constants that the plan has a copy or a table of are unchanged in a later trace.
     ///
     /// # Errors
-    /// [`Error::Order`], naming who reads it.
+    /// [`Error::Order`], which names the constant and the op that reads it.
     pub fn check_constants(
         &self,
         function: &TracedFunction,
@@ -124,10 +125,10 @@ impl Arguments {
         device: &Device,
     ) -> Result<()> {
         for argument in &self.all {
-            if let Argument::Held(held) = argument
-                && !are_equal(&held.read(function, device, true)?, &held.tensor)?
+            if let Argument::Constant(constant) = argument
+                && !are_equal(&constant.read(function, device, true)?, &constant.tensor)?
             {
-                return Err(changed(function, held.value));
+                return Err(constant_changed(function, constant.value));
             }
         }
         for ((operand, dtype), table) in self.tables.iter().zip(plan.tables()) {
@@ -137,7 +138,7 @@ impl Arguments {
                 .map(|x| x.to_bits())
                 .eq(table.iter().map(|x| x.to_bits()))
             {
-                return Err(changed(function, operand.value));
+                return Err(constant_changed(function, operand.value));
             }
         }
         Ok(())
@@ -148,46 +149,52 @@ impl Arguments {
             Argument::Input {
                 name, shape, dtype, ..
             } => Some((name.as_str(), (&shape[..], *dtype))),
-            Argument::Held(_) => None,
+            Argument::Constant(_) => None,
         })
     }
 
-    pub fn reads(&self, name: &str) -> bool {
+    pub fn reads_input(&self, name: &str) -> bool {
         self.inputs().any(|(input, _)| input == name)
     }
 
-    /// Says whether a batch has the inputs that the plan reads and no others, in the planned shapes and dtypes (ids in
-    /// i64 too).
-    pub fn take(&self, batch: &Batch) -> bool {
-        let are_read = batch.inputs().all(|(name, _)| self.reads(name));
+    /// Returns whether a batch has exactly the inputs that the plan reads, in the planned shapes and dtypes (i64 is
+    /// also accepted for ids).
+    pub fn accepts(&self, batch: &Batch) -> bool {
+        let are_read = batch.inputs().all(|(name, _)| self.reads_input(name));
         are_read
             && self.inputs().all(|(name, planned)| {
                 let mut given = batch.inputs();
                 let is_it = |(other, tensor): (&str, &Tensor)| {
-                    other == name && self.takes(name, planned, tensor)
+                    other == name && self.accepts_input(name, planned, tensor)
                 };
                 name == DROPOUT || given.any(is_it)
             })
     }
 
-    fn takes(&self, name: &str, (shape, dtype): (&[usize], DType), tensor: &Tensor) -> bool {
+    fn accepts_input(
+        &self,
+        name: &str,
+        (shape, dtype): (&[usize], DType),
+        tensor: &Tensor,
+    ) -> bool {
         let are_ids =
             |(input, check): &(String, Check)| input == name && matches!(check, Check::Ids { .. });
         let may_be_wide = || self.checks.iter().any(are_ids) && tensor.dtype() == DType::I64;
         tensor.dims() == shape && (tensor.dtype() == dtype || may_be_wide())
     }
 
-    /// An error unless a batch that it was planned for is one that the plan [takes](Self::take): the shape of the
-    /// output's gradient is known once there is a plan.
+    /// Checks that the plan [accepts](Self::accepts) the batch that it was made for. The shape of the output's gradient is
+    /// not known before the plan is made.
     ///
     /// # Errors
-    /// [`Error::Order`] for a missing input or another name, [`Error::Shape`] for another shape or dtype than planned.
+    /// [`Error::Order`] for a missing input or an unknown name, [`Error::Shape`] for another shape or dtype than
+    /// planned.
     pub fn check(&self, batch: &Batch) -> Result<()> {
         self.check_names(batch)?;
         let shape_of = |dims: &[usize], dtype: DType| format!("{dims:?} in {}", dtype.as_str());
         for (name, planned) in self.inputs() {
             if let Some((_, tensor)) = batch.inputs().find(|(other, _)| *other == name)
-                && !self.takes(name, planned, tensor)
+                && !self.accepts_input(name, planned, tensor)
             {
                 return Err(Error::Shape {
                     op: self.op,
@@ -195,7 +202,7 @@ impl Arguments {
                     got: shape_of(tensor.dims(), tensor.dtype()),
                     hint: match name {
                         D_OUTPUT => "pass a gradient of the output's shape and dtype".into(),
-                        _ => "pass what the function reads of it, or plan for another shape".into(),
+                        _ => "pass the planned shape and dtype, or plan for this one".into(),
                     },
                 });
             }
@@ -203,28 +210,29 @@ impl Arguments {
         Ok(())
     }
 
-    /// An error for an input that the plan does not read.
+    /// Checks that the plan reads every input of a batch.
     ///
     /// # Errors
     /// [`Error::Order`].
     fn check_names(&self, batch: &Batch) -> Result<()> {
-        let Some((other, _)) = batch.inputs().find(|(name, _)| !self.reads(name)) else {
+        let Some((other, _)) = batch.inputs().find(|(name, _)| !self.reads_input(name)) else {
             return Ok(());
         };
         let names: Vec<&str> = self.inputs().map(|(name, _)| name).collect();
         Err(Error::Order {
             op: self.op,
-            problem: format!("{other:?} is no input that the loss reads"),
+            problem: format!("{other:?} is not an input of the loss"),
             hint: format!("it reads {}", names.join(", ")),
         })
     }
 
-    /// The tensors of a run, with the inputs of a batch that it [takes](Self::take): these themselves, if they are
-    /// contiguous and no part of one of the `parameters`, or on a GPU copies where the last run had them.
+    /// Returns the argument tensors of a run with a batch that the plan [accepts](Self::accepts). On a GPU an input is
+    /// copied to its fixed address. Otherwise it is used in place if it is contiguous, 16-byte aligned and not part of
+    /// a parameter.
     ///
     /// # Errors
-    /// Another device than planned, ids out of bounds.
-    pub fn given(
+    /// Another device than planned; ids out of bounds.
+    pub fn run_tensors(
         &self,
         batch: &Batch,
         device: &Device,
@@ -239,11 +247,11 @@ impl Arguments {
                     hint: "pass it to run".into(),
                 });
             };
-            if graph::is_hollow(tensor) {
+            if graph::is_meta(tensor) {
                 return Err(Error::Order {
                     op,
-                    problem: format!("the input {name:?} is hollow"),
-                    hint: "hollow tensors are for plans; pass a real one to run".into(),
+                    problem: format!("the input {name:?} is a meta tensor"),
+                    hint: "meta tensors are for plans; pass a tensor with data to run".into(),
                 });
             }
             if !tensor.device().is_cpu() {
@@ -255,10 +263,10 @@ impl Arguments {
             Ok(tensor)
         };
         let inputs = self.inputs().map(|(name, _)| given(name));
-        let mut inputs = inputs.collect::<Result<Vec<_>>>()?.into_iter(); // all, before one is copied
+        let mut inputs = inputs.collect::<Result<Vec<_>>>()?.into_iter(); // all are checked before one is copied
         let all = self.all.iter().map(|argument| {
             let (dtype, copy, tensor) = match (argument, &mut inputs) {
-                (Argument::Held(held), _) => return Ok(held.tensor.clone()),
+                (Argument::Constant(constant), _) => return Ok(constant.tensor.clone()),
                 (Argument::Input { dtype, copy, .. }, inputs) => (*dtype, copy, inputs.next()),
             };
             let Some(tensor) = tensor else {
@@ -273,10 +281,10 @@ impl Arguments {
                 let tensor = tensor.to_device(device)?;
                 let storage = storage_address(&tensor);
                 let mut parameters = parameters.iter();
-                let is_lent = parameters.any(|(_, var)| storage_address(var) == storage);
+                let shares_parameter = parameters.any(|(_, var)| storage_address(var) == storage);
                 let start = tensor.layout().start_offset() * tensor.dtype().size_in_bytes();
-                // Parameters are lent for writing, and kernels move 16 bytes at a time.
-                return Ok(match is_lent || !start.is_multiple_of(16) {
+                // Parameters are borrowed mutably, and kernels move 16 bytes at a time.
+                return Ok(match shares_parameter || !start.is_multiple_of(16) {
                     true => tensor.force_contiguous()?,
                     false => tensor,
                 });
@@ -302,12 +310,12 @@ fn are_equal(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(least.to_scalar::<u8>()? == 1)
 }
 
-fn changed(function: &TracedFunction, id: ValueId) -> Error {
+fn constant_changed(function: &TracedFunction, id: ValueId) -> Error {
     let value = function.graph.value(id);
     let mut nodes = function.graph.nodes();
     let reader = nodes.find(|node| node.reads_value(id));
     let reader = reader.map_or("the output", |node| &node.path);
-    changed_since(
+    changed_since_trace(
         function.op,
         format!(
             "the constant {:?} in {} that {reader} reads",
@@ -317,8 +325,8 @@ fn changed(function: &TracedFunction, id: ValueId) -> Error {
     )
 }
 
-/// An error for something that the function captures, and that a plan has as it was.
-pub(super) fn changed_since(op: &'static str, what: String) -> Error {
+/// Returns the error for a captured value that differs from the one that was planned with.
+pub(super) fn changed_since_trace(op: &'static str, what: String) -> Error {
     Error::Order {
         op,
         problem: format!("the function has changed since it was traced: {what}"),
@@ -326,7 +334,7 @@ pub(super) fn changed_since(op: &'static str, what: String) -> Error {
     }
 }
 
-/// Checked ids as kernels read them, in u32.
+/// Returns ids in i64 as the u32 that kernels read. The ids must have been checked.
 fn narrowed(ids: &Tensor) -> Result<Tensor> {
     if ids.dtype() != DType::I64 {
         return Ok(ids.clone());
@@ -336,7 +344,7 @@ fn narrowed(ids: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(narrow, ids.shape(), ids.device())?)
 }
 
-/// The shape of an input of so many micro-batches, one after another in its first dimension.
+/// Returns the shape of an input with its micro-batches stacked in the first dimension.
 fn stacked(
     op: &'static str,
     name: &str,
@@ -357,7 +365,7 @@ fn stacked(
     Ok(shape)
 }
 
-/// An error unless a tensor is as it should be.
+/// Checks the data of a tensor: ids or first keys.
 fn checked(op: &'static str, tensor: &Tensor, check: Check) -> Result<()> {
     match check {
         Check::Ids { bound, ignore } => ids(op, tensor, bound, ignore).map(drop),
@@ -365,7 +373,7 @@ fn checked(op: &'static str, tensor: &Tensor, check: Check) -> Result<()> {
     }
 }
 
-/// What inputs must be, once each; constants are checked here.
+/// Returns the checks of inputs, without duplicates. Constants are checked here.
 fn checks(
     function: &TracedFunction,
     lowered: &Lowered,
@@ -392,14 +400,16 @@ fn checks(
                         inputs.push(check);
                     }
                 }
-                Argument::Held(held) => checked(op, &held.read(function, device, false)?, *check)?,
+                Argument::Constant(constant) => {
+                    checked(op, &constant.read(function, device, false)?, *check)?
+                }
             }
         }
     }
     Ok(inputs)
 }
 
-/// Where the elements of a value come from, through copies in order.
+/// Returns the value that a value is a contiguous copy of, or the value itself.
 fn origin(graph: &Graph, id: ValueId) -> ValueId {
     let makes_it = |node: &&graph::Node| node.output == id && node.op == "contiguous";
     match graph.nodes().find(makes_it) {

@@ -1,4 +1,4 @@
-//! The inputs of a step: the tensors of a run, and the tensors without elements that its loss is traced with.
+//! The inputs of a step: [`Batch`] has the tensors of a run, [`Inputs`] the meta tensors that its loss is traced with.
 
 use crate::graph;
 use crate::model::MaskedTargets;
@@ -6,47 +6,57 @@ use crate::ops::DropoutKey;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// The input that holds the keys of dropout.
 pub(super) const DROPOUT: &str = "dropout";
 
-/// The input that holds the gradient of the output, where a run is given it.
 pub(super) const D_OUTPUT: &str = "d_output";
 
-/// The inputs of a run of a [`Step`](super::Step): tensors by the names that its loss asks for, micro-batches one after
-/// another in their first dimension.
+/// The inputs of a run of a [`Step`](super::Step): named tensors, with micro-batches stacked in their first dimension.
 ///
-/// Made of `[("x", &x), ("y", &y)]`; of a [`TransformerLM`](crate::model::TransformerLM)'s step also of
-/// `(&tokens, &targets)`, (accumulation * B, T) each. The tensors may be [hollow](crate::graph::input()) where a plan
-/// alone is asked for.
+/// Converts from `[("x", &x), ("y", &y)]`; for the step of a [`TransformerLM`](crate::model::TransformerLM) also from
+/// `(&tokens, &targets)`, (accumulation * B, T) each. To get a plan alone, the tensors may be [meta
+/// tensors](crate::graph::input()).
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use tallow::compile::Batch;
+///
+/// let device = tallow::device("cpu")?;
+/// let x = Tensor::zeros((4, 3), DType::F32, &device)?; // two micro-batches of two rows
+/// let y = Tensor::zeros(4, DType::U32, &device)?;
+/// let batch = Batch::from([("x", &x), ("y", &y)]).counting(3); // a target is ignored
+/// assert_eq!(batch.counted(), Some(3));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Batch {
     inputs: Vec<(String, Tensor)>,
-    counted: Option<usize>,
+    counted_targets: Option<usize>,
 }
 
 impl Batch {
-    /// Tensors by name.
+    /// Creates a batch of named tensors.
     pub fn new<'t>(inputs: impl IntoIterator<Item = (&'t str, &'t Tensor)>) -> Self {
         let inputs = inputs.into_iter();
         Self {
             inputs: inputs.map(|(name, x)| (name.into(), x.clone())).collect(),
-            counted: None,
+            counted_targets: None,
         }
     }
 
-    /// The batch, of which so many targets count. Its loss is then a sum over these: the step's loss is the mean over
-    /// all targets that count, of all micro-batches and ranks, and so are the gradients.
-    pub fn counting(self, targets: usize) -> Self {
+    /// Sets the number of targets that count, that is, that are not ignored. The loss must then be a sum over these.
+    /// The step's loss is the mean over all targets that count, of all micro-batches and ranks; gradients are those of
+    /// this mean.
+    pub fn with_counted_targets(self, targets: usize) -> Self {
         Self {
-            counted: Some(targets),
+            counted_targets: Some(targets),
             ..self
         }
     }
 
-    /// Tokens and targets of a language model, (accumulation * B, T) in u32 or i64, of which some targets do not count:
-    /// those that are `ignore_index` (-100 in PyTorch), and those that follow the token `separator`, which ends each of
-    /// the documents that a sequence is packed of. With a separator a document attends to itself alone, as in
-    /// [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
+    /// Creates a language model's batch of tokens and targets, (accumulation * B, T) in u32 or i64, in which some
+    /// targets do not count. These are targets equal to `ignore_index` (-100 in PyTorch), and targets that follow the
+    /// token `separator`, which ends each document of a packed sequence. With a separator, attention does not cross
+    /// documents, as in [`TransformerLM::loss_of_documents`](crate::model::TransformerLM::loss_of_documents).
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -55,11 +65,11 @@ impl Batch {
     /// let device = tallow::device("cpu")?;
     /// let tokens = Tensor::new(&[[1u32, 2, 0, 3]], &device)?; // (B, T)
     /// let targets = Tensor::new(&[[2i64, 0, 3, -100]], &device)?; // (B, T)
-    /// assert_eq!(Batch::masked(&tokens, &targets, Some(0), Some(-100))?.counted(), Some(2));
+    /// assert_eq!(Batch::masked(&tokens, &targets, Some(0), Some(-100))?.counted_targets(), Some(2));
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
-    /// Hollow tokens and targets give the batch for a plan alone.
+    /// Meta tensors give a batch for planning alone.
     ///
     /// # Errors
     /// Tokens or targets of another dtype.
@@ -69,8 +79,8 @@ impl Batch {
         separator: Option<u32>,
         ignore_index: Option<i64>,
     ) -> Result<Self> {
-        if graph::is_hollow(tokens) {
-            return Self::masked_hollow(tokens, targets, separator, ignore_index);
+        if graph::is_meta(tokens) {
+            return Self::masked_meta(tokens, targets, separator, ignore_index);
         }
         let Some(masked) = MaskedTargets::of(tokens, targets, separator, ignore_index)? else {
             return Ok((tokens, targets).into());
@@ -78,10 +88,10 @@ impl Batch {
         let first_keys = masked.first_keys.as_ref();
         let first_keys = first_keys.map(|keys| ("first_keys", keys.tensor()));
         let inputs = [("tokens", tokens), ("targets", &masked.targets)];
-        Ok(Self::new(inputs.into_iter().chain(first_keys)).counting(masked.counted))
+        Ok(Self::new(inputs.into_iter().chain(first_keys)).with_counted_targets(masked.counted))
     }
 
-    fn masked_hollow(
+    fn masked_meta(
         tokens: &Tensor,
         targets: &Tensor,
         separator: Option<u32>,
@@ -96,23 +106,23 @@ impl Batch {
             None => batch,
         };
         Ok(match separator.is_some() || ignore_index.is_some() {
-            true => batch.counting(0), // whatever their number, the plan is the same
+            true => batch.with_counted_targets(0), // the plan does not depend on the number
             false => batch,
         })
     }
 
-    /// Hollow tokens and targets, (batch_size, sequence_length) in u32, for a plan alone.
+    /// Creates a batch of meta tokens and targets, (batch_size, sequence_length) in u32, for planning alone.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
-    pub fn hollow(batch_size: usize, sequence_length: usize) -> Result<Self> {
+    /// Those of [`graph::input`](crate::graph::input()).
+    pub fn meta(batch_size: usize, sequence_length: usize) -> Result<Self> {
         let input = |name| graph::input(name, (batch_size, sequence_length), DType::U32);
         Ok((&input("tokens")?, &input("targets")?).into())
     }
 
-    /// The number of targets that count, of a batch that [counts them](Self::counting).
-    pub fn counted(&self) -> Option<usize> {
-        self.counted
+    /// Returns the number of targets that count, if it was [set](Self::with_counted_targets).
+    pub fn counted_targets(&self) -> Option<usize> {
+        self.counted_targets
     }
 
     pub(super) fn inputs(&self) -> impl Iterator<Item = (&str, &Tensor)> {
@@ -124,7 +134,7 @@ impl Batch {
         self
     }
 
-    /// The last dimension of an input, 0 where there is none.
+    /// Returns the last dimension of an input, or 0 if the batch does not have it.
     pub(super) fn length(&self, name: &str) -> usize {
         let mut all = self.inputs();
         let found = all.find(|(other, _)| *other == name);
@@ -132,7 +142,7 @@ impl Batch {
         length.unwrap_or_default()
     }
 
-    /// The number of elements of its largest input.
+    /// Returns the number of elements of the largest input.
     pub(super) fn elements(&self) -> usize {
         let elements = self.inputs.iter().map(|(_, x)| x.elem_count());
         elements.max().unwrap_or_default()
@@ -151,7 +161,7 @@ impl<'t> From<&[(&'t str, &'t Tensor)]> for Batch {
     }
 }
 
-/// Tokens and targets of a language model.
+/// Creates a batch of a language model's tokens and targets.
 impl From<(&Tensor, &Tensor)> for Batch {
     fn from((tokens, targets): (&Tensor, &Tensor)) -> Self {
         Self::new([("tokens", tokens), ("targets", targets)])
@@ -164,26 +174,26 @@ impl From<&Batch> for Batch {
     }
 }
 
-/// The inputs that the loss of a [`Step`](super::Step) is traced with: one micro-batch of a [batch](Batch), without
-/// elements. Shapes and dtypes are known, and what is decided from them is decided for all runs of the plan.
+/// The inputs that the loss of a [`Step`](super::Step) is traced with: one micro-batch of a [batch](Batch), as meta
+/// tensors. Shapes and dtypes are known. Decisions that depend on them are fixed for all runs of the plan.
 #[derive(Debug)]
 pub struct Inputs {
     op: &'static str,
-    hollow: Vec<(String, Tensor)>,
+    meta: Vec<(String, Tensor)>,
     drops: bool,
-    are_counted: bool,
+    sums_targets: bool,
 }
 
 impl Inputs {
     /// # Errors
-    /// Inputs that cannot be cut into so many micro-batches.
+    /// Inputs that cannot be split into this number of micro-batches.
     pub(super) fn of(
         op: &'static str,
         batch: &Batch,
         micro_batches: usize,
         drops: bool,
     ) -> Result<Self> {
-        let hollow = batch.inputs().map(|(name, x)| {
+        let meta = batch.inputs().map(|(name, x)| {
             let mut shape = x.dims().to_vec();
             match shape.first_mut() {
                 _ if micro_batches == 1 => {}
@@ -201,19 +211,19 @@ impl Inputs {
         });
         Ok(Self {
             op,
-            hollow: hollow.collect::<Result<_>>()?,
+            meta: meta.collect::<Result<_>>()?,
             drops,
-            are_counted: batch.counted.is_some(),
+            sums_targets: batch.counted_targets.is_some(),
         })
     }
 
-    /// The input of this name.
+    /// Returns the input with this name.
     ///
     /// # Errors
-    /// [`Error::Order`] where the batch has none.
+    /// [`Error::Order`] if the batch has none.
     pub fn get(&self, name: &str) -> Result<Tensor> {
         self.find(name).ok_or_else(|| {
-            let names: Vec<&str> = self.hollow.iter().map(|(name, _)| name.as_str()).collect();
+            let names: Vec<&str> = self.meta.iter().map(|(name, _)| name.as_str()).collect();
             Error::Order {
                 op: self.op,
                 problem: format!("no tensor for the input {name:?}"),
@@ -222,24 +232,24 @@ impl Inputs {
         })
     }
 
-    /// The input of this name, where the batch has one.
+    /// Returns the input with this name, or `None` if the batch has none.
     pub fn find(&self, name: &str) -> Option<Tensor> {
-        let mut all = self.hollow.iter();
+        let mut all = self.meta.iter();
         all.find(|(other, _)| other == name).map(|(_, x)| x.clone())
     }
 
-    /// The key of dropout, where [`StepConfig::dropout_seed`](super::StepConfig::dropout_seed) has one: each run and
-    /// micro-batch has another.
+    /// Returns the dropout key, if [`StepConfig::dropout_seed`](super::StepConfig::dropout_seed) is set. Each run and
+    /// micro-batch has a different key.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
+    /// Those of [`graph::input`](crate::graph::input()).
     pub fn dropout(&self) -> Result<Option<DropoutKey>> {
         let key = self.drops.then(|| DropoutKey::input(DROPOUT));
         key.transpose()
     }
 
-    /// Says whether the loss has to be a sum over targets, since the batch [counts them](Batch::counting).
-    pub fn are_counted(&self) -> bool {
-        self.are_counted
+    /// Returns whether the loss must be a sum over targets, because the batch [counts them](Batch::with_counted_targets).
+    pub fn sums_targets(&self) -> bool {
+        self.sums_targets
     }
 }

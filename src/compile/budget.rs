@@ -1,6 +1,6 @@
-//! Memory budgets: the plan that recomputes the least and still fits, and what a plan takes at least, by arithmetic
-//! alone. Planning takes time and memory of its own, which grow with the blocks and with the rows of the loss: what
-//! cannot fit is better not planned.
+//! Memory budgets: the search for the plan that fits and recomputes the least, and lower bounds of a plan's memory. The
+//! bounds are computed without planning. Planning costs time and memory that grow with the number of blocks and the
+//! rows of the loss, so a plan that cannot fit is not attempted.
 
 use super::config::{StepConfig, StepRanks};
 use super::program::Recompute;
@@ -11,25 +11,27 @@ use crate::nn::Checkpointing;
 use crate::{Error, Result};
 use candle_core::DType;
 
-/// The plan of a step as `configured`, or one that fits its budget, and the blocks that it recomputes. First the sums
-/// of as few norms as will do are recomputed; then the sums of all norms, with gate and up of as few blocks as will do;
-/// then the blocks that each of `others` says. No plan takes less than `least_bytes`.
+/// Plans a step as `configured`, or so that it fits its budget. Returns the plan and the blocks that it recomputes.
+///
+/// If the configured plan does not fit, these are tried in order: recompute the sums of as few norms as possible;
+/// recompute the sums of all norms, and gate and up of as few blocks as possible; recompute the blocks of each of
+/// `others`. `lower_bound` is a lower bound of every plan.
 ///
 /// # Errors
-/// Those of `plan`; a budget that no plan keeps to.
+/// Errors of `plan`; a budget that no plan fits.
 pub(super) fn plan(
     config: &StepConfig,
     configured: Checkpointing,
     others: impl IntoIterator<Item = Checkpointing>,
-    least_bytes: u64,
+    lower_bound: u64,
     plan: impl Fn(Checkpointing, Recompute) -> Result<Planned>,
 ) -> Result<(Planned, Checkpointing)> {
     let nothing = Checkpointing::None;
     if let Some(budget_bytes) = config.memory_budget_bytes
-        && budget_bytes < least_bytes
+        && budget_bytes < lower_bound
     {
         let what =
-            format!("at least {least_bytes}, a lower bound of what a plan for these sizes needs");
+            format!("at least {lower_bound}, a lower bound of what a plan for these sizes needs");
         return Err(refused(config, what, budget_bytes));
     }
     let first = plan(configured, Recompute::default())?;
@@ -64,8 +66,8 @@ pub(super) fn plan(
     Err(refused(config, what, budget_bytes))
 }
 
-/// A plan that recomputes `n` and fits, where one of `n - 1` does not: by bisection, from 0, which does not fit, to
-/// `most`, which does by `found`.
+/// Returns the plan with the smallest `n` that fits, by bisection between 0, which does not fit, and `most`, whose plan
+/// `found` fits.
 fn fewest(
     mut most: usize,
     mut found: Planned,
@@ -92,21 +94,21 @@ fn refused(config: &StepConfig, expected: String, budget_bytes: u64) -> Error {
     Error::config("StepConfig", "memory_budget_bytes", budget_bytes).must_be(expected, hint)
 }
 
-/// A lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a training step on tokens (B, T).
-pub(super) fn least_of_step(
+/// Returns a lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a training step on tokens (B, T).
+pub(super) fn step_lower_bound(
     model: &TransformerConfig,
     config: &StepConfig,
     tokens: [usize; 2],
 ) -> Result<u64> {
-    let least = least(model, config, tokens)?;
-    // Running means are in bf16 at least.
-    let total = 8.0 * least.parameters + least.of_step + least.ids_and_tables;
+    let least = lower_bounds(model, config, tokens)?;
+    // 8 bytes: a parameter in f32 and its two moments, in bf16 at least.
+    let total = 8.0 * least.parameters + least.step_bytes + least.ids_and_tables;
     Ok(total as u64) // saturates
 }
 
-/// A lower bound of the same of a forward to logits alone.
+/// Returns a lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a forward pass to logits alone.
 #[cfg(feature = "report")]
-pub(crate) fn least_of_forward(
+pub(crate) fn forward_lower_bound(
     model: &TransformerConfig,
     tokens: [usize; 2],
     precision: crate::precision::Precision,
@@ -115,31 +117,35 @@ pub(crate) fn least_of_forward(
         precision,
         ..Default::default()
     };
-    let least = least(model, &config, tokens)?;
-    let total = 4.0 * least.parameters + least.of_forward + least.ids_and_tables;
+    let least = lower_bounds(model, &config, tokens)?;
+    let total = 4.0 * least.parameters + least.forward_bytes + least.ids_and_tables;
     Ok(total as u64) // saturates
 }
 
-/// A lower bound of [`Plan::peak_bytes`](super::Plan::peak_bytes) of a training step on tokens (B, T).
-pub(super) fn arena_of_step(
+/// Returns a lower bound of [`Plan::peak_bytes`](super::Plan::peak_bytes) of a training step on tokens (B, T).
+pub(super) fn step_arena_lower_bound(
     model: &TransformerConfig,
     config: &StepConfig,
     tokens: [usize; 2],
 ) -> Result<u64> {
-    Ok(least(model, config, tokens)?.of_step as u64) // saturates
+    Ok(lower_bounds(model, config, tokens)?.step_bytes as u64) // saturates
 }
 
-/// Parts of what a plan takes at least: a number of elements, and bytes.
-struct Least {
+/// Lower bounds: the number of parameter elements, and bytes of the rest.
+struct LowerBounds {
     parameters: f64,
-    /// Gradients, or what blocks keep.
-    of_step: f64,
+    /// The larger of gradients and of activations of the blocks that are not recomputed.
+    step_bytes: f64,
     /// The residual stream and logits.
-    of_forward: f64,
+    forward_bytes: f64,
     ids_and_tables: f64,
 }
 
-fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> Result<Least> {
+fn lower_bounds(
+    model: &TransformerConfig,
+    config: &StepConfig,
+    tokens: [usize; 2],
+) -> Result<LowerBounds> {
     model.validate()?;
     let [b, t] = tokens.map(|size| size as f64);
     let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
@@ -156,8 +162,8 @@ fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> 
     let rows = b * t;
     let width = config.precision.dtype().size_in_bytes() as f64;
     let ids_and_tables = 4.0 * (rows + model.angle_elements(tokens[1]) as f64);
-    // q, k, v and what the output projection reads; gate and up, unless a budget has them recomputed, or what GELU reads
-    // and makes.
+    // A block saves q, k, v and the output projection's input. It also saves gate and up, or GELU's input and output,
+    // unless a budget has them recomputed.
     let gate_up = match config.memory_budget_bytes {
         None => 2.0 * f,
         Some(_) => 0.0,
@@ -177,11 +183,11 @@ fn least(model: &TransformerConfig, config: &StepConfig, tokens: [usize; 2]) -> 
         false => 4.0 * parameters,
         true => 0.0,
     };
-    Ok(Least {
+    Ok(LowerBounds {
         parameters,
-        // Gradients lie where activations were.
-        of_step: gradients.max(kept_blocks as f64 * block) + 4.0 * rows,
-        of_forward: 4.0 * rows * d + width * rows * model.vocab_size as f64,
+        // Gradients reuse the memory of activations.
+        step_bytes: gradients.max(kept_blocks as f64 * block) + 4.0 * rows,
+        forward_bytes: 4.0 * rows * d + width * rows * model.vocab_size as f64,
         ids_and_tables,
     })
 }

@@ -1,20 +1,20 @@
-//! The buffers of a plan: what they are, how long they are needed, and where they lie.
+//! The buffers of a plan: purpose, lifetime and location.
 
 use candle_core::DType;
 use std::ops::{Index, Range};
 
-/// Which buffer of a [`Plan`](super::Plan): its place in [`Plan::buffers`](super::Plan::buffers).
+/// The index of a buffer in [`Plan::buffers`](super::Plan::buffers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub(super) usize);
 
 impl BufferId {
-    /// Its place in [`Plan::buffers`](super::Plan::buffers).
+    /// Returns the index in [`Plan::buffers`](super::Plan::buffers).
     pub fn index(self) -> usize {
         self.0
     }
 }
 
-/// What a buffer is for.
+/// The purpose of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Category {
@@ -22,24 +22,24 @@ pub enum Category {
     Parameter,
     /// A weight in half precision, made from the parameter at the beginning of each step.
     WeightCopy,
-    /// A running mean of AdamW's, shared with the optimizer.
+    /// A moment of AdamW (`exp_avg` or `exp_avg_sq`), shared with the optimizer.
     OptimizerState,
     /// Token ids, and tables that were computed with the plan.
     Input,
-    /// What a run gives out: logits.
+    /// The output of a run, such as logits.
     Output,
     /// A parameter's gradient.
     Gradient,
-    /// Kept from forward for backward.
+    /// Saved in forward for backward.
     Activation,
-    /// Made and used up within one phase.
+    /// Written and read within one phase.
     Temporary,
-    /// What the threads of one call work in.
+    /// Scratch memory of the threads of one call.
     Scratch,
 }
 
 impl Category {
-    /// All of them, in the order of reports.
+    /// All categories, in the order of reports.
     pub const ALL: [Self; 9] = [
         Self::Parameter,
         Self::WeightCopy,
@@ -52,7 +52,7 @@ impl Category {
         Self::Scratch,
     ];
 
-    /// As reports and pictures write it.
+    /// Returns the name in reports and pictures.
     pub fn name(self) -> &'static str {
         match self {
             Self::Parameter => "parameter",
@@ -68,65 +68,66 @@ impl Category {
     }
 }
 
-/// Where a buffer's elements are.
+/// The location of a buffer's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Location {
-    /// In the plan's own memory, `offset_bytes` from its beginning.
+    /// In the plan's arena.
     Arena {
-        /// A multiple of [`ALIGNMENT_BYTES`](super::arena::ALIGNMENT_BYTES).
+        /// The offset in the arena, a multiple of [`ALIGNMENT_BYTES`](super::arena::ALIGNMENT_BYTES).
         offset_bytes: u64,
     },
-    /// The parameter of this number, in the model's or the optimizer's order.
+    /// The parameter with this index, in the model's or the optimizer's order.
     Parameter(usize),
-    /// AdamW's running mean of that parameter's gradient.
+    /// AdamW's `exp_avg` of the parameter with this index.
     ExpAvg(usize),
-    /// AdamW's running mean of its square.
+    /// AdamW's `exp_avg_sq` of the parameter with this index.
     ExpAvgSq(usize),
     /// A table that the plan holds: [`Plan::table`](super::Plan::table).
     Table(usize),
-    /// What the run gives out.
+    /// The output tensor of the run.
     Output,
-    /// The tensor that the run is given under this number: a micro-batch's part of it.
+    /// The run's argument with this index, of which each micro-batch reads its own slice.
     Input(usize),
-    /// The tensor that the run is given under this number, the same for every micro-batch.
+    /// The run's argument with this index, the same for every micro-batch.
     Argument(usize),
 }
 
-/// A piece of memory that calls read and write.
+/// A range of memory that calls read and write.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buffer {
-    /// What it holds, for example `layers.3.attn/q`.
+    /// The name of its contents, for example `layers.3.attn/q`.
     pub name: String,
-    /// Its shape, row by row.
+    /// The shape; elements are stored row by row.
     pub shape: Vec<usize>,
-    /// Of its elements.
+    /// The dtype of the elements.
     pub dtype: DType,
-    /// What it is for.
+    /// The purpose.
     pub category: Category,
-    /// Where it is.
+    /// The location.
     pub location: Location,
-    /// The calls that need it, from the first that touches it to the last: its memory is its own meanwhile.
+    /// The indices of the calls that need it, from the first access to the last. No other buffer uses its memory
+    /// meanwhile.
     pub live: Range<usize>,
 }
 
 impl Buffer {
-    /// How many elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// How many bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.elements() as u64 * self.dtype.size_in_bytes() as u64
     }
 
-    /// Whether its memory is the plan's own.
+    /// Returns whether it is in the plan's arena.
     pub fn is_in_arena(&self) -> bool {
         matches!(self.location, Location::Arena { .. })
     }
 
-    /// The bytes of the arena that it takes; `None` if it lies elsewhere.
+    /// Returns the bytes of the arena that it occupies, or `None` if it is elsewhere.
     pub fn arena_range(&self) -> Option<Range<u64>> {
         match self.location {
             Location::Arena { offset_bytes } => Some(offset_bytes..offset_bytes + self.bytes()),
@@ -135,12 +136,11 @@ impl Buffer {
     }
 }
 
-/// The buffers of a plan that is being made.
 #[derive(Default)]
 pub(super) struct Buffers(Vec<Buffer>);
 
 impl Buffers {
-    /// One more, without a lifetime yet: the plan finds it.
+    /// Adds a buffer. Its lifetime is determined later.
     pub(super) fn add(
         &mut self,
         name: &str,
@@ -160,7 +160,6 @@ impl Buffers {
         BufferId(self.0.len() - 1)
     }
 
-    /// One more in the plan's own memory.
     pub(super) fn arena(
         &mut self,
         name: &str,
@@ -181,7 +180,6 @@ impl Buffers {
         numbered.map(|(i, buffer)| (BufferId(i), buffer))
     }
 
-    /// All of them, by their ids.
     pub(super) fn into_vec(self) -> Vec<Buffer> {
         self.0
     }

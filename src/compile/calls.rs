@@ -1,4 +1,5 @@
-//! The loop over a plan's calls, on any device; what the probe hears of it; and which exchanges a GPU begins at once.
+//! The loop over a plan's calls on any device, the events it reports to the probe, and the grouping of exchanges on
+//! GPUs.
 
 use super::op::Op;
 use super::plan::{BufferRange, Call, Phase, Plan};
@@ -8,7 +9,7 @@ use crate::probe::{self, Kind};
 use candle_core::DType;
 use std::ops::{ControlFlow, Range};
 
-/// Runs calls of a micro-batch in order, until one ends the step: whether it goes on.
+/// Runs the calls of a micro-batch in order. Returns `Break` if a call ended the step early, as after an overflow.
 pub(super) fn run(
     plan: &Plan,
     calls: Range<usize>,
@@ -31,7 +32,7 @@ pub(super) fn run(
     Ok(ControlFlow::Continue(()))
 }
 
-/// The phase that the probe was told of last, which lasts until the next.
+/// The phase that was last reported to the probe, open until the next begins.
 #[derive(Default)]
 pub(super) struct ProbedPhase(Option<(&'static str, probe::RangeGuard)>);
 
@@ -39,14 +40,14 @@ impl ProbedPhase {
     fn enter(&mut self, phase: Phase) {
         let name = phase.name();
         if self.0.as_ref().is_none_or(|(last, _)| *last != name) {
-            self.0 = None; // ended before the next begins
+            self.0 = None; // ends before the next begins
             self.0 = Some((name, probe::phase(probed_phase(phase))));
         }
     }
 }
 
-/// Replays calls of one phase, and then, while they run, tells the probe of them: of their ranges, in which nothing
-/// happens, and which call each kernel is of. Where that is not known the phase alone is told of.
+/// Replays recorded calls of one phase and, while they run, reports to the probe an empty range for each call and the
+/// call that each kernel belongs to. If `kernels` is `None`, only the phase is reported.
 #[cfg(feature = "cuda")]
 pub(super) fn replay(
     plan: &Plan,
@@ -57,7 +58,7 @@ pub(super) fn replay(
 ) -> Result<()> {
     let of = plan.calls()[calls.start].phase;
     let Some(kernels) = kernels else {
-        // In a range of its own: in one with others its kernels would be taken for theirs.
+        // A range of its own: in a shared one its kernels would be attributed to other calls.
         *phase = ProbedPhase::default();
         let mut own = ProbedPhase::default();
         own.enter(of);
@@ -73,8 +74,8 @@ pub(super) fn replay(
     Ok(())
 }
 
-/// Calls in stretches of one phase each, but that exchanges in a row are not parted: all ranks have to begin the same
-/// ones at once, and not all may have somebody who listens.
+/// Splits calls into runs of one phase each. Consecutive exchanges are not split, because all ranks must group them
+/// alike and the probe may be listening on some ranks only.
 #[cfg(any(feature = "cuda", test))]
 pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
     let mut start = calls.start;
@@ -88,8 +89,8 @@ pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
     stretches.collect()
 }
 
-/// Runs a call in an op's range at its place in the model. What is backward is said by the phase: each call is an op of
-/// its own, and costs what it costs.
+/// Runs a call inside an op range at its path in the model. Each call is reported as an op of its own with its own
+/// cost; the phase tells forward from backward.
 fn run_probed(
     plan: &Plan,
     call: &Call,
@@ -103,24 +104,24 @@ fn run_probed(
     let operands = |operands: &Named<BufferRange>| operands.map(|operand| shape(plan, operand));
     let (reads, writes) = (operands(&call.reads), operands(&call.writes));
     if let Some(written) = writes.first() {
-        let inputs: Vec<probe::Operand<'_>> = reads.iter().map(probed).collect();
+        let inputs: Vec<probe::Operand<'_>> = reads.iter().map(operand_of).collect();
         let operands = probe::Operands {
             inputs: &inputs,
-            output: probed(written),
+            output: operand_of(written),
         };
         range.leave_costing(operands, plan.cost_of(call));
     }
     Ok(next)
 }
 
-fn probed((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
+fn operand_of((dims, dtype): &(Vec<usize>, DType)) -> probe::Operand<'_> {
     probe::Operand {
         dims,
         dtype: *dtype,
     }
 }
 
-/// The shape of an operand: its buffer's, or how many elements it is of that.
+/// Returns the shape of an operand: its buffer's, or its number of elements if it is a part of the buffer.
 fn shape(plan: &Plan, operand: &BufferRange) -> (Vec<usize>, DType) {
     let buffer = plan.buffer_of(operand);
     let shape = match operand.elements.len() == buffer.elements() {
@@ -130,7 +131,8 @@ fn shape(plan: &Plan, operand: &BufferRange) -> (Vec<usize>, DType) {
     (shape, buffer.dtype)
 }
 
-/// The phases that profiles know: loss belongs to forward, as in an eager step, though here its gradient comes with it.
+/// Returns the phase's name in profiles. The loss belongs to forward, as in an eager step, although its gradient is
+/// computed with it.
 fn probed_phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Forward | Phase::Loss | Phase::LossGradient => "forward",
@@ -139,18 +141,18 @@ fn probed_phase(phase: Phase) -> &'static str {
     }
 }
 
-/// What is to or from one rank, or of parts, goes so many bytes at once. In a group all ranks send at the same time; in
-/// smaller ones (8 to 128 MiB were tried) one often waits for another, which costs more than that the first layer waits
-/// longer.
+/// Consecutive exchanges, other than all-reduces, are grouped up to this size. Within a group all ranks send at the
+/// same time. In smaller groups (8 to 128 MiB were tried) ranks often wait for each other, which costs more than the
+/// first layer's longer wait for a large group.
 const GROUP_BYTES: usize = 512 << 20;
 
 impl Op {
-    /// Whether it is an exchange with other ranks.
+    /// Returns whether it is an exchange with other ranks.
     pub fn is_exchange(&self) -> bool {
         matches!(self, Self::AllReduce { .. }) || self.is_grouped()
     }
 
-    /// Whether it is an exchange that goes with those after it.
+    /// Returns whether it can be grouped with the exchanges that follow.
     fn is_grouped(&self) -> bool {
         matches!(
             self,
@@ -163,8 +165,8 @@ impl Op {
 }
 
 impl Plan {
-    /// The exchange `first` and those after it, before call `end`, that go with it: an all-reduce none, else as many as
-    /// [`GROUP_BYTES`] wants, or as are parts of one buffer.
+    /// Returns the exchange `first` and those after it, before call `end`, that are in its group. An all-reduce is
+    /// alone. Others are grouped until they have [`GROUP_BYTES`]; exchanges of one buffer stay together.
     pub(super) fn exchanged_at_once(&self, first: usize, end: usize) -> Range<usize> {
         let calls = self.calls()[first..end].iter();
         let (mut bytes, mut last, mut count) = (0, None, 0);
@@ -190,7 +192,7 @@ mod tests {
     use crate::model::TransformerConfig;
     use crate::precision::Precision;
 
-    /// The groups of exchanges in pieces of a plan.
+    /// Returns the groups of exchanges in pieces of a plan.
     fn groups(plan: &Plan, pieces: impl IntoIterator<Item = Range<usize>>) -> Vec<Range<usize>> {
         let mut groups = Vec::new();
         for piece in pieces {
@@ -205,7 +207,7 @@ mod tests {
         groups
     }
 
-    /// A rank that is profiled or whose phases are timed runs in pieces, and exchanges the same at once as the others.
+    /// A rank that is profiled or timed runs its calls in pieces, but must group exchanges like the other ranks.
     #[test]
     fn pieces_do_not_part_exchanges() {
         let model = TransformerConfig {
@@ -234,8 +236,8 @@ mod tests {
                     ranks,
                     ..Default::default()
                 };
-                let batch = Batch::hollow(4 * accumulation, 256).unwrap();
-                let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch).unwrap();
+                let batch = Batch::meta(4 * accumulation, 256).unwrap();
+                let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch).unwrap();
                 let all = plan.per_micro_batch().start..plan.calls().len();
                 let whole = [plan.per_micro_batch(), plan.per_micro_batch().end..all.end];
                 let expected = groups(&plan, whole.clone());

@@ -1,4 +1,4 @@
-//! What to plan for.
+//! The configuration of a planned step.
 
 use crate::distributed::{FullyShardConfig, ReplicatedConfig, Shard};
 use crate::precision::{Precision, Regime};
@@ -6,25 +6,25 @@ use crate::{Error, Result};
 use candle_core::DType;
 use std::num::NonZeroUsize;
 
-/// The ranks of a [job](crate::distributed) that take a step together, and what is divided among them besides the
+/// The ranks of a [job](crate::distributed) that run a step together, and what is sharded among them in addition to the
 /// batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum StepRanks {
     /// One process.
     #[default]
     Alone,
-    /// Every rank has the whole model and its optimizer. Gradients and loss are averaged.
+    /// Every rank has the full model and its optimizer. Gradients and loss are averaged.
     Replicated(ReplicatedConfig),
-    /// Every rank has the whole model. This rank, of so many, has the state of its share of the parameters and updates
-    /// those ([`AdamW::shard`](crate::optim::AdamW::shard); ZeRO, stage 1).
+    /// Every rank has the full model. This rank has the optimizer state of its share of the parameters and updates
+    /// those ([`AdamW::shard`](crate::optim::AdamW::shard); ZeRO stage 1).
     ShardedOptimizer(ReplicatedConfig, Shard),
-    /// This rank, of so many, has a part of every weight, gradient and state
-    /// ([`FullyShard`](crate::distributed::FullyShard); ZeRO, stage 3).
+    /// This rank has a shard of every weight, gradient and optimizer state
+    /// ([`FullyShard`](crate::distributed::FullyShard); ZeRO stage 3).
     FullySharded(FullyShardConfig, Shard),
 }
 
 impl StepRanks {
-    /// The exchange of gradients, where each rank has all of them.
+    /// Returns the settings of the gradient exchange, if each rank has all gradients.
     pub(super) fn replicated(self) -> Option<ReplicatedConfig> {
         match self {
             Self::Replicated(config) | Self::ShardedOptimizer(config, _) => Some(config),
@@ -32,7 +32,7 @@ impl StepRanks {
         }
     }
 
-    /// The exchange of weights and gradients, where each rank has a part.
+    /// Returns the settings of the exchange of weights and gradients, if each rank has a shard of them.
     pub(super) fn fully_sharded(self) -> Option<FullyShardConfig> {
         match self {
             Self::FullySharded(config, _) => Some(config),
@@ -40,7 +40,7 @@ impl StepRanks {
         }
     }
 
-    /// This rank's share, where something is divided besides the batch.
+    /// Returns this rank's shard, if optimizer state or weights are sharded.
     pub(super) fn shard(self) -> Option<Shard> {
         match self {
             Self::ShardedOptimizer(_, own) | Self::FullySharded(_, own) => Some(own),
@@ -48,7 +48,7 @@ impl StepRanks {
         }
     }
 
-    /// The dtype that gradients are rounded to for their exchange.
+    /// Returns the dtype that gradients are rounded to for the exchange, if one is set.
     pub(super) fn exchanged(self) -> Option<DType> {
         match self {
             Self::Alone => None,
@@ -71,7 +71,7 @@ impl StepRanks {
     }
 }
 
-/// The kinds of plans, by what a run of one does.
+/// The kinds of plans, by what they compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanKind {
     /// Forward, loss, backward, clipping and update: [`Step::run`](super::Step::run) and
@@ -79,7 +79,7 @@ pub enum PlanKind {
     TrainStep,
     /// Forward alone, without dropout: [`Step::forward`](super::Step::forward).
     Forward,
-    /// Forward, and backward from a gradient of the output that a run is given:
+    /// Forward, and backward from a gradient of the output that is passed to the run:
     /// [`Step::forward_backward_from`](super::Step::forward_backward_from).
     Gradients,
 }
@@ -90,7 +90,7 @@ impl PlanKind {
     }
 }
 
-/// The settings of a [`Step`](super::Step), for any loss and any shapes of its inputs.
+/// The settings of a [`Step`](super::Step), for any loss and any input shapes.
 ///
 /// ```
 /// use tallow::compile::StepConfig;
@@ -102,50 +102,50 @@ impl PlanKind {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepConfig {
-    /// The dtype that products and attention are computed from and activations kept in: f32, or bf16 or f16 as under
-    /// [`autocast`](crate::autocast()), with f32 parameters. [What is in half precision](super#half-precision).
+    /// The dtype of the inputs of matmuls and attention, and of saved activations: f32, or bf16 or f16 as under
+    /// [`autocast`](crate::autocast()), with f32 parameters. See [half precision](super#half-precision).
     pub precision: Precision,
-    /// Scale the gradients so that their norm is at most this, as
-    /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked) does; `None` for no clipping.
+    /// The maximum norm of the gradients. Larger gradients are scaled down, as by
+    /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked). `None` does not clip.
     pub clip_norm: Option<f64>,
-    /// Clip each element of the gradients to be from minus this to this, after `clip_norm`, as
-    /// [`clip_grad_value`](crate::optim::clip_grad_value) does, in the dtype of the update; `None` for no clipping.
+    /// The maximum magnitude of each gradient element. Elements are clamped after `clip_norm`, as by
+    /// [`clip_grad_value`](crate::optim::clip_grad_value), in the dtype of the update. `None` does not clip.
     pub clip_value: Option<f64>,
-    /// Whether the plan divides gradients by a loss scale and leaves the update out where one has overflowed, for
+    /// Whether the plan divides gradients by a loss scale and skips the update if one has overflowed, for
     /// [`Step::run_scaled`](super::Step::run_scaled).
     pub loss_scaling: bool,
-    /// Micro-batches in a step. Each input has them one after another in its first dimension. The step's loss is the
-    /// mean of their losses with equal weights, or, of a [batch that counts its targets](super::Batch::counting), the
-    /// mean over all targets that count.
+    /// The number of micro-batches of a step. Each input has them stacked in its first dimension. The step's loss is
+    /// the mean of their losses with equal weights. For a [batch that counts its targets](super::Batch::with_counted_targets) it is
+    /// the mean over all targets that count.
     pub accumulation: usize,
-    /// The most bytes that the arena may have in training ([`Step::forward`](super::Step::forward) recomputes nothing,
-    /// and has what it takes). If a plan needs more, as little is recomputed in backward as will do: in
-    /// half precision on a GPU the sums that the first blocks' second norms read, an addition; gate and up of SwiGLU in
-    /// the first blocks, half of what a block leaves; then, of a model, whole blocks.
+    /// The maximum size of the arena in training. If a plan needs more, backward recomputes as little as possible, in
+    /// this order: in half precision on a GPU, the residual sums that the second norms of the first blocks read (one
+    /// addition each); gate and up of SwiGLU in the first blocks (half of what a block saves); then, for a model, whole
+    /// blocks. [`Step::forward`](super::Step::forward) recomputes nothing and has no limit.
     pub memory_budget_bytes: Option<u64>,
-    /// Update each parameter as soon as its gradient is there, whose memory is then free again: one gradient is alive
-    /// at a time, on a GPU those of one block, whose matrices one launch updates. The peak falls where gradients are
-    /// what it is made of: of models that are large beside their batch, or with checkpointing (gradients lie where
-    /// activations were, so that a step with all activations peaks before there are many). Goes with neither
-    /// `clip_norm`, accumulation nor loss scaling, which need all gradients first.
+    /// Whether each parameter is updated as soon as its gradient is computed, which frees the gradient's memory. One
+    /// gradient is alive at a time; on a GPU those of one block, whose matrices are updated in one launch. This lowers
+    /// the peak where gradients dominate it: for models that are large relative to their batch, or with checkpointing.
+    /// (Gradients reuse the memory of activations, so a step that saves all activations peaks before there are many
+    /// gradients.) Not supported with `clip_norm`, accumulation or loss scaling, which need all gradients first.
     ///
-    /// In bf16 on a GPU such gradients are bf16 too, as autocast rounds them there: only the update sees them,
-    /// and it has 2 bytes less of each parameter to read. (Those of embedding, norms and head stay in f32.)
+    /// In bf16 on a GPU these gradients are bf16 too, as autocast rounds them there. Only the update reads them, and it
+    /// reads 2 bytes less per parameter. (Gradients of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
-    /// The seed of dropout ([`Inputs::dropout`](super::Inputs::dropout)): a step's [key](crate::ops::DropoutKey) is of
-    /// this seed and the optimizer's steps so far. `None` drops nothing.
+    /// The seed of dropout ([`Inputs::dropout`](super::Inputs::dropout)). A step's [key](crate::ops::DropoutKey) is
+    /// derived from this seed and the number of optimizer steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
-    /// Trace the function again in every so many-th run, and compare: where a number, a branch or a tensor that it
-    /// captures is another than when it was planned, the run is an error that says so. A trace takes about as long as a
-    /// plan, so this is for tests, and for finding out. `None` does not.
+    /// With `n`, every n-th run traces the function again and compares. The run is an error if a number, a branch or a
+    /// captured tensor differs from the plan. A trace takes about as long as planning, so this is for tests and
+    /// debugging. `None` never retraces.
     pub retrace_every: Option<NonZeroUsize>,
-    /// The ranks that take the step together. Several do not go with an optimizer in backward.
-    /// [`Step::replicated`](super::Step::replicated) and [`fully_sharded`](super::Step::fully_sharded) say it
-    /// themselves; for [`Step::plan_of`](super::Step::plan_of) it is whose plan is asked for.
+    /// The ranks that run the step together. Several ranks are not supported with an optimizer in backward.
+    /// [`Step::replicated`](super::Step::replicated) and [`fully_sharded`](super::Step::fully_sharded) set this field.
+    /// For [`Step::plan_for_model`](super::Step::plan_for_model) it selects the rank to plan for.
     pub ranks: StepRanks,
 }
 
-/// One micro-batch in f32, nothing else.
+/// One micro-batch in f32, all options off.
 impl Default for StepConfig {
     fn default() -> Self {
         Self {
@@ -164,8 +164,8 @@ impl Default for StepConfig {
 }
 
 impl StepConfig {
-    /// The settings, without those that a plan of this kind has no use for: a plan without an update has none of the
-    /// update's, and a forward has one batch, and exchanges only weights that ranks have parts of.
+    /// Returns the settings that apply to a kind of plan. A plan without an update drops the update's settings. A
+    /// forward pass has one micro-batch and exchanges only sharded weights.
     pub(super) fn of(&self, kind: PlanKind) -> Self {
         match kind {
             PlanKind::TrainStep => self.clone(),
@@ -187,11 +187,12 @@ impl StepConfig {
         }
     }
 
-    /// Whether the fields go together.
+    /// Checks that the fields are valid and compatible.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a norm or value to clip to that is not over 0, no micro-batches, a precision
-    /// without f32 parameters, an optimizer in backward beside `clip_norm`, accumulation or loss scaling.
+    /// [`Error::Config`] naming the field: a norm or value to clip to that is not above 0; no micro-batches; a
+    /// precision without f32 parameters; an optimizer in backward with `clip_norm`, accumulation, loss scaling or
+    /// several ranks.
     pub fn validate(&self) -> Result<()> {
         const CONFIG: &str = "StepConfig";
         if !(1..=u32::MAX as usize).contains(&self.accumulation) {
@@ -210,13 +211,13 @@ impl StepConfig {
         }
         check_precision(CONFIG, self.precision)?;
         self.ranks.validate()?;
-        let beside = [
+        let conflicts = [
             (self.clip_norm.is_some(), "false with clip_norm"),
             (self.accumulation > 1, "false with accumulation"),
             (self.loss_scaling, "false with loss_scaling"),
             (self.ranks != StepRanks::Alone, "false with several ranks"),
         ];
-        let beside = beside.into_iter().find(|(is_there, _)| *is_there);
+        let beside = conflicts.into_iter().find(|(is_there, _)| *is_there);
         match beside {
             Some((_, expected)) if self.optimizer_in_backward => {
                 let hint = "clipping by norm, accumulation, loss scaling and averages over ranks need all gradients \
@@ -229,17 +230,17 @@ impl StepConfig {
     }
 }
 
-/// An error for a precision that no step is planned in.
+/// Checks that steps can be planned in this precision.
 pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Result<()> {
     if precision.regime() != Regime::Full && !precision.drops_casts() {
         return Ok(());
     }
-    let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train in a loop of \
-                your own by backward and AdamW::step";
+    let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train with an eager \
+                loop: backward and AdamW::step";
     Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", hint))
 }
 
-/// An error unless gradients can be clipped to this value.
+/// Checks that gradients can be clipped to this value.
 pub(crate) fn check_clip_value(
     config: &'static str,
     field: &'static str,
@@ -254,7 +255,7 @@ pub(crate) fn check_clip_value(
     ))
 }
 
-/// An error unless gradients can be clipped to this norm.
+/// Checks that gradients can be clipped to this norm.
 pub(super) fn check_clip_norm(norm: f64) -> Result<()> {
     if norm > 0.0 {
         return Ok(());

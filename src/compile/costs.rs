@@ -1,4 +1,4 @@
-//! What the ops of a plan cost, by the same functions as eager ones.
+//! Costs of a plan's ops and calls, by the same formulas as eager ops.
 
 use super::op::{Call, Op, Phase};
 use super::plan::Plan;
@@ -8,45 +8,48 @@ use crate::probe::{Operand, Operands};
 use candle_core::DType;
 
 impl Plan {
-    /// What the ops cost that the calls compute, in the order in which they begin. What checkpointing recomputes is
-    /// there twice, the second time in backward. [`Call::part`] says which calls they are.
+    /// Returns the costs of the ops that the calls compute, in the order of their first call. Ops that checkpointing
+    /// recomputes are listed twice, the second time in backward. [`Call::cost_index`] is the index of a call's entry.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
     /// let model = TransformerConfig::small();
-    /// let batch = Batch::hollow(4, 256)?;
-    /// let (plan, _) = Step::plan_of(Target::Cpu, &model, &StepConfig::default(), batch)?;
-    /// for part in plan.costs() {
-    ///     println!("{} {}: {}: {} FLOPs", part.phase, part.path, part.ops.join(", "), part.cost.flops());
+    /// let batch = Batch::meta(4, 256)?;
+    /// let (plan, _) = Step::plan_for_model(Target::Cpu, &model, &StepConfig::default(), batch)?;
+    /// for group in plan.costs() {
+    ///     println!("{} {}: {}: {} FLOPs", group.phase, group.path, group.ops.join(", "), group.cost.flops());
     /// }
-    /// let products: f64 = plan.costs().iter().map(|part| part.cost.product_flops).sum();
-    /// assert_eq!(products, plan.flops());
+    /// let matmuls: f64 = plan.costs().iter().map(|group| group.cost.matmul_flops).sum();
+    /// assert_eq!(matmuls, plan.flops());
     /// # Ok::<(), tallow::Error>(())
     /// ```
-    pub fn costs(&self) -> &[PartCost] {
-        &self.parts
+    pub fn costs(&self) -> &[GroupCost] {
+        &self.group_costs
     }
 
-    /// What a call costs, as profiles of planned runs have it: bytes are those of its operands
-    /// ([`bytes_moved`](Self::bytes_moved)); FLOPs of products are its own. The other FLOPs of its part
-    /// ([`costs`](Self::costs)) are divided among the part's calls that are not products. Softmax's go to the calls that
-    /// compute scores of attention, if any. The rest is divided by how many elements the calls compute: scores of
-    /// attention, what others write. `None` for a call of another plan whose buffers this plan does not have.
+    /// Returns the cost of a call, as profiles of planned runs report it, or `None` if its operands or group are not in
+    /// this plan.
+    ///
+    /// Bytes are those of its operands ([`bytes_moved`](Self::bytes_moved)). Matmul FLOPs are the call's own. Other
+    /// FLOPs are those of its group ([`costs`](Self::costs)), divided among the group's calls that are not matmuls.
+    /// Softmax FLOPs go to the calls that compute attention scores, if there are any. The rest is divided in proportion
+    /// to the elements that each call computes: attention scores, or else the elements that it writes.
     pub fn cost(&self, call: &Call) -> Option<Cost> {
         self.has(call).then(|| self.cost_of(call))
     }
 
-    /// [`cost`](Self::cost) of one of this plan's calls.
+    /// Same as [`cost`](Self::cost), for a call of this plan.
     pub(super) fn cost_of(&self, call: &Call) -> Cost {
         let [read, written] = self.bytes_read_and_written(call);
-        let (other_flops, softmax_flops) = match call.part.map(|part| &self.parts[part]) {
-            Some(part) => part.flops_of(call),
-            None => (flops_of_no_part(&call.op), 0.0),
-        };
+        let (other_flops, softmax_flops) =
+            match call.cost_index.map(|group| &self.group_costs[group]) {
+                Some(group) => group.flops_of(call),
+                None => (flops_without_group(&call.op), 0.0),
+            };
         Cost {
-            product_flops: call.op.flops(),
+            matmul_flops: call.op.flops(),
             other_flops,
             softmax_flops,
             read_bytes: read as f64,
@@ -54,15 +57,19 @@ impl Plan {
         }
     }
 
-    /// FLOPs of a step that are no products', by [`costs`](Self::costs): without the update's.
+    /// Returns the FLOPs of a step apart from matmuls, by [`costs`](Self::costs). The update is not included.
     pub fn other_flops(&self) -> f64 {
-        let flops: f64 = self.parts.iter().map(|part| part.cost.other_flops).sum();
+        let flops: f64 = self
+            .group_costs
+            .iter()
+            .map(|group| group.cost.other_flops)
+            .sum();
         self.micro_batches() as f64 * flops
     }
 }
 
-/// FLOPs of what a step does beside its ops.
-fn flops_of_no_part(op: &Op) -> f64 {
+/// Returns the FLOPs of a call that belongs to no group.
+fn flops_without_group(op: &Op) -> f64 {
     match op {
         Op::AdamW { elements, .. } => {
             let flat = Operand {
@@ -84,27 +91,27 @@ fn flops_of_no_part(op: &Op) -> f64 {
     }
 }
 
-/// Ops that are planned together, in one phase, and what they cost.
+/// Ops that are planned together in one phase, and their cost.
 #[derive(Clone, Debug, PartialEq)]
-pub struct PartCost {
-    /// Where in the model, as calls have it.
+pub struct GroupCost {
+    /// The path in the model, as in [`Call::path`].
     pub path: String,
-    /// The ops' names, as the graph has them.
+    /// The ops' names, as in the graph.
     pub ops: Vec<&'static str>,
-    /// The part of the step.
+    /// The phase of the step.
     pub phase: Phase,
-    /// The sum of the ops' own formulas ([`op_costs`](crate::profile::op_costs)), forward or backward (of head and loss
-    /// both), for one micro-batch. Backward's have the gradients of all inputs, also where one is not needed. Bytes are
-    /// those of the ops one by one: together they move fewer.
+    /// The sum of the ops' formulas ([`op_costs`](crate::profile::op_costs)) for one micro-batch: forward or backward,
+    /// or both for head and loss. Backward includes the gradients of all inputs, also of those that need none. Bytes
+    /// are those of the ops run one by one; planned together they move fewer.
     pub cost: Cost,
-    /// How many elements its calls compute, products left out.
+    /// The number of elements that its calls compute, without matmuls.
     pub(super) computed: f64,
-    /// How many scores of attention its calls compute.
+    /// The number of attention scores that its calls compute.
     pub(super) scores: f64,
 }
 
-impl PartCost {
-    /// The FLOPs of one of its calls apart from products', and softmax's among them.
+impl GroupCost {
+    /// Returns the FLOPs of one of its calls apart from matmuls, and the softmax FLOPs among them.
     fn flops_of(&self, call: &Call) -> (f64, f64) {
         let of_all = computed(call) / self.computed.max(1.0);
         let of_softmax = match self.scores > 0.0 {
@@ -117,42 +124,47 @@ impl PartCost {
     }
 }
 
-/// How many scores of attention a call computes without writing them.
+/// Returns the number of attention scores that a call computes without writing them.
 fn scores(call: &Call) -> f64 {
     call.op.kernel().map_or(0.0, Kernel::scores)
 }
 
-/// How many elements a call computes that its part's FLOPs but products' are divided by.
+/// Returns a call's weight for dividing its group's FLOPs: attention scores or written elements, 0 for a matmul.
 fn computed(call: &Call) -> f64 {
-    if call.op.is_product() {
+    if call.op.is_matmul() {
         return 0.0;
     }
     let written = call.writes.iter().map(|operand| operand.elements.len());
     scores(call).max(written.sum::<usize>() as f64)
 }
 
-/// The parts that have calls, which get their new numbers.
-pub(super) fn of_calls(mut parts: Vec<PartCost>, calls: &mut [Call]) -> Vec<PartCost> {
-    let mut used: Vec<usize> = calls.iter().filter_map(|call| call.part).collect();
+/// Removes the groups without calls and renumbers the calls' indices.
+pub(super) fn remove_unused_groups(
+    mut groups: Vec<GroupCost>,
+    calls: &mut [Call],
+) -> Vec<GroupCost> {
+    let mut used: Vec<usize> = calls.iter().filter_map(|call| call.cost_index).collect();
     used.sort_unstable();
     used.dedup();
     for call in calls.iter() {
-        if let Some(part) = call.part {
-            parts[part].computed += computed(call);
-            parts[part].scores += scores(call);
+        if let Some(group) = call.cost_index {
+            groups[group].computed += computed(call);
+            groups[group].scores += scores(call);
         }
     }
     for call in calls {
-        call.part = call.part.and_then(|part| used.binary_search(&part).ok());
+        call.cost_index = call
+            .cost_index
+            .and_then(|group| used.binary_search(&group).ok());
     }
-    let parts = parts.into_iter().enumerate();
-    let parts = parts.filter(|(number, _)| used.binary_search(number).is_ok());
-    let parts = parts.map(|(_, mut part)| {
-        if part.computed == 0.0 {
-            part.cost.softmax_flops = 0.0;
-            part.cost.other_flops = 0.0; // what only products are left of, as where gate and up alone are recomputed
+    let groups = groups.into_iter().enumerate();
+    let groups = groups.filter(|(number, _)| used.binary_search(number).is_ok());
+    let groups = groups.map(|(_, mut group)| {
+        if group.computed == 0.0 {
+            group.cost.softmax_flops = 0.0;
+            group.cost.other_flops = 0.0; // only matmuls are left, for example where gate and up alone are recomputed
         }
-        part
+        group
     });
-    parts.collect()
+    groups.collect()
 }

@@ -1,4 +1,4 @@
-//! Who runs a plan: the executor of the device that the model is on, with the model's and the optimizer's own tensors.
+//! Executors: they run a plan on the model's device, with the tensors of the model and the optimizer.
 
 use super::buffer::Location;
 use super::cpu;
@@ -13,31 +13,31 @@ use crate::optim::PlannedUpdate;
 use crate::{Error, Result};
 use candle_core::{Device, Shape, Storage, Tensor, Var, WithDType};
 
-/// A plan's memory, and what runs its calls.
+/// The memory of a plan on a device, and the code that runs its calls.
 #[derive(Debug)]
 pub(super) enum Executor {
     Cpu(cpu::Executor),
     #[cfg(feature = "cuda")]
-    Gpu(Box<cuda::Undisturbed>),
+    Gpu(Box<cuda::SerializedDrop>),
 }
 
 impl Executor {
-    /// Allocates what a plan takes, but for the arena.
+    /// Allocates the memory of a plan, except for the arena.
     ///
     /// # Errors
-    /// On a GPU, shapes that its kernels do not take; memory that is refused.
+    /// On a GPU, shapes that its kernels do not support; out of memory.
     pub fn new(plan: &Plan, device: &Device) -> Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::Undisturbed::new(plan, gpu)?))),
+            Device::Cuda(gpu) => Ok(Self::Gpu(Box::new(cuda::SerializedDrop::new(plan, gpu)?))),
             _ => Ok(Self::Cpu(cpu::Executor::new(plan)?)),
         }
     }
 
-    /// Takes the arena that the executor of another plan on the same device had, or allocates one.
+    /// Takes over the arena of another plan's executor on the same device, or allocates one.
     ///
     /// # Errors
-    /// An arena that does not fit the device's memory: then neither has one.
+    /// An arena that does not fit in the device's memory; then neither executor has one.
     pub fn take_arena(&mut self, plan: &Plan, from: Option<&mut Self>) -> Result<()> {
         match (self, from) {
             (Self::Cpu(executor), Some(Self::Cpu(from))) => executor.take_arena(plan, from),
@@ -49,24 +49,25 @@ impl Executor {
         }
     }
 
-    /// Runs the calls of every micro-batch, and those before: all but the update.
+    /// Runs the calls before the micro-batches and those of every micro-batch: all except the update.
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         match self {
-            Self::Cpu(executor) => on_cpu(tensors, |lent| {
+            Self::Cpu(executor) => on_cpu(tensors, |external| {
                 let controls = Controls {
                     communicator: tensors.communicator,
                     loss_divisor: tensors.loss_divisor,
                     ..Default::default()
                 };
-                executor.run_micro_batches(plan, lent, &controls)
+                executor.run_micro_batches(plan, external, &controls)
             }),
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run_micro_batches(plan, tensors),
         }
     }
 
-    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error
-    /// neither parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    /// Runs every call. Returns whether the update ran; it does not after an overflow. After an error neither
+    /// parameters nor optimizer state have changed. (An update in backward is an exception, but nothing can fail after
+    /// it.)
     pub fn run(
         &mut self,
         plan: &Plan,
@@ -84,13 +85,15 @@ impl Executor {
             loss_divisor: tensors.loss_divisor,
         };
         match self {
-            Self::Cpu(executor) => on_cpu(tensors, |lent| executor.run(plan, lent, &controls)),
+            Self::Cpu(executor) => {
+                on_cpu(tensors, |external| executor.run(plan, external, &controls))
+            }
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.run(plan, tensors, &controls),
         }
     }
 
-    /// Times the phases of runs from now on, or no more.
+    /// Enables or disables the timing of phases in later runs.
     pub fn time_phases(&mut self, plan: &Plan, on: bool) {
         match self {
             Self::Cpu(executor) => executor.time_phases(plan, on),
@@ -99,7 +102,7 @@ impl Executor {
         }
     }
 
-    /// What the phases of the last run took, if they are timed.
+    /// Returns the phase times of the last run, if they are measured.
     pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
         match self {
             Self::Cpu(executor) => executor.phase_times(),
@@ -108,7 +111,7 @@ impl Executor {
         }
     }
 
-    /// What a run has left in an operand that the plan keeps.
+    /// Reads an operand that the plan keeps after a run.
     pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Result<Vec<T>> {
         match self {
             Self::Cpu(executor) => Ok(executor.read(plan, operand)),
@@ -117,7 +120,7 @@ impl Executor {
         }
     }
 
-    /// The same copied to a tensor of that shape, where the plan is run.
+    /// Copies an operand that the plan keeps to a new tensor of this shape on the plan's device.
     pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         match self {
             Self::Cpu(executor) => Ok(executor.copy(plan, operand, shape)?),
@@ -126,57 +129,56 @@ impl Executor {
         }
     }
 
-    /// Has the copies of weights that last from run to run renewed in the next.
+    /// Makes the next run renew the copies of weights that persist from run to run.
     pub fn refresh(&mut self) {
         match self {
-            Self::Cpu(_) => {} // none last
+            Self::Cpu(_) => {} // no copies persist
             #[cfg(feature = "cuda")]
             Self::Gpu(executor) => executor.refresh(),
         }
     }
 }
 
-/// What may change from run to run.
+/// Settings that may change from run to run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Controls<'a> {
-    /// By parameter.
+    /// The update of each parameter, by index.
     pub updates: &'a [Update],
-    /// The norm that gradients are clipped to, where the plan clips.
+    /// The maximum norm of gradients, if the plan clips.
     pub clip_norm: f64,
-    /// What the loss's gradient begins with, to be undone where the plan unscales; `None` for 1, and for no check
-    /// either.
+    /// The loss scale, which a plan with loss scaling divides by again; `None` means 1 and no overflow check.
     pub loss_scale: Option<f64>,
-    /// Of a loss that is a sum over targets: what makes it the step's mean.
+    /// The divisor that turns a sum over targets into the step's mean loss; `None` if the loss is a mean.
     pub loss_divisor: Option<f64>,
-    /// Of the ranks that gradients are averaged over.
+    /// The communicator for exchanges between ranks.
     pub communicator: Option<&'a Communicator>,
 }
 
 impl Controls<'_> {
-    /// The gradient of the loss.
+    /// Returns the gradient of the loss that backward starts from.
     pub fn loss_gradient(&self) -> f64 {
         self.loss_scale.unwrap_or(1.0) / self.loss_divisor.unwrap_or(1.0)
     }
 }
 
-/// What lies outside of a plan's arena, lent for one run.
+/// Tensors outside of a plan's arena, borrowed for one run.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Tensors<'a> {
     pub parameters: &'a [(String, Var)],
-    /// By parameter; empty in a run without an update.
+    /// The update of each parameter, by index; empty in a run without an update.
     pub updates: &'a [PlannedUpdate],
-    /// What a forward alone gives out.
     pub output: Option<&'a Tensor>,
-    /// What is read where it lies, by number, contiguous, inputs with all of their micro-batches; those that the run's
-    /// calls do not read may be missing.
+    /// The arguments, by index: contiguous, inputs with all of their micro-batches. Arguments that the run's calls do
+    /// not read may be missing.
     pub arguments: &'a [Tensor],
-    /// Of the ranks that gradients are averaged over, where a plan has it.
+    /// The communicator for exchanges between ranks, if the plan has them.
     pub communicator: Option<&'a Communicator>,
-    /// [`Controls::loss_divisor`].
+    /// See [`Controls::loss_divisor`].
     pub loss_divisor: Option<f64>,
 }
 
-/// Gradients that cannot be clipped: those of parameter number `culprit`, or all together.
+/// Returns the error for gradients with a norm that is not finite. `culprit` is the parameter's index; `None` means
+/// that only the norm of all gradients together is not finite.
 pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Error {
     let buffer = culprit.and_then(|number| plan.at_location(Location::Parameter(number)));
     Error::Data {
@@ -190,12 +192,12 @@ pub(super) fn not_finite(plan: &Plan, culprit: Option<usize>, norm: f64) -> Erro
     }
 }
 
-/// Calls `run` with the elements of all tensors, which are on the CPU.
+/// Calls `run` with the data of all tensors, which must be on the CPU.
 fn on_cpu<R>(
     tensors: &Tensors<'_>,
     run: impl FnOnce(&cpu::ExternalBuffers<'_>) -> Result<R>,
 ) -> Result<R> {
-    // Each storage once: a second lock of one thread would wait for a writer that waits for the first.
+    // Each storage is locked once: a second read lock on this thread would deadlock if a writer waits in between.
     let addresses: Vec<usize> = tensors.arguments.iter().map(storage_address).collect();
     let firsts = addresses
         .iter()
@@ -206,7 +208,7 @@ fn on_cpu<R>(
         guards.push((*first == i).then(|| x.storage_and_layout().0));
     }
     let arguments = tensors.arguments.iter().zip(&firsts).map(|(x, first)| {
-        let (start, end) = x.layout().contiguous_offsets().unwrap_or((0, 0)); // checked
+        let (start, end) = x.layout().contiguous_offsets().unwrap_or((0, 0)); // checked to be contiguous
         match guards[*first].as_deref() {
             Some(Storage::Cpu(storage)) => {
                 Ok(for_elements!(storage, x => bytes_of(&x[start..end])))
@@ -219,8 +221,8 @@ fn on_cpu<R>(
     let updates = tensors.updates.iter();
     let moments = updates.flat_map(|planned| &planned.moments).flatten();
     let all: Vec<&Tensor> = parameters.chain(moments).chain(tensors.output).collect();
-    with_all_mut_bytes(&all, |lent| {
-        let (parameters, mut rest) = lent.split_at(tensors.parameters.len());
+    with_all_mut_bytes(&all, |external| {
+        let (parameters, mut rest) = external.split_at(tensors.parameters.len());
         let moments = tensors.updates.iter().map(|planned| {
             let (own, others) = rest.split_at(planned.moments.iter().flatten().count());
             rest = others;

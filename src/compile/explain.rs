@@ -1,13 +1,14 @@
-//! A plan as text: its calls, and what they cost.
+//! Plans as text: calls, costs and totals.
 
 use super::buffer::Category;
 use super::plan::{BufferRange, Call, Plan};
 use crate::report::{Column, Fields, Format, Report, format_mib};
 
 impl Plan {
-    /// The calls in order, each with its phase, place, sizes, FLOPs, bytes and what it writes where; then totals.
+    /// Returns the calls in order, each with its phase, path, sizes, FLOPs, bytes, operands and their offsets, followed
+    /// by totals.
     ///
-    /// Where a step has several micro-batches, the calls that each of them runs stand here once.
+    /// The calls that each micro-batch runs are listed once.
     pub fn explain(&self) -> String {
         let rows = self.calls().iter().enumerate();
         let report = Report {
@@ -17,7 +18,7 @@ impl Plan {
             ..Default::default()
         };
         let mut text = Vec::new();
-        // A Vec takes every byte, and a report is text.
+        // Writing to a Vec cannot fail, and a text report is UTF-8.
         match report.write_to(Format::Text, &mut text) {
             Ok(()) => String::from_utf8_lossy(&text).into_owned(),
             Err(error) => error.to_string(),
@@ -42,7 +43,7 @@ impl Plan {
         row
     }
 
-    /// An operand's name, and where in the arena it begins.
+    /// Returns an operand's name and its offset in the arena.
     fn place(&self, operand: &BufferRange) -> String {
         let buffer = self.buffer_of(operand);
         let name = buffer.name.rsplit('/').next().unwrap_or_default();
@@ -63,20 +64,20 @@ impl Plan {
         let bytes: f64 = calls()
             .map(|(i, call)| {
                 let bytes: u64 = self.bytes_read_and_written(call).iter().sum();
-                self.times(i) as f64 * bytes as f64
+                self.runs_per_step(i) as f64 * bytes as f64
             })
             .sum();
-        let products = calls().filter(|(_, call)| call.op.is_product());
+        let products = calls().filter(|(_, call)| call.op.is_matmul());
         let mut notes = vec![
             format!(
-                "{} calls, {} of them matrix products; {:.2} GFLOP and {:.2} GB of operands a step.",
+                "{} calls, {} of them matmuls; {:.2} GFLOP and {:.2} GB of operands a step.",
                 self.calls().len(),
                 products.count(),
                 self.flops() / 1e9,
                 bytes / 1e9,
             ),
             format!(
-                "Besides products {:.2} GFLOP: norms, softmax and the like, by the ops' formulas, without the update.",
+                "Without matmuls {:.2} GFLOP: norms, softmax and the like, by the ops' formulas, without the update.",
                 self.other_flops() / 1e9
             ),
             format!(
@@ -90,14 +91,14 @@ impl Plan {
                         .map(|b| b.bytes())
                         .sum()
                 ),
-                format_mib(self.busiest_bytes()),
+                format_mib(self.max_live_bytes()),
             ),
         ];
         if self.workspace_bytes() > 0 {
             let workspace = format_mib(self.workspace_bytes());
             notes.push(format!(
-                "Workspace: {workspace} beside the arena, for what cuBLASLt, an update's tables or a forward's logits \
-                 take."
+                "Workspace: {workspace} outside of the arena, for cuBLASLt, an update's tables or a forward's \
+                 logits."
             ));
         }
         if self.micro_batches() > 1 {
@@ -114,7 +115,7 @@ impl Plan {
             format!("{} {}", category.name(), format_mib(bytes))
         });
         let categories: Vec<String> = categories.collect();
-        notes.push(format!("At most at once: {}.", categories.join(", ")));
+        notes.push(format!("Maximum live: {}.", categories.join(", ")));
         notes
     }
 }
@@ -126,7 +127,7 @@ fn columns() -> Vec<Column> {
         Column::text("path", "Where"),
         Column::text("op", "Op"),
         Column::text("sizes", "Sizes"),
-        Column::number("flops", "Products", "MFLOP", 1).scaled(1e6),
+        Column::number("flops", "Matmuls", "MFLOP", 1).scaled(1e6),
         Column::number("bytes", "Operands", "MB", 2).scaled(1e6),
         Column::text("reads", "Reads (@ offset in the arena)"),
         Column::text("writes", "Writes"),

@@ -18,7 +18,7 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::rc::Rc;
 
-/// The loss of some inputs, as a caller gives it.
+/// A loss function of a caller.
 pub(super) type AnyLoss<'l> = Box<dyn Fn(&Inputs) -> Result<Tensor> + Send + 'l>;
 
 pub(super) enum Loss<'l> {
@@ -41,13 +41,13 @@ impl Loss<'_> {
                 false => None,
             },
         };
-        match inputs.are_counted() {
+        match inputs.sums_targets() {
             true => model.sum_of_losses(&tokens, &targets, &context),
             false => model.loss_with(&tokens, &targets, &context, None),
         }
     }
 
-    /// The blocks that are recomputed without a budget.
+    /// Returns the blocks that are recomputed without a budget.
     fn checkpointing(&self) -> Checkpointing {
         match self {
             Self::Any(_) => Checkpointing::None,
@@ -55,7 +55,7 @@ impl Loss<'_> {
         }
     }
 
-    /// Which blocks may be recomputed for a budget, the fewest first.
+    /// Returns the choices of recomputed blocks for a memory budget, fewest blocks first.
     fn alternatives(&self) -> Vec<Checkpointing> {
         let Self::Model(model) = self else {
             return Vec::new();
@@ -63,7 +63,7 @@ impl Loss<'_> {
         let layers = model.config().num_layers;
         let lengths = (1..=layers).rev().filter_map(NonZeroUsize::new);
         let mut alternatives: Vec<_> = lengths.map(Checkpointing::Every).collect();
-        // Stable: among as many, the longer segments first, which keep fewer inputs.
+        // The sort is stable: with equal counts, longer segments come first, because they save fewer inputs.
         alternatives.sort_by_key(|checkpointing| checkpointing.recomputed_blocks(layers));
         alternatives
     }
@@ -78,30 +78,30 @@ impl fmt::Debug for Loss<'_> {
     }
 }
 
-pub(super) struct Job<'j> {
+pub(super) struct PlanRequest<'j> {
     pub op: &'static str,
     pub kind: PlanKind,
     pub target: Target,
     pub loss: &'j Loss<'j>,
-    /// The variables that the loss reads; `None` for all that are hollow.
+    /// The variables that the loss reads; `None` if all are meta tensors.
     pub weights: Option<&'j [(String, Var)]>,
-    /// That of [its kind](StepConfig::of).
+    /// The configuration for this [kind](StepConfig::of) of plan.
     pub config: &'j StepConfig,
 }
 
-impl Job<'_> {
-    /// The plan for a batch of these shapes, and the blocks that it recomputes: the model's own choice, or what fits
-    /// the budget.
+impl PlanRequest<'_> {
+    /// Returns the plan for a batch of these shapes, and the blocks that it recomputes: those that the model
+    /// configures, or others to fit the budget.
     ///
     /// # Errors
-    /// Those of the loss and of its trace; ops that have no planned form; a memory budget that no plan keeps to.
+    /// Errors of the loss and of its trace; ops that cannot be planned; a memory budget that no plan fits.
     pub fn plan(
         &self,
         batch: &Batch,
         prepare: impl Fn(&mut TracedFunction),
     ) -> Result<(Planned, Checkpointing)> {
         let inputs = self.inputs(batch)?;
-        // Plans that recompute more of the same blocks are of one trace.
+        // Plans that differ only in recomputed sums and gates share one trace.
         let last = RefCell::new(None::<(Checkpointing, Rc<TracedFunction>)>);
         let traced = |checkpointing| {
             if let Some((of, function)) = &*last.borrow()
@@ -121,24 +121,24 @@ impl Job<'_> {
             self.config,
             configured,
             others,
-            self.least_bytes(batch)?,
+            self.memory_lower_bound(batch)?,
             |checkpointing, recompute| {
                 traced(checkpointing)?.plan(self.kind, self.config, recompute)
             },
         )
     }
 
-    /// Makes the inputs that the loss is traced with for a batch.
+    /// Returns the inputs that the loss is traced with for a batch.
     ///
     /// # Errors
-    /// Inputs that cannot be cut into micro-batches.
+    /// Inputs that cannot be split into micro-batches.
     pub fn inputs(&self, batch: &Batch) -> Result<Inputs> {
         let drops = self.config.dropout_seed.is_some();
         Inputs::of(self.op, batch, self.config.accumulation, drops)
     }
 
-    /// A lower bound of its arena, of a loss that is known.
-    fn least_bytes(&self, batch: &Batch) -> Result<u64> {
+    /// Returns a lower bound of the arena, in bytes, or 0 if the loss is not a known model's.
+    fn memory_lower_bound(&self, batch: &Batch) -> Result<u64> {
         let tokens = batch.inputs().find(|(name, _)| *name == "tokens");
         match (
             self.loss,
@@ -147,14 +147,14 @@ impl Job<'_> {
         ) {
             (Loss::Model(model), PlanKind::TrainStep, Some([rows, length])) => {
                 let sizes = [rows / self.config.accumulation, *length];
-                budget::arena_of_step(model.config(), self.config, sizes)
+                budget::step_arena_lower_bound(model.config(), self.config, sizes)
             }
             _ => Ok(0),
         }
     }
 
-    /// Traces the loss in the precision that is planned, whatever region this is called in. Where the gradient of its
-    /// output is given, that is an input, and the second output.
+    /// Traces the loss in the configured precision, whatever autocast region the caller is in. If the run is passed the
+    /// output's gradient, that is an additional input and the second output.
     pub fn trace(&self, inputs: &Inputs, checkpointing: Checkpointing) -> Result<TracedFunction> {
         let policy = self.config.precision.policy();
         let policy = policy.unwrap_or_else(Autocast::disabled);
@@ -174,20 +174,20 @@ impl Job<'_> {
                 let weights = weights.map(|(name, var)| (name.as_str(), var.as_tensor()));
                 TracedFunction::new(self.op, self.target, weights, loss)
             }
-            None => TracedFunction::of_hollow_weights(self.op, self.target, loss),
+            None => TracedFunction::with_meta_weights(self.op, self.target, loss),
         })?;
-        if inputs.are_counted() {
+        if inputs.sums_targets() {
             function.reduction = Reduction::Sum;
         }
         Ok(function)
     }
 }
 
-/// A model of hollow weights, for sequences of this length.
+/// Returns a model of meta weights for sequences of this length.
 ///
 /// # Errors
-/// A configuration that cannot work; a longer sequence than its context.
-pub(crate) fn hollow_model(
+/// An invalid configuration; a sequence that is longer than the model's context.
+pub(crate) fn meta_model(
     model: &TransformerConfig,
     sequence_length: usize,
 ) -> Result<TransformerLM> {
@@ -201,7 +201,7 @@ pub(crate) fn hollow_model(
         );
     }
     let twin = match model.architecture {
-        // Tables of angles, no longer than they are read.
+        // The rotary tables are only as long as the sequence.
         Architecture::Llama | Architecture::Gemma2 => TransformerConfig {
             context_length: sequence_length,
             ..model.clone()

@@ -1,5 +1,4 @@
-//! A picture of a plan's memory: a rectangle for each buffer, from its first call to its last, at its offset in the
-//! arena.
+//! A picture of a plan's arena. Each buffer is a rectangle from its first call to its last, at its offset.
 
 use super::buffer::{Buffer, Category};
 use super::plan::Plan;
@@ -17,8 +16,8 @@ const BOTTOM: f64 = 60.0;
 const FONT_SIZE: i32 = 13;
 
 impl Plan {
-    /// The picture as SVG: calls from left to right, the arena's bytes from top to bottom, coloured by category.
-    /// Pointing at a rectangle says which buffer it is, its shape, offset and calls.
+    /// Returns the picture as SVG: calls from left to right, the arena's bytes from top to bottom, coloured by
+    /// category. A rectangle's tooltip has the buffer's name, shape, offset and calls.
     pub fn memory_map(&self) -> String {
         let mut svg = Svg::new(LEFT + WIDTH + MARGIN);
         let in_arena = self.buffers().iter().filter(|buffer| buffer.is_in_arena());
@@ -43,8 +42,7 @@ impl Plan {
         svg.finish(TOP + HEIGHT + BOTTOM)
     }
 
-    /// Writes the picture to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
-    /// SVG.
+    /// Writes the picture to a file, atomically: PNG if the path ends in `.png`, otherwise SVG.
     ///
     /// # Errors
     /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; [`Error::Plot`](crate::Error::Plot) for a PNG
@@ -114,8 +112,8 @@ impl Plan {
     }
 }
 
-/// Returns the colour of a category, for kinds of memory that of the timelines. The colours are Okabe and Ito's, which
-/// can be told apart by people who confuse red and green.
+/// Returns the colour of a category; memory timelines use the same colours. They are Okabe and Ito's, which people who
+/// confuse red and green can tell apart.
 fn colour(category: Category) -> &'static str {
     match category {
         Category::Gradient => "#D55E00",

@@ -1,4 +1,4 @@
-//! Calls, and what one does: a kernel, an exchange with other ranks, or a part of the update.
+//! Calls and their ops: kernels, exchanges with other ranks, and the steps of the update.
 
 use super::buffer::{BufferId, Buffers};
 use crate::distributed::{Collective, Reduce};
@@ -7,74 +7,75 @@ use crate::probe::Path;
 use std::fmt;
 use std::ops::Range;
 
-/// What a call does. It has its operands by the names in `code` here, in this order; what is written in place is among
-/// the writes alone.
+/// The op of a call. Its operands have the names in `code` below, in this order. An operand that is written in place is
+/// listed among the writes only.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Op {
-    /// A kernel. Operands as what plans it names them.
+    /// A kernel. Its operands are named by the op that plans it.
     Kernel(Kernel),
-    /// Writes `x`, in place: its mean over the ranks of a job. Of a step's micro-batches the last alone has it.
+    /// Replaces `x` by its mean over the ranks of a job. Only the last micro-batch of a step runs it.
     AllReduce {
-        /// Of x.
+        /// The number of elements of `x`.
         elements: usize,
     },
-    /// Writes `x`, in place: on rank `root` its mean over the ranks of a job, on the others nothing of use. Of a step's
-    /// micro-batches the last alone has it.
+    /// Replaces `x` on rank `root` by its mean over the ranks of a job; on other ranks its contents are unspecified.
+    /// Only the last micro-batch of a step runs it.
     Reduce {
-        /// Of x.
+        /// The number of elements of `x`.
         elements: usize,
-        /// The rank.
+        /// The rank that receives the mean.
         root: usize,
     },
-    /// Writes `x`, in place: what rank `root` has there. Of a step's micro-batches the first alone has it.
+    /// Replaces `x` by the contents of rank `root`. Only the first micro-batch of a step runs it.
     Broadcast {
-        /// Of x.
+        /// The number of elements of `x`.
         elements: usize,
-        /// The rank.
+        /// The rank that sends.
         root: usize,
     },
-    /// Writes `x`, in place, of which each rank has its [part](crate::distributed::Shard::part): that of every rank.
+    /// Fills `x` with the [shards](crate::distributed::Shard::part) of all ranks, of which each rank has its own in
+    /// place.
     AllGather {
-        /// Of x.
+        /// The number of elements of `x`.
         elements: usize,
     },
-    /// Writes `x`, in place: in this rank's [part](crate::distributed::Shard::part) its mean over the ranks of a job,
-    /// in the others nothing of use.
+    /// Replaces this rank's [shard](crate::distributed::Shard::part) of `x` by its mean over the ranks of a job; the
+    /// contents of the other shards are unspecified.
     ReduceScatter {
-        /// Of x.
+        /// The number of elements of `x`.
         elements: usize,
     },
-    /// A gradient over the loss scale. Writes `gradient`, in place, and `found` (1): whether all of it is finite; on a
-    /// GPU, whether it is not.
+    /// Divides `gradient` by the loss scale, in place. Writes `found` (1): whether all elements are finite; on a GPU,
+    /// whether one is not.
     Unscale {
-        /// Of the gradient.
+        /// The number of elements of the gradient.
         elements: usize,
     },
-    /// Reads what was `found` of the gradients (P); writes `first` (1), the place of the first that is not finite, P if
-    /// all are. Where one is not, the step ends here; on a GPU the updates are told to change nothing, by `factor`
-    /// (3).
+    /// Reads `found` of all gradients (P). Writes `first` (1): the position of the first gradient that is not finite,
+    /// or P if all are. On the CPU the step ends here if one is not. On a GPU `factor` (3) makes the updates do
+    /// nothing.
     CheckOverflow {
-        /// The parameters' numbers, by place. Of parameters that ranks have parts of, each has as many places.
+        /// The parameters' indices, by position. A fully sharded parameter has one position for each rank.
         parameters: Vec<usize>,
     },
-    /// Reads `x`; writes `square`, the sum of its squares (1) and, on a GPU, those of its `chunks`.
+    /// Reads `x`. Writes `square` (1), the sum of its squares, and on a GPU `chunks`, the partial sums.
     SumOfSquares {
-        /// Of x.
+        /// The number of elements of `x`.
         elements: usize,
     },
-    /// Reads the sums of `squares` (P); writes `factor` (2), the norm and what clipping multiplies the gradients by; on
-    /// a GPU also which gradient is not finite, if one is (3).
+    /// Reads the sums of `squares` (P). Writes `factor` (2): the norm, and the factor by which clipping multiplies the
+    /// gradients. On a GPU it has a third element (3): which gradient is not finite, if one is.
     ClipFactor {
-        /// The parameters' numbers, by place. Of parameters that ranks have parts of, each has as many places.
+        /// The parameters' indices, by position. A fully sharded parameter has one position for each rank.
         parameters: Vec<usize>,
     },
-    /// Reads `gradient` and, where gradients are clipped or checked, `factor`; writes `parameter`, `exp_avg`,
-    /// `exp_avg_sq` and, on a GPU, the `copy` that products read, where there is one.
+    /// Reads `gradient` and, if gradients are clipped or checked, `factor`. Writes `parameter`, `exp_avg`, `exp_avg_sq`
+    /// and, on a GPU, the half-precision `copy` that matmuls read, if there is one.
     AdamW {
-        /// Its number in [`Location::Parameter`](super::Location::Parameter).
+        /// The index in [`Location::Parameter`](super::Location::Parameter).
         parameter: usize,
-        /// How many elements it has.
+        /// The number of elements that are updated.
         elements: usize,
     },
 }
@@ -86,7 +87,7 @@ impl From<Kernel> for Op {
 }
 
 impl Op {
-    /// The kernel, unless it is an exchange or a part of the update.
+    /// Returns the kernel, or `None` for exchanges and steps of the update.
     pub fn kernel(&self) -> Option<&Kernel> {
         match self {
             Self::Kernel(kernel) => Some(kernel),
@@ -94,7 +95,7 @@ impl Op {
         }
     }
 
-    /// What ranks do together for it, by the elements of `x` that they do it to; nothing, if it is no exchange.
+    /// Returns the collectives of an exchange, each with the elements of `x` that it applies to. Empty for other ops.
     pub(super) fn collectives(&self, world_size: usize) -> Vec<(Collective, Range<usize>)> {
         let reduce = Reduce::Mean;
         let (collective, elements) = match *self {
@@ -110,7 +111,7 @@ impl Op {
         vec![(collective, 0..elements)]
     }
 
-    /// The parameters whose gradients it checks, by place.
+    /// Returns the parameters whose gradients the op checks, by position.
     #[cfg(feature = "cuda")]
     pub(super) fn checked(&self) -> Option<&[usize]> {
         match self {
@@ -121,7 +122,7 @@ impl Op {
         }
     }
 
-    /// As reports call it.
+    /// Returns the name in reports.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Kernel(kernel) => kernel.name(),
@@ -138,23 +139,23 @@ impl Op {
         }
     }
 
-    /// Whether a GPU has a kernel for it.
+    /// Returns whether a GPU can run it.
     pub fn is_on_gpu(&self) -> bool {
         self.kernel().is_none_or(Kernel::is_on_gpu)
     }
 
-    /// Whether it is a matrix product and nothing else.
-    pub fn is_product(&self) -> bool {
-        self.kernel().is_some_and(Kernel::is_product)
+    /// Returns whether it is a matmul and nothing else.
+    pub fn is_matmul(&self) -> bool {
+        self.kernel().is_some_and(Kernel::is_matmul)
     }
 
-    /// FLOPs of its matrix products: the model's work, as [`flops`](crate::model::flops) counts it, whatever the kernel
-    /// leaves out or does twice.
+    /// Returns the FLOPs of its matmuls: the model's work as counted by [`flops`](crate::model::flops), whatever the
+    /// kernel skips or computes twice.
     pub fn flops(&self) -> f64 {
         self.kernel().map_or(0.0, Kernel::flops)
     }
 
-    /// Whether what it writes first is also read: what is added to or changed in place.
+    /// Returns whether its first write is also read: accumulated to, or changed in place.
     pub fn reads_what_it_writes(&self) -> bool {
         match self {
             Self::Kernel(kernel) => kernel.reads_what_it_writes(),
@@ -169,7 +170,7 @@ impl Op {
         }
     }
 
-    /// The sizes, as `explain` prints them.
+    /// Returns the sizes, as `explain` prints them.
     pub fn sizes(&self) -> String {
         match self {
             Self::Kernel(kernel) => kernel.sizes(),
@@ -188,26 +189,27 @@ impl Op {
     }
 }
 
-/// The part of a step that a call belongs to.
+/// The phase of a step that a call belongs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
-    /// From tokens to what the head reads; without a loss, to logits.
+    /// From tokens to the head's input; in a plan without a loss, to the logits.
     #[default]
     Forward,
     /// Head and loss.
     Loss,
-    /// The loss's gradient, and those of head and loss where they are computed with it, some rows at a time.
+    /// The loss's gradient. Also the gradients of head and loss, where these are computed together for some rows at a
+    /// time.
     LossGradient,
-    /// The gradients of the rest.
+    /// All other gradients.
     Backward,
-    /// The gradients' norm.
+    /// The norm of the gradients.
     Clip,
     /// The update.
     Optimizer,
 }
 
 impl Phase {
-    /// As reports and the probe call it.
+    /// Returns the name in reports and probe events.
     pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -225,12 +227,12 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Some elements of a buffer, one after another.
+/// A contiguous range of a buffer's elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferRange {
-    /// Whose.
+    /// The buffer.
     pub buffer: BufferId,
-    /// Which.
+    /// The elements.
     pub elements: Range<usize>,
 }
 
@@ -243,28 +245,28 @@ impl BufferRange {
     }
 }
 
-/// One kernel call.
+/// A call of a plan: an op with its operands.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call {
-    /// What is done, and its sizes.
+    /// The op, with its sizes.
     pub op: Op,
-    /// Where in the model, for example `layers.3.attn`.
+    /// The path in the model, for example `layers.3.attn`.
     pub path: String,
-    /// The outermost module that this is in; the root, if it is in none.
+    /// The outermost module of the path, or the root if it is in none.
     pub module: Path,
-    /// The part of the step.
+    /// The phase of the step.
     pub phase: Phase,
-    /// Which of [`Plan::costs`](super::Plan::costs) it belongs to. `None` for the mean loss and its gradient, copies of
-    /// weights that are made first, and the update.
-    pub part: Option<usize>,
-    /// What is read, by the op's names.
+    /// The index of its entry in [`Plan::costs`](super::Plan::costs). `None` for the mean loss and its gradient, for
+    /// initial copies of weights, and for the update.
+    pub cost_index: Option<usize>,
+    /// The operands that are read, by the op's names.
     pub reads: Named<BufferRange>,
-    /// What is written, by the op's names.
+    /// The operands that are written, by the op's names.
     pub writes: Named<BufferRange>,
 }
 
 impl Call {
-    /// What is read, and then what is written.
+    /// Returns the operands that are read, followed by those that are written.
     pub fn operands(&self) -> impl Iterator<Item = &BufferRange> + Clone {
         self.reads.iter().chain(self.writes.iter())
     }

@@ -1,4 +1,4 @@
-//! What plans ask of the variables that they read and update.
+//! Checks of the variables that a plan reads and updates.
 
 use super::traced::check_device;
 use crate::inplace::storage_address;
@@ -7,8 +7,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{HashMap, HashSet};
 
-/// Variables that can be planned: all in f32, or on the CPU all in f64, where none is updated also in half precision;
-/// contiguous, on one device, each alone on its storage.
+/// Checks that variables can be planned. All must be f32, or on the CPU all f64. Variables that are not updated may
+/// also be bf16 or f16. All must be contiguous, on one device, and alone on their storage.
 pub(super) fn check(
     op: &'static str,
     parameters: &[(String, Var)],
@@ -51,9 +51,9 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Every tensor that is lent for writing must be alone on its storage, or lending the second would wait for the first
-/// for ever; nor may an argument be on one of these.
-pub(super) fn check_apart(
+/// Checks that every tensor that is borrowed mutably is alone on its storage; otherwise locking the second would
+/// deadlock. Arguments must not share these storages either.
+pub(super) fn check_disjoint(
     op: &'static str,
     parameters: &[(String, Var)],
     updates: &[PlannedUpdate],
@@ -66,8 +66,8 @@ pub(super) fn check_apart(
         .iter()
         .flat_map(|planned| &planned.moments)
         .flatten();
-    let mut lent = parameters.chain(state);
-    if !lent.all(|tensor| storages.insert(storage_address(tensor))) {
+    let mut exclusive = parameters.chain(state);
+    if !exclusive.all(|tensor| storages.insert(storage_address(tensor))) {
         let problem = "parameters or their optimizer state share a storage";
         return refuse(problem, "give each a variable of its own");
     }

@@ -1,27 +1,25 @@
-//! How long each phase of a planned step took: the moments at which one phase ends and the next begins.
+//! Phase times of a planned step, measured at the points where one phase ends and the next begins.
 
 use super::plan::{Phase, Plan};
 use crate::Result;
 use std::ops::Range;
 
-/// What the phases of one run took, in ms. Together they are the run without what comes before its first call and after
-/// its last.
+/// The time of each phase of a run, in ms. Their sum is the run from its first call to its last.
 ///
-/// On a GPU each phase is recorded as a graph of its own, and times are those of events between the launches.
+/// On a GPU each phase is recorded as a CUDA graph of its own, and is timed by events between the launches.
 ///
-/// The gradients of head and loss are computed right after the loss, some rows at a time: their products belong to
-/// backward, the loss itself to forward, as in an eager step.
+/// The gradients of head and loss are computed right after the loss, some rows at a time. Their matmuls count as
+/// backward and the loss itself as forward, as in an eager step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PhaseTimes {
-    /// The forward and the loss.
+    /// Forward and loss.
     pub forward_ms: f64,
-    /// The gradients.
+    /// Gradients.
     pub backward_ms: f64,
-    /// Unscaling, clipping and the update; those of an optimizer in backward are here too.
+    /// Unscaling, clipping and the update, including the updates of an optimizer in backward.
     pub optimizer_ms: f64,
 }
 
-/// Which phase a call belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Forward,
@@ -29,20 +27,20 @@ enum Part {
     Optimizer,
 }
 
-/// The moments, of type `M`, at which a run went from one phase to another.
+/// A clock that records when a run changes phase. `M` is the type of a point in time.
 #[derive(Debug)]
 pub(super) struct PhaseClock<M> {
-    /// By the call's number.
+    /// The phase of each call, by index.
     parts: Vec<Part>,
-    /// When a piece began; `None` is the end of those before.
-    moments: Vec<(Option<Part>, M)>,
+    /// The start of each piece and its phase; `None` marks the end of the pieces before it.
+    times: Vec<(Option<Part>, M)>,
 }
 
 impl<M> PhaseClock<M> {
     pub fn new(plan: &Plan) -> Self {
         Self {
             parts: parts(plan),
-            moments: Vec::new(),
+            times: Vec::new(),
         }
     }
 
@@ -57,22 +55,22 @@ impl<M> PhaseClock<M> {
     }
 
     pub fn start(&mut self) {
-        self.moments.clear();
+        self.times.clear();
     }
 
     pub fn begins(&mut self, first: usize, now: M) {
-        self.moments.push((Some(self.parts[first]), now));
+        self.times.push((Some(self.parts[first]), now));
     }
 
-    /// The piece that began last is over, and no other follows at once.
+    /// Marks the end of the last piece, if no other follows immediately.
     pub fn ends(&mut self, now: M) {
-        self.moments.push((None, now));
+        self.times.push((None, now));
     }
 
-    /// What the last run's phases took; `None` before the first.
+    /// Returns the phase times of the last run, or `None` before the first.
     pub fn times(&self, ms: impl Fn(&M, &M) -> Result<f64>) -> Result<Option<PhaseTimes>> {
         let mut times = PhaseTimes::default();
-        for pair in self.moments.windows(2) {
+        for pair in self.times.windows(2) {
             let [(part, begin), (_, end)] = pair else {
                 continue;
             };
@@ -80,11 +78,11 @@ impl<M> PhaseClock<M> {
                 Some(Part::Forward) => &mut times.forward_ms,
                 Some(Part::Backward) => &mut times.backward_ms,
                 Some(Part::Optimizer) => &mut times.optimizer_ms,
-                None => continue, // between the pieces
+                None => continue, // a gap between pieces
             };
             *sum += ms(begin, end)?;
         }
-        Ok((!self.moments.is_empty()).then_some(times))
+        Ok((!self.times.is_empty()).then_some(times))
     }
 }
 
@@ -95,7 +93,7 @@ fn parts(plan: &Plan) -> Vec<Part> {
         Phase::Clip | Phase::Optimizer => Part::Optimizer,
     });
     let mut parts: Vec<Part> = part.collect();
-    // Exchanges in a row are not parted: all ranks begin the same ones at once, whether or not they look at the clock.
+    // Consecutive exchanges are not split: all ranks must group them alike, whether or not they measure times.
     let is_exchange = |call: usize| plan.calls()[call].op.is_exchange();
     for call in 1..parts.len() {
         if is_exchange(call - 1) && is_exchange(call) {
@@ -112,11 +110,11 @@ mod tests {
     use crate::model::{TransformerConfig, flops};
     use candle_core::Device;
 
-    /// Backward has the head's gradients too: by FLOPs, forward and backward are what they are eagerly.
+    /// Backward includes the head's gradients: FLOPs of forward and backward equal those of an eager step.
     #[test]
     fn each_phase_has_the_products_of_its_own() {
         let config = TransformerConfig {
-            vocab_size: 9000, // some rows of logits at a time
+            vocab_size: 9000, // the head runs on some rows of logits at a time
             context_length: 512,
             d_model: 32,
             num_layers: 2,
@@ -125,12 +123,12 @@ mod tests {
             ..Default::default()
         };
         let (batch_size, sequence_length) = (2, 400);
-        let batch = Batch::hollow(batch_size, sequence_length).unwrap();
-        let plan = Step::plan_of(&Device::Cpu, &config, &Default::default(), batch);
+        let batch = Batch::meta(batch_size, sequence_length).unwrap();
+        let plan = Step::plan_for_model(&Device::Cpu, &config, &Default::default(), batch);
         let (plan, _) = plan.unwrap();
         let losses = plan.calls().iter();
         let losses = losses.filter(|call| call.phase == Phase::LossGradient);
-        assert!(losses.count() > 4); // of several chunks
+        assert!(losses.count() > 4); // several chunks
         let mut found = [0.0; 3];
         for (call, part) in plan.calls().iter().zip(parts(&plan)) {
             found[part as usize] += call.op.flops();
@@ -150,7 +148,7 @@ mod tests {
                 Part::Forward,
                 Part::Optimizer,
             ],
-            moments: Vec::new(),
+            times: Vec::new(),
         };
         let ms = |from: &f64, to: &f64| Ok(to - from);
         assert_eq!(clock.times(ms).unwrap(), None);

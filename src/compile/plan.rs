@@ -1,8 +1,8 @@
-//! The plan: calls and buffers, as data. It knows nothing of slices, storages or devices.
+//! The plan: calls and buffers as plain data, independent of slices, storages and devices.
 
 use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Location};
-use super::costs::{self, PartCost};
+use super::costs::{self, GroupCost};
 use super::op::Op;
 pub use super::op::{BufferRange, Call, Phase};
 use crate::ops::lowering::Workspace;
@@ -10,11 +10,11 @@ use crate::optim::Moments;
 use candle_core::DType;
 use std::ops::Range;
 
-/// Kernel calls, and the buffers that they read and write, each with its place.
+/// A list of kernel calls, and the buffers that they read and write, each with its location.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     calls: Vec<Call>,
-    pub(super) parts: Vec<PartCost>,
+    pub(super) group_costs: Vec<GroupCost>,
     buffers: Vec<Buffer>,
     tables: Vec<Vec<f32>>,
     runs: Runs,
@@ -22,22 +22,22 @@ pub struct Plan {
     workspace_bytes: u64,
 }
 
-/// Which calls are run how often.
+/// The ranges of calls by how often they run.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Runs {
-    /// In the first run alone: what they write is there in all others.
+    /// Calls that only the first run executes. Later runs reuse their results.
     pub first_run_only: Range<usize>,
-    /// Once for each micro-batch.
+    /// Calls that run once per micro-batch.
     pub per_micro_batch: Range<usize>,
     pub micro_batches: usize,
 }
 
 impl Plan {
-    /// Finds out how long each buffer lives, and gives each its place. The buffers `kept` are left for what reads
-    /// them after the run. And the plan's number of each buffer that was handed over.
+    /// Determines each buffer's lifetime and location. Buffers in `kept` stay alive to the end of the run. Returns the
+    /// plan and the new id of each buffer.
     pub(super) fn new(
         mut calls: Vec<Call>,
-        parts: Vec<PartCost>,
+        group_costs: Vec<GroupCost>,
         mut buffers: Vec<Buffer>,
         tables: Vec<Vec<f32>>,
         runs: Runs,
@@ -62,7 +62,8 @@ impl Plan {
         }
         let per_micro_batch = &runs.per_micro_batch;
         if runs.micro_batches > 1 {
-            // What outlives a micro-batch must not lie where the next one works, nor what all of them read.
+            // A buffer that outlives a micro-batch, or that all micro-batches read, must not share memory with their
+            // buffers.
             for (number, buffer) in buffers.iter_mut().enumerate() {
                 let live = &mut buffer.live;
                 if Range::is_empty(live) {
@@ -90,12 +91,12 @@ impl Plan {
                 buffer.category = Category::Activation;
             }
         }
-        let parts = costs::of_calls(parts, &mut calls);
-        let (calls, numbers) = leave_out_unused(calls, &mut buffers);
+        let group_costs = costs::remove_unused_groups(group_costs, &mut calls);
+        let (calls, numbers) = remove_unused_buffers(calls, &mut buffers);
         let arena_bytes = arena::place(&mut buffers);
         let plan = Self {
             calls,
-            parts,
+            group_costs,
             buffers,
             tables,
             runs,
@@ -106,7 +107,7 @@ impl Plan {
         (plan, numbers)
     }
 
-    /// With what the executor takes beside the arena.
+    /// Sets the size of the executor's memory outside of the arena.
     pub(super) fn with_workspace(self, bytes: usize) -> Self {
         Self {
             workspace_bytes: bytes as u64,
@@ -114,13 +115,13 @@ impl Plan {
         }
     }
 
-    /// With AdamW's running means stored like this; they are f32 in a plan that has met no optimizer yet.
+    /// Sets the dtype of AdamW's moments. It is f32 in a plan that was made without an optimizer.
     pub fn with_moments(mut self, moments: Moments) -> Self {
         self.set_moments(|_, parameter| moments.dtype(parameter));
         self
     }
 
-    /// Says in what dtype each parameter's running means are, by its number and the dtype of the buffer so far.
+    /// Sets the dtype of each parameter's moments. `dtype` is called with the parameter's index and the current dtype.
     pub(super) fn set_moments(&mut self, dtype: impl Fn(usize, DType) -> DType) {
         for buffer in &mut self.buffers {
             if let Location::ExpAvg(number) | Location::ExpAvgSq(number) = buffer.location {
@@ -129,27 +130,26 @@ impl Plan {
         }
     }
 
-    /// The kernel calls, in order.
+    /// Returns the calls, in order.
     pub fn calls(&self) -> &[Call] {
         &self.calls
     }
 
-    /// Every buffer that a call touches.
+    /// Returns the buffers that calls access.
     pub fn buffers(&self) -> &[Buffer] {
         &self.buffers
     }
 
-    /// The buffer with this id; `None` for an id of another plan, beyond this one's buffers.
+    /// Returns the buffer with this id, or `None` if the id is out of range.
     pub fn buffer(&self, id: BufferId) -> Option<&Buffer> {
         self.buffers.get(id.0)
     }
 
-    /// The buffer of an operand of one of this plan's calls.
     pub(super) fn buffer_of(&self, operand: &BufferRange) -> &Buffer {
         &self.buffers[operand.buffer.0]
     }
 
-    /// A table that was computed with the plan, by its number in [`Location::Table`]; `None` if there is no such table.
+    /// Returns the table with this index in [`Location::Table`], or `None` if the index is out of range.
     pub fn table(&self, number: usize) -> Option<&[f32]> {
         self.tables.get(number).map(Vec::as_slice)
     }
@@ -158,39 +158,39 @@ impl Plan {
         &self.tables
     }
 
-    /// The calls that every micro-batch runs; those after it run once a step.
+    /// Returns the calls that every micro-batch runs. Calls after them run once per step.
     pub fn per_micro_batch(&self) -> Range<usize> {
         self.runs.per_micro_batch.clone()
     }
 
-    /// The calls that only the first run has, on a GPU: they make the copies of weights that products read, and every
-    /// update renews them. See [`Step::refresh`](super::Step::refresh).
+    /// Returns the calls that only the first run executes. On a GPU they make the copies of weights that matmuls read;
+    /// every update renews these. See [`Step::refresh`](super::Step::refresh).
     pub fn first_run_only(&self) -> Range<usize> {
         self.runs.first_run_only.clone()
     }
 
-    /// How many micro-batches a step has.
+    /// Returns the number of micro-batches per step.
     pub fn micro_batches(&self) -> usize {
         self.runs.micro_batches
     }
 
-    /// The size of the arena, in bytes: all that a run allocates, once, before the first, but for a GPU's
-    /// [workspace](Self::workspace_bytes).
+    /// Returns the size of the arena, in bytes. It is allocated once, before the first run. Apart from a GPU's
+    /// [workspace](Self::workspace_bytes) a run allocates nothing else.
     ///
-    /// Parameters and optimizer state are not in it; they are there already. [`total_bytes`](Self::total_bytes) has
+    /// Parameters and optimizer state already exist and are not included; [`total_bytes`](Self::total_bytes) includes
     /// them.
     pub fn peak_bytes(&self) -> u64 {
         self.arena_bytes
     }
 
-    /// What a GPU's executor works in beside the arena, in bytes: 32 MiB for cuBLASLt, the tables by which one launch
-    /// updates many parameters (8 bytes for each 8,192 elements), and of a forward alone its output until that is
-    /// copied. On the CPU none.
+    /// Returns the size of a GPU executor's memory outside of the arena, in bytes: 32 MiB for cuBLASLt, the tables with
+    /// which one launch updates many parameters (8 bytes for each 8,192 elements), and for a forward pass its output
+    /// until that is copied. 0 on the CPU.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
 
-    /// The largest workspace of one kernel on the CPU, if any has one.
+    /// Returns the largest workspace that one kernel needs on the CPU, if any needs one.
     pub(crate) fn kernel_workspace(&self) -> Option<Workspace> {
         let workspaces = self.calls.iter().filter_map(|call| {
             let first = call.reads.first();
@@ -200,37 +200,41 @@ impl Plan {
         workspaces.max_by(|a, b| a.bytes().total_cmp(&b.bytes()))
     }
 
-    /// The arena, the workspace beside it, and the parameters, optimizer state, tables and outputs that the calls
-    /// touch, in bytes.
+    /// Returns the size of the arena, the workspace, and the parameters, optimizer state, tables and outputs that calls
+    /// access, in bytes.
     pub fn total_bytes(&self) -> u64 {
         let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
         self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
     }
 
-    /// Bytes of all buffers of a category: of those in the arena, the most that are alive at one call.
+    /// Returns the bytes of all buffers of a category. Buffers in the arena count with the maximum that is live at one
+    /// call.
     pub fn category_bytes(&self, category: Category) -> u64 {
         let buffers = || self.buffers.iter().filter(|b| b.category == category);
         let elsewhere = buffers().filter(|buffer| !buffer.is_in_arena());
         elsewhere.map(Buffer::bytes).sum::<u64>()
-            + self.most_alive(|buffer| buffer.category == category)
+            + self.max_live(|buffer| buffer.category == category)
     }
 
-    /// The most bytes of arena buffers that are alive at one call: what no placement could go below.
-    pub fn busiest_bytes(&self) -> u64 {
-        self.most_alive(|_| true)
+    /// Returns the maximum of arena bytes that are live at one call: a lower bound for any placement.
+    pub fn max_live_bytes(&self) -> u64 {
+        self.max_live(|_| true)
     }
 
-    pub(crate) fn busiest_call(&self) -> usize {
-        self.alive(|_| true)
+    pub(crate) fn max_live_call(&self) -> usize {
+        self.live_by_call(|_| true)
             .max_by_key(|(_, bytes)| *bytes)
             .map_or(0, |(call, _)| call)
     }
 
-    fn most_alive(&self, of: impl Fn(&Buffer) -> bool) -> u64 {
-        self.alive(of).map(|(_, bytes)| bytes).max().unwrap_or(0)
+    fn max_live(&self, of: impl Fn(&Buffer) -> bool) -> u64 {
+        self.live_by_call(of)
+            .map(|(_, bytes)| bytes)
+            .max()
+            .unwrap_or(0)
     }
 
-    fn alive(&self, of: impl Fn(&Buffer) -> bool) -> impl Iterator<Item = (usize, u64)> {
+    fn live_by_call(&self, of: impl Fn(&Buffer) -> bool) -> impl Iterator<Item = (usize, u64)> {
         let mut change = vec![0i64; self.calls.len() + 1];
         for buffer in self.buffers.iter().filter(|b| b.is_in_arena() && of(b)) {
             let bytes = arena::taken_bytes(buffer) as i64;
@@ -244,32 +248,35 @@ impl Plan {
         alive.enumerate()
     }
 
-    /// FLOPs of all matrix products of a step.
+    /// Returns the FLOPs of all matmuls of a step.
     pub fn flops(&self) -> f64 {
-        let times = |index: usize| self.times(index) as f64;
+        let times = |index: usize| self.runs_per_step(index) as f64;
         let calls = self.calls.iter().enumerate();
         calls
             .map(|(index, call)| times(index) * call.op.flops())
             .sum()
     }
 
-    /// Whether the call is one of this plan's, as far as its operands and its part can tell: both exist here.
+    /// Returns whether a call's operands and cost index exist in this plan.
     pub(super) fn has(&self, call: &Call) -> bool {
         let is_inside = |operand: &BufferRange| {
             let buffer = self.buffer(operand.buffer);
             buffer.is_some_and(|buffer| operand.elements.end <= buffer.elements())
         };
-        call.operands().all(is_inside) && call.part.is_none_or(|part| part < self.parts.len())
+        call.operands().all(is_inside)
+            && call
+                .cost_index
+                .is_none_or(|index| index < self.group_costs.len())
     }
 
-    /// The bytes of a call's operands; those that it reads and writes count twice. `None` for a call of another plan
-    /// whose buffers this plan does not have.
+    /// Returns the bytes of a call's operands, or `None` if its operands or cost index are not in this plan. Operands that
+    /// are read and written count twice.
     pub fn bytes_moved(&self, call: &Call) -> Option<u64> {
         let bytes = || self.bytes_read_and_written(call).iter().sum();
         self.has(call).then(bytes)
     }
 
-    /// [`bytes_moved`](Self::bytes_moved), what is read and what is written.
+    /// Returns the bytes that a call reads and the bytes that it writes; see [`bytes_moved`](Self::bytes_moved).
     pub(super) fn bytes_read_and_written(&self, call: &Call) -> [u64; 2] {
         let bytes = |operand: &BufferRange| {
             let width = self.buffer_of(operand).dtype.size_in_bytes();
@@ -287,8 +294,8 @@ impl Plan {
         ]
     }
 
-    /// How often call number `index` is run in a step, the first apart; 0 if there is no such call.
-    pub fn times(&self, index: usize) -> usize {
+    /// Returns how often a step runs the call with this index, the first step excepted; 0 if the index is out of range.
+    pub fn runs_per_step(&self, index: usize) -> usize {
         match index {
             _ if index >= self.calls.len() => 0,
             _ if self.runs.first_run_only.contains(&index) => 0,
@@ -299,8 +306,8 @@ impl Plan {
         }
     }
 
-    /// Whether a micro-batch has call number `index`: of those that all have, weights come from other ranks in the
-    /// first alone, and gradients are averaged in the last alone.
+    /// Returns whether a micro-batch runs the call with this index. Among calls per micro-batch, only the first
+    /// micro-batch receives weights from other ranks, and only the last averages gradients.
     pub(super) fn is_run_in(&self, index: usize, micro_batch: usize) -> bool {
         let is_of_all = self.runs.per_micro_batch.contains(&index);
         match self.calls[index].op {
@@ -312,30 +319,30 @@ impl Plan {
         }
     }
 
-    /// bf16 or f16 if an operand of the call is in it, else f32. `None` for a call of another plan whose buffers this
-    /// plan does not have.
+    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or cost index
+    /// are not in this plan.
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))
     }
 
-    /// [`compute_dtype`](Self::compute_dtype) of one of this plan's calls.
+    /// Same as [`compute_dtype`](Self::compute_dtype), for a call of this plan.
     pub(super) fn dtype_of(&self, call: &Call) -> DType {
         let mut dtypes = call.operands().map(|operand| self.buffer_of(operand).dtype);
         let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
         half.unwrap_or(DType::F32)
     }
 
-    /// Bytes of what a run gives out.
+    /// Returns the size of a run's output tensor, in bytes.
     #[cfg(feature = "cuda")]
     pub(super) fn output_bytes(&self) -> u64 {
         self.at_location(Location::Output).map_or(0, Buffer::bytes)
     }
 
-    /// How many parameters the calls touch.
+    /// Returns the number of parameters that calls access.
     #[cfg(feature = "cuda")]
     pub(super) fn parameters(&self) -> usize {
-        let homes = self.buffers.iter().map(|buffer| buffer.location);
-        homes
+        let locations = self.buffers.iter().map(|buffer| buffer.location);
+        locations
             .filter(|location| matches!(location, Location::Parameter(_)))
             .count()
     }
@@ -345,7 +352,8 @@ impl Plan {
         buffers.find(|buffer| buffer.location == location)
     }
 
-    /// What executors rely on: operands lie within their buffers, and what a call writes is no other operand of it.
+    /// Checks what executors rely on: operands are within their buffers, and an operand that a call writes overlaps no
+    /// other operand of the call.
     fn check(&self) {
         for call in &self.calls {
             for operand in call.operands() {
@@ -370,9 +378,9 @@ impl Plan {
 }
 
 impl Plan {
-    /// Bytes of the arena that are needed between call number `call` and the one before it: what earlier calls have
-    /// written and this or a later one reads, or a run leaves behind.
-    pub fn alive_bytes(&self, call: usize) -> u64 {
+    /// Returns the bytes of the arena that are live between the call with this index and the one before it: written by
+    /// earlier calls, and read by this or later ones or left by the run.
+    pub fn live_bytes_before(&self, call: usize) -> u64 {
         let is_left = |end: usize| end == call && call == self.calls().len();
         let alive = self.buffers().iter().filter(|buffer| {
             let live = &buffer.live;
@@ -381,8 +389,8 @@ impl Plan {
         alive.map(arena::taken_bytes).sum()
     }
 
-    /// The first call of backward; the number of calls if there is none. Where head and loss are computed some rows at
-    /// a time, the head's gradients come before it.
+    /// Returns the index of the first call of backward, or the number of calls if there is none. If head and loss run
+    /// on some rows at a time, the head's gradients come before it.
     pub fn backward_begins(&self) -> usize {
         let begins = self.first(Phase::Backward);
         let before = self.calls()[..begins].iter().rev();
@@ -392,20 +400,23 @@ impl Plan {
                 .count()
     }
 
-    /// The first call after backward; the number of calls if there is none.
+    /// Returns the index of the first call after backward, or the number of calls if there is none.
     pub fn backward_ends(&self) -> usize {
         self.first(Phase::Clip)
     }
 
-    /// The first call of this phase or a later one.
+    /// Returns the index of the first call of this phase or a later one.
     fn first(&self, phase: Phase) -> usize {
         let found = self.calls().iter().position(|call| call.phase >= phase);
         found.unwrap_or(self.calls().len())
     }
 }
 
-/// Only the buffers that some call touches, the calls with their new numbers, and these numbers.
-fn leave_out_unused(mut calls: Vec<Call>, buffers: &mut Vec<Buffer>) -> (Vec<Call>, Vec<BufferId>) {
+/// Removes the buffers that no call accesses. Returns the renumbered calls and each buffer's new id.
+fn remove_unused_buffers(
+    mut calls: Vec<Call>,
+    buffers: &mut Vec<Buffer>,
+) -> (Vec<Call>, Vec<BufferId>) {
     let mut numbers = Vec::with_capacity(buffers.len());
     let mut used = 0;
     for buffer in buffers.iter() {

@@ -1,4 +1,4 @@
-//! A plan of a training step on its device: what runs it, and what a run leaves behind.
+//! A plan on its device, with its executor and the results that a run leaves.
 
 use super::config::{PlanKind, StepConfig, StepRanks};
 use super::executor::{Executor, Tensors};
@@ -11,53 +11,53 @@ use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
 use crate::{Error, Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
-/// What a step with a loss scale has come to.
+/// The result of a step with loss scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScaledStep {
-    /// The mean loss of the batch, not scaled.
+    /// The mean loss of the batch, without the loss scale.
     pub loss: f32,
-    /// The first parameter whose gradient was infinite or NaN, for which the update was left out; `None` if it was
-    /// done.
+    /// The first parameter whose gradient was infinite or NaN, so that the update was skipped; `None` if the update
+    /// [ran](Self::updated).
     pub non_finite: Option<String>,
+    updated: bool,
 }
 
 impl ScaledStep {
-    /// Whether there was an update.
-    pub fn stepped(&self) -> bool {
-        self.non_finite.is_none()
+    /// Returns whether the update ran.
+    pub fn updated(&self) -> bool {
+        self.updated
     }
 }
 
-/// A plan of a step, on its device.
 #[derive(Debug)]
 pub(super) struct PlannedStep {
     op: &'static str,
     pub plan: Plan,
     pub executor: Executor,
     parameters: Vec<(String, Var)>,
-    /// Where a run leaves its loss or output, the gradients' norm and each parameter's gradient.
+    /// The operands that hold the loss or output, the gradients' norm and each parameter's gradient after a run.
     output: BufferRange,
     norm: Option<BufferRange>,
     gradients: Vec<Option<BufferRange>>,
-    /// By parameter: whether this rank updates it.
+    /// Whether this rank updates each parameter, by index.
     updated: Vec<bool>,
-    /// Parameters that the loss does not depend on, and what was planned for each.
+    /// Parameters that the loss does not depend on, and how each was planned.
     unreached: Vec<(usize, MissingGradients)>,
     pub config: StepConfig,
-    /// The ranks that gradients are averaged over.
+    /// The communicator for exchanges between ranks.
     communicator: Option<Communicator>,
     has_run: bool,
     /// The norm of the last run's gradients before clipping.
     pub last_norm: Option<f64>,
-    /// The optimizer's steps after the last run, with which the plan's copies of weights are those of the weights.
+    /// The optimizer's step count after the last run. While it is unchanged, the plan's copies of weights are current.
     steps_seen: Option<usize>,
 }
 
 impl PlannedStep {
-    /// A plan that has [no arena yet](Self::follow). Errors name `op`.
+    /// Creates a plan that has [no arena yet](Self::follow). Errors name `op`.
     ///
     /// # Errors
-    /// On a GPU, shapes that its kernels do not take; memory that is refused.
+    /// On a GPU, shapes that its kernels do not support; out of memory; gradients exchanged in bf16 on the CPU.
     pub fn new(
         op: &'static str,
         lowered: Lowered,
@@ -100,10 +100,10 @@ impl PlannedStep {
         })
     }
 
-    /// Takes the arena of the plan that was run before, or allocates one.
+    /// Takes over the arena of the plan that ran before, or allocates one.
     ///
     /// # Errors
-    /// An arena that does not fit the device's memory: then no plan has one.
+    /// An arena that does not fit in the device's memory; then no plan has one.
     pub fn follow(&mut self, before: Option<&mut Self>) -> Result<()> {
         (self.has_run, self.last_norm) = (false, None);
         let from = before.map(|before| {
@@ -113,10 +113,10 @@ impl PlannedStep {
         self.executor.take_arena(&self.plan, from)
     }
 
-    /// The ranks that a run's exchanges are with.
+    /// Returns the communicator for a run's exchanges.
     ///
     /// # Errors
-    /// A plan that has exchanges, and no ranks.
+    /// A plan with exchanges, but no communicator.
     fn ranks(&self) -> Result<Option<Communicator>> {
         match (self.config.ranks, &self.communicator) {
             (StepRanks::Alone, _) => Ok(None),
@@ -129,7 +129,7 @@ impl PlannedStep {
         }
     }
 
-    /// One step on what `tensors` has besides parameters and their updates: the loss.
+    /// Runs a training step. Returns the loss. Parameters and their updates need not be set in `tensors`.
     ///
     /// # Errors
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
@@ -140,10 +140,10 @@ impl PlannedStep {
         self.loss(tensors.loss_divisor)
     }
 
-    /// One step with the scaler's loss scale.
+    /// Runs a training step with the scaler's loss scale.
     ///
     /// # Errors
-    /// As [`run`](Self::run); a plan without loss scaling.
+    /// Those of [`run`](Self::run); a plan without loss scaling.
     pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,
@@ -161,15 +161,16 @@ impl PlannedStep {
                 ),
             );
         }
-        let stepped = self.run_with(optimizer, tensors, loss_scale)?;
-        let non_finite = match stepped {
+        let updated = self.run_with(optimizer, tensors, loss_scale)?;
+        let non_finite = match updated {
             true => None,
             false => self.first_non_finite()?,
         };
-        scaler.planned_update(!stepped)?;
+        scaler.planned_update(!updated)?;
         Ok(ScaledStep {
             loss: self.loss(tensors.loss_divisor)?,
             non_finite,
+            updated,
         })
     }
 
@@ -182,14 +183,14 @@ impl PlannedStep {
         let mut planned = optimizer.planned_updates(self.op, &self.parameters)?;
         self.check_unreached(&planned)?;
         self.leave_out_skipped(&mut planned);
-        parameters::check_apart(self.op, &self.parameters, &planned, tensors.arguments)?;
+        parameters::check_disjoint(self.op, &self.parameters, &planned, tensors.arguments)?;
         self.check_shares(&planned)?;
         self.plan.set_moments(|number, dtype| {
             let moments = planned[number].moments.as_ref();
             moments.map_or(dtype, |[exp_avg, _]| exp_avg.dtype())
         });
         if self.steps_seen != Some(optimizer.steps()) {
-            self.executor.refresh(); // somebody else has stepped
+            self.executor.refresh(); // a step was taken outside of the plan
         }
         for planned in &mut planned {
             planned.update.clip_value = self.config.clip_value.unwrap_or(f64::INFINITY);
@@ -201,11 +202,11 @@ impl PlannedStep {
             ..*tensors
         };
         let clip_norm = self.config.clip_norm.unwrap_or(f64::INFINITY);
-        (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until it is over
+        (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until the run succeeds
         let executor = &mut self.executor;
-        let stepped = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
+        let updated = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
         self.has_run = true;
-        if stepped {
+        if updated {
             optimizer.planned_step_taken(self.skipped().map(|number| &self.parameters[number].1));
             self.last_norm = match self.norm.clone() {
                 Some(norm) => self.first(&norm)?,
@@ -213,18 +214,18 @@ impl PlannedStep {
             };
         }
         self.steps_seen = Some(optimizer.steps());
-        Ok(stepped)
+        Ok(updated)
     }
 
-    /// The parameters that the plan does not update, since the loss does not depend on them.
+    /// Returns the parameters without a gradient that the plan does not update.
     fn skipped(&self) -> impl Iterator<Item = usize> {
         let unreached = self.unreached.iter();
         let skipped = unreached.filter(|(_, missing)| *missing == MissingGradients::Skip);
         skipped.map(|(number, _)| *number)
     }
 
-    /// Takes the state of skipped parameters out, which no call has. A GPU has room for one update for each parameter
-    /// of the plan: theirs become another's.
+    /// Removes the state of skipped parameters, which no call updates. A GPU's table of distinct updates has at most
+    /// one entry per planned parameter, so skipped ones copy another parameter's update.
     fn leave_out_skipped(&self, planned: &mut [PlannedUpdate]) {
         let is_skipped = |number: &usize| self.skipped().any(|skipped| skipped == *number);
         let Some(other) = (0..planned.len()).find(|number| !is_skipped(number)) else {
@@ -236,7 +237,7 @@ impl PlannedStep {
         }
     }
 
-    /// Whether the plan does with parameters that have no gradient what this optimizer's groups say.
+    /// Checks that the plan treats parameters without a gradient as the optimizer's groups require.
     fn check_unreached(&self, planned: &[PlannedUpdate]) -> Result<()> {
         for (number, missing) in &self.unreached {
             let given = planned[*number].missing;
@@ -255,7 +256,7 @@ impl PlannedStep {
         Ok(())
     }
 
-    /// Whether the plan updates the parameters whose state this optimizer has, and no others.
+    /// Checks that the plan updates exactly the parameters whose state the optimizer has.
     fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
         let own = planned.iter().map(|planned| planned.moments.is_some());
         if own.eq(self.updated.iter().copied()) {
@@ -275,10 +276,10 @@ impl PlannedStep {
         })
     }
 
-    /// Forward alone: its output, on `device`.
+    /// Runs forward alone. Returns its output on `device`.
     ///
     /// # Errors
-    /// Memory that is refused.
+    /// Out of memory.
     pub fn forward(&mut self, tensors: &Tensors<'_>, device: &Device) -> Result<Tensor> {
         let buffer = self.plan.buffer_of(&self.output);
         let output = ops::zeros(&buffer.shape[..], buffer.dtype, device)?;
@@ -290,20 +291,20 @@ impl PlannedStep {
         Ok(output)
     }
 
-    /// Forward and backward from the gradient that is among the inputs.
+    /// Runs forward and backward from the output's gradient, which is among the inputs.
     ///
     /// # Errors
-    /// A parameter that is an input too.
+    /// A parameter that is also an input.
     pub fn forward_backward_from(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         self.run_without_update(tensors)?;
         self.has_run = true;
         Ok(())
     }
 
-    /// A copy of the output, of that shape, that [`forward_backward_from`](Self::forward_backward_from) has left.
+    /// Copies the output of the last [`forward_backward_from`](Self::forward_backward_from), in this shape.
     ///
     /// # Errors
-    /// [`Error::Order`] for a run that leaves none.
+    /// [`Error::Order`] if the last run left no output.
     pub fn output(&self, kind: PlanKind, shape: &[usize]) -> Result<Tensor> {
         if kind != PlanKind::Gradients || !self.has_run {
             return Err(Error::Order {
@@ -316,10 +317,10 @@ impl PlannedStep {
             .copy(&self.plan, &self.output, &Shape::from(shape))
     }
 
-    /// Forward, loss and backward alone: the loss.
+    /// Runs forward, loss and backward. Returns the loss.
     ///
     /// # Errors
-    /// [`Error::Order`] where the optimizer runs in backward.
+    /// [`Error::Order`] if the optimizer runs in backward.
     pub fn forward_backward(&mut self, tensors: &Tensors<'_>) -> Result<f32> {
         if self.config.optimizer_in_backward {
             return Err(Error::Order {
@@ -336,17 +337,17 @@ impl PlannedStep {
     fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
         let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
-        parameters::check_apart(self.op, &self.parameters, &[], tensors.arguments)?;
+        parameters::check_disjoint(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,
             communicator: ranks.as_ref(),
             ..*tensors
         };
-        (self.has_run, self.last_norm) = (false, None); // until it is over
-        self.executor.refresh(); // the update is somebody else's
+        (self.has_run, self.last_norm) = (false, None); // until the run succeeds
+        self.executor.refresh(); // the caller updates the weights
         self.executor.run_micro_batches(&self.plan, &tensors)?;
         match &ranks {
-            Some(ranks) => ranks.check(), // a rank that failed leaves no mean
+            Some(ranks) => ranks.check(), // if a rank failed, the mean is not valid
             None => Ok(()),
         }
     }
@@ -354,20 +355,21 @@ impl PlannedStep {
     fn loss(&mut self, divisor: Option<f64>) -> Result<f32> {
         let loss = self.first(&self.output.clone())?;
         if let Some(ranks) = &self.communicator {
-            ranks.check()?; // a rank that failed leaves no mean
+            ranks.check()?; // if a rank failed, the mean is not valid
         }
         let divisor = divisor.unwrap_or(1.0);
-        Ok(loss.map_or(f32::NAN, |loss| (loss / divisor) as f32)) // (1)
+        Ok(loss.map_or(f32::NAN, |loss| (loss / divisor) as f32)) // it has one element
     }
 
     pub fn time_phases(&mut self, on: bool) {
         self.executor.time_phases(&self.plan, on);
     }
 
-    /// Copies of the last run's gradients by name, not clipped; of a divided optimizer those of this rank's parameters.
+    /// Returns copies of the last run's gradients by name, before clipping. With sharding, only those of this rank's
+    /// parameters.
     ///
     /// # Errors
-    /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
+    /// [`Error::Order`] before the first run, and if the optimizer runs in backward, which frees the gradients.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
         let refuse = |problem: &str, hint: &str| Err(Error::order(self.op, problem, hint));
         if !self.has_run {
@@ -386,13 +388,13 @@ impl PlannedStep {
         gradients.collect()
     }
 
-    /// The first number of an operand that a run leaves, in f64.
+    /// Reads the first element of an operand that a run keeps, as f64.
     fn first(&mut self, operand: &BufferRange) -> Result<Option<f64>> {
         let kept: Vec<f64> = self.executor.read(&self.plan, operand)?;
         Ok(kept.first().copied())
     }
 
-    /// The parameter that the check for overflow has named.
+    /// Returns the name of the parameter that the overflow check found.
     fn first_non_finite(&mut self) -> Result<Option<String>> {
         let is_check = |op: &Op| matches!(op, Op::CheckOverflow { .. });
         let Some(call) = self.plan.calls().iter().find(|call| is_check(&call.op)) else {

@@ -1,8 +1,8 @@
-//! A run of a plan on paper: what it takes by measured rates, and how much of what ranks exchange shows.
+//! Simulated runs of a plan: the estimated time at measured rates, and how much of the exchanges' time is not hidden.
 //!
-//! As on a GPU, kernels run one after another, and beside them exchanges, one after another too. An exchange begins
-//! when the kernels before it are done; a call waits for the exchange of what it touches. A kernel takes as long as its
-//! FLOPs or its bytes, whichever is more, at the rates; an exchange as its bytes on the bus.
+//! As on a GPU, kernels run one after another. Exchanges run concurrently with them, also one after another. An
+//! exchange starts when the kernels before it are done. A call waits for the exchange of its operands. A kernel's time
+//! is that of its FLOPs or of its bytes, whichever is longer. An exchange's time is that of its bytes on the bus.
 
 use super::buffer::BufferId;
 use super::op::Op;
@@ -11,42 +11,46 @@ use crate::distributed::Collective;
 use crate::{Error, Result};
 use std::ops::Range;
 
-/// More ranks than any job has had.
+/// More than any real job has.
 const MOST_RANKS: usize = 1 << 17;
 
-/// What a GPU does alone, and what the network between several does, as it was measured.
+/// Measured rates of one GPU and of the network between GPUs.
+///
+/// [`Plan::timeline`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
-    /// FLOPs of matrix products a second.
-    pub product_flops: f64,
-    /// Bytes a second that kernels read and write.
+    /// Matmul FLOPs per second.
+    pub matmul_flops: f64,
+    /// Bytes per second that kernels read and write.
     pub memory_bytes: f64,
-    /// Seconds that each kernel takes beside that.
+    /// Overhead of each kernel, in seconds.
     pub kernel_seconds: f64,
-    /// The bus rate of large all-reduces, in bytes a second, as NCCL's tests and `distributed_benchmark` print it: what
-    /// a rank has to send, over the time. Of N ranks that is 2 (N - 1) / N of the bytes.
+    /// Bus bandwidth of large all-reduces, in bytes per second, as NCCL's tests and `distributed_benchmark` report it:
+    /// the bytes that a rank has to send, divided by the time. With N ranks these are 2 (N - 1) / N of the tensor's
+    /// bytes.
     pub reduce_bytes: f64,
-    /// The same of large all-gathers and reduce-scatters, of which a rank sends (N - 1) / N of the bytes.
+    /// Bus bandwidth of large all-gathers and reduce-scatters, in bytes per second. A rank sends (N - 1) / N of the
+    /// bytes.
     pub gather_bytes: f64,
-    /// Seconds that a collective takes beside that.
+    /// Overhead of each group of exchanges, in seconds.
     pub exchange_seconds: f64,
-    /// How much of the time of an exchange the kernels beside it lose, 0 to 1: it takes multiprocessors and memory
-    /// bandwidth from them.
+    /// The share of an exchange's time that concurrent kernels lose, from 0 to below 1, because the exchange uses
+    /// multiprocessors and memory bandwidth.
     pub contention: f64,
 }
 
 impl Rates {
-    /// Whether time goes by.
+    /// Checks that the rates are usable.
     ///
     /// # Errors
-    /// [`Error::Config`] for a rate that is not over 0, seconds under 0, a contention that is not from 0 to under 1.
+    /// [`Error::Config`] for a rate that is not above 0, seconds below 0 or a contention outside of 0 to below 1.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, got: f64, expected| {
             Err(Error::config("Rates", field, got)
                 .must_be(expected, "measure it, or read it off a data sheet"))
         };
         for (field, rate) in [
-            ("product_flops", self.product_flops),
+            ("matmul_flops", self.matmul_flops),
             ("memory_bytes", self.memory_bytes),
             ("reduce_bytes", self.reduce_bytes),
             ("gather_bytes", self.gather_bytes),
@@ -69,11 +73,11 @@ impl Rates {
         }
     }
 
-    /// The same, with kernels so much faster or slower that `plan`, of a rank alone, takes `seconds`: what was measured
-    /// of the step is then right, and the network's part is what is predicted.
+    /// Returns these rates with the kernels' scaled so that `plan`, run by one rank, takes `seconds`. With a measured
+    /// time for one rank, only the network's part is then estimated.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate); seconds that are not over 0.
+    /// Those of [`validate`](Self::validate); seconds that are not above 0.
     pub fn fitted_to(&self, plan: &Plan, seconds: f64) -> Result<Self> {
         if seconds.is_nan() || seconds <= 0.0 {
             let got = Error::config("Rates", "a step's seconds", seconds);
@@ -81,46 +85,44 @@ impl Rates {
         }
         let factor = plan.timeline(1, self)?.kernel_seconds / seconds;
         Ok(Self {
-            product_flops: self.product_flops * factor,
+            matmul_flops: self.matmul_flops * factor,
             memory_bytes: self.memory_bytes * factor,
             kernel_seconds: self.kernel_seconds / factor,
             ..*self
         })
     }
 
-    /// How long a collective takes on so many bytes, without what each takes beside that; and how many of them a rank
-    /// sends.
+    /// Returns the time of a collective on `bytes`, without overhead, and the bytes that a rank sends.
     fn of_collective(&self, collective: Collective, bytes: f64, world_size: usize) -> (f64, f64) {
         let others = (world_size - 1) as f64 / world_size as f64;
         let (sent_bytes, rate) = match collective {
             Collective::AllReduce(_) => (2.0 * others * bytes, self.reduce_bytes),
-            // Of parts; those to and from one rank go in groups in which each rank has its turn, as parts do.
+            // Collectives of shards. Those with one root run in groups in which each rank has its turn, like shards.
             _ => (others * bytes, self.gather_bytes),
         };
         (sent_bytes / rate, sent_bytes)
     }
 }
 
-/// What a run takes on paper, in seconds.
+/// Estimated times of a run, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timeline {
-    /// All of it: kernels, and what of the exchanges shows, [waiting](Self::waiting_seconds) and
-    /// [contention](Self::contention_seconds).
+    /// The full step: kernels, [waiting](Self::waiting_seconds) and [contention](Self::contention_seconds).
     pub step_seconds: f64,
     /// Kernels alone.
     pub kernel_seconds: f64,
     /// Exchanges alone.
     pub exchange_seconds: f64,
-    /// Kernels wait for exchanges.
+    /// The time that kernels wait for exchanges.
     pub waiting_seconds: f64,
-    /// Kernels take longer beside exchanges.
+    /// The time that kernels lose while exchanges run.
     pub contention_seconds: f64,
-    /// Bytes that a rank sends.
+    /// The bytes that a rank sends.
     pub sent_bytes: f64,
 }
 
 impl Plan {
-    /// A run on paper, of a rank of `world_size`, after the first.
+    /// Simulates a run, other than the first, of one rank of `world_size`.
     ///
     /// ```
     /// use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
@@ -128,10 +130,10 @@ impl Plan {
     /// use tallow::model::TransformerConfig;
     ///
     /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
-    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
-    /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch)?;
+    /// let (model, batch) = (TransformerConfig::small(), Batch::meta(4, 256)?);
+    /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch)?;
     /// let rates = Rates {
-    ///     product_flops: 50e12, // f32
+    ///     matmul_flops: 50e12, // f32
     ///     memory_bytes: 3e12,
     ///     kernel_seconds: 1e-6,
     ///     reduce_bytes: 100e9,
@@ -147,7 +149,7 @@ impl Plan {
     /// ```
     ///
     /// # Errors
-    /// As [`Rates::validate`]; no ranks, or more than 2^17.
+    /// Those of [`Rates::validate`]; a `world_size` of 0 or above 2^17.
     pub fn timeline(&self, world_size: usize, rates: &Rates) -> Result<Timeline> {
         rates.validate()?;
         if !(1..=MOST_RANKS).contains(&world_size) {
@@ -163,12 +165,12 @@ impl Plan {
             open: Vec::new(),
             timeline: Timeline::default(),
         };
-        let micro_batches =
-            (0..self.micro_batches()).map(|number| (self.per_micro_batch(), number));
-        for (calls, micro_batch) in micro_batches {
-            run.calls(calls, micro_batch);
+        let per_micro_batch = self.per_micro_batch();
+        run.calls(0..per_micro_batch.start, 0); // on the CPU, for example copies of weights in half precision
+        for micro_batch in 0..self.micro_batches() {
+            run.calls(per_micro_batch.clone(), micro_batch);
         }
-        run.calls(self.per_micro_batch().end..self.calls().len(), 0);
+        run.calls(per_micro_batch.end..self.calls().len(), 0);
         run.wait_until(run.exchanged);
         Ok(Timeline {
             step_seconds: run.now,
@@ -176,29 +178,27 @@ impl Plan {
         })
     }
 
-    /// How long a call's kernel takes alone.
     fn seconds_of(&self, call: &Call, rates: &Rates) -> f64 {
         let cost = self.cost_of(call);
         let seconds =
-            (cost.product_flops / rates.product_flops).max(cost.bytes() / rates.memory_bytes);
+            (cost.matmul_flops / rates.matmul_flops).max(cost.bytes() / rates.memory_bytes);
         let own = match call.op {
             Op::Kernel(_) => rates.kernel_seconds,
-            _ => 0.0, // many parameters in one launch
+            _ => 0.0, // one launch updates many parameters
         };
         seconds + own
     }
 }
 
-/// How far a run has come.
 struct Run<'a> {
     plan: &'a Plan,
     world_size: usize,
     rates: &'a Rates,
-    /// The kernels.
+    /// The time at which the kernels so far are done.
     now: f64,
-    /// When the exchanges that have begun are over.
+    /// The time at which the exchanges so far are done.
     exchanged: f64,
-    /// What they exchange, and when it is there.
+    /// The buffers that are being exchanged, and when each is done.
     open: Vec<(BufferId, f64)>,
     timeline: Timeline,
 }
@@ -209,7 +209,10 @@ impl Run<'_> {
         let mut begun = calls.start;
         for index in calls.clone() {
             let call = &plan.calls()[index];
-            if index < begun || plan.times(index) == 0 || !plan.is_run_in(index, micro_batch) {
+            if index < begun
+                || plan.runs_per_step(index) == 0
+                || !plan.is_run_in(index, micro_batch)
+            {
                 continue;
             }
             if call.op.is_exchange() {
@@ -252,7 +255,7 @@ impl Run<'_> {
         self.open.extend(opened);
     }
 
-    /// A kernel, slower while something is exchanged.
+    /// Runs a kernel, which is slower during exchanges.
     fn kernel(&mut self, seconds: f64) {
         self.timeline.kernel_seconds += seconds;
         let speed = 1.0 - self.rates.contention;

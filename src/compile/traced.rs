@@ -1,7 +1,7 @@
-//! A traced function, as plans are made from it: its graph, and which of its values are parameters.
+//! A traced function that plans are made from: its graph, its tensors and its parameters.
 
 use super::config::{PlanKind, StepConfig};
-use super::lower::{self, Job, Lowered};
+use super::lower::{self, LowerRequest, Lowered};
 use super::program::Recompute;
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId, ValueRef, View};
 use crate::inplace::{for_elements, storage_address};
@@ -14,39 +14,39 @@ use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A variable that a plan updates, or reads as it is in each run.
+/// A variable that a plan updates, or reads in each run.
 #[derive(Clone, Debug)]
 pub(super) struct Parameter {
     pub name: String,
-    /// What the graph reads first may be a view of it.
+    /// The size of the whole variable. (The graph may have seen a view of it first.)
     pub elements: usize,
     pub dtype: DType,
-    /// What is planned for it where the loss does not depend on it.
+    /// How it is planned if the loss does not depend on it.
     pub missing: MissingGradients,
 }
 
-/// A function's trace, and its parameters.
+/// A function's trace and its parameters.
 pub(super) struct TracedFunction {
-    /// Whom errors name.
+    /// The op name for errors.
     pub op: &'static str,
     pub target: Target,
-    /// Token ids are u32 in it: those in i64 are converted before they are passed to a plan.
+    /// The graph. Token ids are u32 in it; i64 ids are converted before they are passed to a plan.
     pub graph: Graph,
-    /// By value: of an input a hollow one, of a weight itself.
+    /// A tensor of each value, by id: a meta tensor for an input, the variable itself for a weight.
     pub tensors: Vec<Tensor>,
-    /// In the order of [`Location::Parameter`](super::Location::Parameter).
+    /// The parameters, in the order of [`Location::Parameter`](super::Location::Parameter).
     pub parameters: Vec<Parameter>,
-    /// Which parameter a value is.
+    /// The parameter index of values that are parameters.
     pub numbers: HashMap<ValueId, usize>,
-    /// What a loss is over the micro-batch's targets: of a sum a run is given the divisor.
+    /// The reduction of a loss over the micro-batch's targets. For a sum, each run is passed the divisor.
     pub reduction: Reduction,
 }
 
 impl TracedFunction {
-    /// Traces `function`, whose variables are `parameters`: real ones, or hollow ones where only a plan is wanted.
+    /// Traces `function`, whose variables are `parameters`: real ones, or meta tensors if only a plan is needed.
     ///
     /// # Errors
-    /// Those of the function and of its trace.
+    /// Errors of the function and of its trace.
     pub fn new<'p>(
         op: &'static str,
         target: Target,
@@ -57,11 +57,11 @@ impl TracedFunction {
         Self::of(op, target, parameters, traced)
     }
 
-    /// As [`new`](Self::new), where every hollow weight that the function reads is a parameter.
+    /// Same as [`new`](Self::new), with every meta weight that the function reads as a parameter.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
-    pub fn of_hollow_weights(
+    /// Those of [`new`](Self::new).
+    pub fn with_meta_weights(
         op: &'static str,
         target: Target,
         function: impl FnOnce() -> Result<Vec<Tensor>>,
@@ -69,9 +69,9 @@ impl TracedFunction {
         let traced = graph::trace_with_tensors(target, function)?;
         let weights = traced.graph.weights();
         let weights = weights.map(|(id, name)| (name.to_string(), traced.tensors[id.0].clone()));
-        let hollow = weights.filter(|(_, weight)| graph::is_hollow(weight));
-        let hollow: Vec<(String, Tensor)> = hollow.collect();
-        let parameters = hollow.iter().map(|(name, weight)| (name.as_str(), weight));
+        let meta = weights.filter(|(_, weight)| graph::is_meta(weight));
+        let meta: Vec<(String, Tensor)> = meta.collect();
+        let parameters = meta.iter().map(|(name, weight)| (name.as_str(), weight));
         Self::of(op, target, parameters, traced)
     }
 
@@ -107,7 +107,7 @@ impl TracedFunction {
         })
     }
 
-    /// The values from outside that are neither parameters nor inputs.
+    /// Returns constants and frozen weights: the values that are neither parameters, inputs nor outputs of nodes.
     pub fn constants(&self) -> Vec<ValueId> {
         let is_constant = |id: &ValueId| match self.graph.value(*id).source {
             Source::Constant => true,
@@ -118,23 +118,24 @@ impl TracedFunction {
         ids.filter(is_constant).collect()
     }
 
-    /// The elements of an operand that is a constant, rounded to `dtype`.
+    /// Returns the elements of a constant operand, rounded to `dtype`.
     ///
     /// # Errors
-    /// Hollow weights; views that cannot be copied.
+    /// Meta weights; views that cannot be copied.
     pub fn table(&self, operand: &ValueRef, dtype: DType) -> Result<Vec<f32>> {
         let elements = match &operand.view {
             None => self.tensor(operand.value)?.detach(),
-            Some(view) => self.viewed(operand.value, view)?,
+            Some(view) => self.view_of(operand.value, view)?,
         };
         let rounded = elements.to_dtype(dtype)?.to_dtype(DType::F32)?;
         Ok(rounded.flatten_all()?.to_vec1()?)
     }
 
-    /// The first `elements` of a value's storage, on `device`: its tensor itself, or a copy where that is a view.
+    /// Returns the first `elements` of a value's storage on `device`: the value's tensor itself if it is exactly those,
+    /// else a copy.
     ///
     /// # Errors
-    /// As [`table`](Self::table); a constant on another device.
+    /// Those of [`table`](Self::table); a constant on another device.
     pub fn first(&self, id: ValueId, elements: usize, device: &Device) -> Result<Tensor> {
         let tensor = self.tensor(id)?;
         let is_all = tensor.layout().start_offset() == 0 && tensor.is_contiguous();
@@ -146,38 +147,38 @@ impl TracedFunction {
                     stride: vec![1],
                     offset: 0,
                 };
-                self.viewed(id, &row)?
+                self.view_of(id, &row)?
             }
         };
-        self.moved(id, &tensor, device)
+        self.to_device(id, &tensor, device)
     }
 
-    /// A copy of the elements that a view shows of a value's storage, on `device`.
+    /// Returns a contiguous copy of a view of a value's storage, on `device`.
     ///
     /// # Errors
-    /// As [`first`](Self::first).
+    /// Those of [`first`](Self::first).
     pub fn copied(&self, id: ValueId, view: &View, device: &Device) -> Result<Tensor> {
-        self.moved(id, &self.viewed(id, view)?, device)
+        self.to_device(id, &self.view_of(id, view)?, device)
     }
 
     fn tensor(&self, id: ValueId) -> Result<&Tensor> {
         let tensor = &self.tensors[id.0];
-        match graph::is_hollow(tensor) {
+        match graph::is_meta(tensor) {
             false => Ok(tensor),
             true => Err(Error::Order {
                 op: self.op,
                 problem: format!(
-                    "a hollow weight {:?} has no elements to compute with",
+                    "the weight {:?} is a meta tensor, which has no data",
                     tensor.dims()
                 ),
-                hint: "build the model with real weights; only inputs are hollow".into(),
+                hint: "build the model with real weights; only inputs may be meta tensors".into(),
             }),
         }
     }
 
-    /// A constant that the function makes beside hollow inputs, which are nowhere, is on the CPU: it is moved. A weight
-    /// is not.
-    fn moved(&self, id: ValueId, tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    /// Moves a constant to `device`. A constant that the function creates while tracing is on the CPU, because meta
+    /// tensors have no device. Weights are not moved.
+    fn to_device(&self, id: ValueId, tensor: &Tensor, device: &Device) -> Result<Tensor> {
         let moves = self.graph.value(id).source == Source::Constant && tensor.device().is_cpu();
         if !moves {
             let what = "a constant or a frozen weight";
@@ -186,7 +187,7 @@ impl TracedFunction {
         Ok(tensor.to_device(device)?)
     }
 
-    fn viewed(&self, id: ValueId, view: &View) -> Result<Tensor> {
+    fn view_of(&self, id: ValueId, view: &View) -> Result<Tensor> {
         let tensor = self.tensor(id)?;
         let layout = tensor.layout();
         let is_this = layout.dims() == view.shape
@@ -207,7 +208,7 @@ impl TracedFunction {
     }
 }
 
-/// A plan, and the function that it is of.
+/// A plan and the function that it was made from.
 pub(super) struct Planned {
     pub function: Rc<TracedFunction>,
     pub lowered: Lowered,
@@ -220,10 +221,10 @@ impl Planned {
 }
 
 impl TracedFunction {
-    /// Its plan.
+    /// Plans the function.
     ///
     /// # Errors
-    /// An op that has no planned form; an output that a plan of this kind does not take; a parameter that the output
+    /// An op that cannot be planned; an output that a plan of this kind does not support; a parameter that the output
     /// does not depend on.
     pub fn plan(
         self: &Rc<Self>,
@@ -231,7 +232,7 @@ impl TracedFunction {
         config: &StepConfig,
         recompute: Recompute,
     ) -> Result<Planned> {
-        let job = Job {
+        let job = LowerRequest {
             function: self,
             kind,
             config,
@@ -244,14 +245,14 @@ impl TracedFunction {
     }
 }
 
-/// Turns token ids in i64 into u32, which kernels read. Ids are what ops read in i64 without taking it as an input, and
-/// copies of it in order.
+/// Converts token ids in i64 to the u32 that kernels read. Ids are i64 values that ops read as extra inputs, and
+/// contiguous copies of such values.
 ///
 /// # Errors
-/// Ids that an op takes as numbers too: an ignored id is another number in u32.
+/// Ids that an op also uses as numbers, because an ignored id is a different number in u32.
 fn narrow_ids(op: &'static str, graph: &mut Graph) -> Result<()> {
     let is_wide = |graph: &Graph, id: ValueId| graph.value(id).dtype == DType::I64;
-    let reads = graph.nodes().flat_map(|node| &node.reads);
+    let reads = graph.nodes().flat_map(|node| &node.extra_inputs);
     if !reads.map(|x| x.value).any(|id| is_wide(graph, id)) {
         return Ok(());
     }
@@ -276,7 +277,7 @@ fn narrow_ids(op: &'static str, graph: &mut Graph) -> Result<()> {
     Ok(())
 }
 
-/// An error unless a tensor is where the plan is run.
+/// Checks that a tensor is on the plan's device.
 pub(super) fn check_device(
     op: &'static str,
     what: &str,
@@ -298,7 +299,7 @@ pub(super) fn check_device(
 
 fn gathered(storage: &CpuStorage, view: &View) -> candle_core::Result<Tensor> {
     fn from<T: WithDType>(x: &[T], view: &View) -> candle_core::Result<Tensor> {
-        let elements: Vec<T> = strided::places(view).map(|place| x[place]).collect();
+        let elements: Vec<T> = strided::offsets(view).map(|place| x[place]).collect();
         Tensor::from_vec(elements, &view.shape[..], &Device::Cpu)
     }
     for_elements!(storage, x => from(x, view))

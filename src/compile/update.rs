@@ -1,4 +1,4 @@
-//! What becomes of gradients that are complete: their norm, and AdamW.
+//! The update of a planned step: unscaling, the gradients' norm, clipping and AdamW.
 
 use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
@@ -10,51 +10,50 @@ use crate::ops::lowering::Named;
 use candle_core::DType;
 use std::collections::HashMap;
 
-/// The update of parameters, by their numbers.
+/// Writes the calls of the update. Parameters are given by index.
 pub(super) struct Update<'a> {
     pub plan: &'a mut Writer,
-    /// Of each parameter that has one.
+    /// The gradient of each parameter that has one.
     pub gradients: &'a [Option<BufferRange>],
-    /// Of each parameter, the copy in half precision that the update renews, where there is one.
+    /// The half-precision copies that the update renews, by parameter.
     pub copies: HashMap<usize, BufferRange>,
-    /// Where the update is divided among ranks.
+    /// The division of the update among ranks, if it is divided.
     pub shares: Option<Shares>,
     pub on_gpu: bool,
 }
 
-/// What each rank updates.
+/// The parameters that each rank updates.
 #[derive(Clone)]
 pub(super) struct Shares {
     pub own: Shard,
-    /// By parameter, the rank that updates it. None: every rank updates its part of each.
+    /// The rank that updates each parameter; `None` if every rank updates its shard of each parameter.
     pub owners: Option<Vec<usize>>,
 }
 
 impl Shares {
-    /// Whether a rank updates a parameter, or a part of it.
+    /// Returns whether a rank updates a parameter or a shard of it.
     fn has(&self, rank: usize, number: usize) -> bool {
         let owners = self.owners.as_ref();
         owners.is_none_or(|owners| owners[number] == rank)
     }
 }
 
-/// A number that a rank has of a gradient.
-struct Place {
+/// The position of one gradient's result (a flag or a sum) in a buffer of per-gradient results.
+struct ResultSlot {
     number: usize,
     rank: usize,
     is_own: bool,
 }
 
 impl Update<'_> {
-    /// Whether this rank updates a parameter, or its part of it.
+    /// Returns whether this rank updates a parameter or its shard of it.
     fn is_own(&self, number: usize) -> bool {
         let shares = self.shares.as_ref();
         shares.is_none_or(|shares| shares.has(shares.own.rank, number))
     }
 
-    /// The order in which numbers are kept that there are of each gradient: rank by rank. A parameter without a
-    /// gradient has none.
-    fn places(&self) -> Vec<Place> {
+    /// Returns the order of per-gradient results in a buffer: rank by rank. Parameters without a gradient have none.
+    fn result_slots(&self) -> Vec<ResultSlot> {
         let (own, world_size) = match &self.shares {
             Some(shares) => (shares.own.rank, shares.own.world_size),
             None => (0, 1),
@@ -66,7 +65,7 @@ impl Update<'_> {
                 let is_there = gradients[*number].is_some();
                 is_there && shares.is_none_or(|shares| shares.has(rank, *number))
             };
-            numbers.filter(has).map(move |number| Place {
+            numbers.filter(has).map(move |number| ResultSlot {
                 number,
                 rank,
                 is_own: rank == own,
@@ -75,8 +74,8 @@ impl Update<'_> {
         (0..world_size).flat_map(of_rank).collect()
     }
 
-    /// Each rank has made its own part of a buffer that has a number at each place: the others get it.
-    fn gather(&mut self, buffer: BufferId, places: &[Place]) {
+    /// Gathers a buffer of per-gradient results, of which each rank has computed its own part.
+    fn gather(&mut self, buffer: BufferId, places: &[ResultSlot]) {
         if self.shares.is_none() {
             return;
         }
@@ -93,7 +92,7 @@ impl Update<'_> {
         }
     }
 
-    /// The whole of it, when all gradients are there: loss scaling undone, clipping, AdamW.
+    /// Adds the full update after all gradients: unscaling, clipping, AdamW.
     pub fn run(&mut self, scales: bool, clips: bool) {
         let mut factor = None;
         if scales {
@@ -102,18 +101,18 @@ impl Update<'_> {
         if clips {
             factor = Some(self.clip_factor());
         }
-        // In the order of the sums: on a GPU both have one table.
-        for place in self.places().iter().filter(|place| place.is_own) {
+        // In the order of the sums: on a GPU both use one table.
+        for place in self.result_slots().iter().filter(|place| place.is_own) {
             self.adamw(place.number, factor);
         }
     }
 
-    /// Gradients over the loss scale, and the end of the step where one of them is not finite; on a GPU, what keeps the
-    /// updates from happening then.
+    /// Adds the division of gradients by the loss scale and the overflow check. On the CPU the check ends the step. On
+    /// a GPU the returned `factor` makes the updates do nothing.
     fn unscale(&mut self) -> Option<BufferId> {
         self.plan.phase = Phase::Optimizer;
         self.plan.path = "grad_scaler".into();
-        let places = self.places();
+        let places = self.result_slots();
         let (found, dtype) = match self.on_gpu {
             true => ("not finite", DType::U32),
             false => ("finite", DType::U8),
@@ -149,7 +148,7 @@ impl Update<'_> {
         factor
     }
 
-    /// The norm, and what gradients are multiplied by.
+    /// Adds a buffer for the norm and the factor that gradients are multiplied by.
     fn factor(&mut self) -> BufferId {
         let words = if self.on_gpu { 3 } else { 2 };
         let factor = self
@@ -159,11 +158,11 @@ impl Update<'_> {
         factor
     }
 
-    /// The norm of all gradients, and what they are multiplied by: (2).
+    /// Adds the calls for the norm of all gradients. Returns the buffer of the norm and the clipping factor.
     fn clip_factor(&mut self) -> BufferId {
         self.plan.phase = Phase::Clip;
         self.plan.path = "clip_grad_norm".into();
-        let places = self.places();
+        let places = self.result_slots();
         let squares = self
             .plan
             .arena("squares", &[places.len()], DType::F64, Category::Temporary);
@@ -206,7 +205,7 @@ impl Update<'_> {
         factor
     }
 
-    /// The update of parameter number `number`, if it is this rank's.
+    /// Adds the AdamW call of a parameter, if this rank updates it.
     pub fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
         if !self.is_own(number) {
             return;

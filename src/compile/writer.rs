@@ -1,34 +1,32 @@
-//! A plan that is being written: calls in order, and the buffers that they read and write.
+//! The writer of a plan: it collects calls and buffers.
 
 use super::buffer::{BufferId, Buffers, Category};
-use super::costs::PartCost;
+use super::costs::GroupCost;
 use super::op::Op;
 use super::plan::{BufferRange, Call, Phase};
 use crate::ops::lowering::Named;
 use crate::probe::Path;
 use candle_core::DType;
 
-/// Calls and buffers so far.
 #[derive(Default)]
 pub(super) struct Writer {
     pub calls: Vec<Call>,
     pub buffers: Buffers,
-    /// What what runs the plan reads after a run.
+    /// Buffers that are read after a run.
     pub kept: Vec<BufferId>,
-    /// Of the calls to come.
+    /// The phase of the calls to be added.
     pub phase: Phase,
-    /// Where in the model they are.
+    /// The path of the calls to be added.
     pub path: String,
-    /// The outermost module there.
+    /// The outermost module of the path.
     pub module: Path,
-    /// Which of the parts they belong to.
-    pub part: Option<usize>,
-    /// So far.
-    pub parts: Vec<PartCost>,
+    /// The index in `group_costs` of the calls to be added.
+    pub cost_index: Option<usize>,
+    pub group_costs: Vec<GroupCost>,
 }
 
 impl Writer {
-    /// A new buffer of the arena, named after the place that it is made at.
+    /// Adds an arena buffer, named after the current path.
     pub fn arena(
         &mut self,
         name: &str,
@@ -43,12 +41,10 @@ impl Writer {
         self.buffers.arena(&name, shape, dtype, category)
     }
 
-    /// All of a buffer.
     pub fn whole(&self, id: BufferId) -> BufferRange {
         BufferRange::whole(&self.buffers, id)
     }
 
-    /// A call.
     pub fn call(
         &mut self,
         op: impl Into<Op>,
@@ -60,7 +56,7 @@ impl Writer {
             path: self.path.clone(),
             module: self.module,
             phase: self.phase,
-            part: self.part,
+            cost_index: self.cost_index,
             reads: reads.into(),
             writes: writes.into(),
         });

@@ -1,4 +1,4 @@
-//! [`Batch`], batches of a caller's own ([`Batches`]), and the cutting of windows that every kind of batches shares.
+//! [`Batch`], custom batches ([`Batches`]), and the cutting of windows, which all batches share.
 
 use super::tokens::Tokens;
 use super::{RandomBatches, SequentialBatches};
@@ -6,23 +6,33 @@ use crate::{Error, Result, ops};
 use candle_core::{Device, Tensor};
 use std::fmt;
 
-/// Sequences of ids, and for each position its target: of windows of a token sequence, the token that follows.
+/// Sequences of ids, and a target for each position; in windows of a token sequence, the next token.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::data::Batch;
+///
+/// let ids = Tensor::new(&[[5u32, 6, 7, 8]], &Device::Cpu)?; // a window of four tokens
+/// let batch = Batch { inputs: ids.narrow(1, 0, 3)?, targets: ids.narrow(1, 1, 3)? };
+/// assert_eq!(batch.num_targets(), 3);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Batch {
-    /// (B, T) u32 or i64.
+    /// Input ids (B, T), u32 or i64.
     pub inputs: Tensor,
-    /// (B, T) u32 or i64: in a window, `targets[b][t]` is `inputs[b][t + 1]` where that exists.
+    /// Target ids (B, T), u32 or i64: in a window, `targets[b][t]` is `inputs[b][t + 1]` where that exists.
     pub targets: Tensor,
 }
 
 impl Batch {
-    /// B * T: how many predictions the loss of this batch is the mean of, and so its weight in a mean over batches of
-    /// different sizes.
+    /// Returns B * T, the number of predictions. The loss is their mean, so this is the batch's weight in a mean over
+    /// batches of different sizes.
     pub fn num_targets(&self) -> usize {
         self.targets.elem_count()
     }
 
-    /// One row for each of `starts`: `inputs` is `tokens[start..start + sequence_length]`, `targets` one further on.
+    /// Cuts a row at each of `starts`: `inputs` is `tokens[start..start + sequence_length]`, `targets` one token later.
     pub(super) fn cut(
         tokens: &Tokens,
         starts: impl ExactSizeIterator<Item = usize>,
@@ -32,7 +42,7 @@ impl Batch {
         let shape = (starts.len(), sequence_length);
         let ids = shape.0.saturating_mul(shape.1);
         let bytes = ids.saturating_mul(2 * size_of::<u32>()); // inputs and targets
-        ops::check_room("a batch", bytes as u64)?;
+        ops::check_fits_memory("a batch", bytes as u64)?;
         ops::check_granted("a batch", bytes as u64)?;
         let mut inputs = vec![0u32; ids];
         let mut targets = inputs.clone();
@@ -40,7 +50,7 @@ impl Batch {
             .chunks_exact_mut(sequence_length)
             .zip(targets.chunks_exact_mut(sequence_length));
         for (start, (inputs, targets)) in starts.zip(rows) {
-            // Decoded and checked once: a row's inputs are its targets moved by one.
+            // Decoded and checked once: the inputs of a row are its targets shifted by one.
             tokens.copy_to(start, &mut inputs[..1])?;
             tokens.copy_to(start + 1, targets)?;
             inputs[1..].copy_from_slice(&targets[..sequence_length - 1]);
@@ -52,7 +62,7 @@ impl Batch {
     }
 }
 
-/// What every kind of batches asks: sizes over zero, and data for one window at least.
+/// Checks that sizes are positive, and that the data has at least one window.
 pub(super) fn check_sizes(
     config: &'static str,
     tokens: &Tokens,
@@ -79,10 +89,10 @@ pub(super) fn check_sizes(
     Ok(())
 }
 
-/// Batches of ids and targets that a caller makes: padded examples, masked prompts, several sources mixed.
+/// Custom batches of ids and targets: padded examples, masked prompts, several sources mixed.
 ///
-/// [`Trainer`](crate::train::Trainer) takes them in place of [`Tokens`](super::Tokens). Targets that do not count have
-/// the value of [`TrainConfig::ignore_index`](crate::train::TrainConfig::ignore_index), -100 in i64 for example.
+/// [`Trainer`](crate::train::Trainer) accepts them in place of [`Tokens`](super::Tokens). Targets that do not count
+/// have the value of [`TrainConfig::ignore_index`](crate::train::TrainConfig::ignore_index), such as -100 in i64.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -113,24 +123,24 @@ pub(super) fn check_sizes(
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub trait Batches: fmt::Debug + Send + Sync {
-    /// The number of batches in one pass. An evaluation reads each of them once.
+    /// Returns the number of batches in one pass. An evaluation reads each of them once.
     fn len(&self) -> usize;
 
-    /// Whether there is no batch.
+    /// Returns whether there is no batch.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Batch `index`, inputs and targets (B, T) u32 or i64 on `device`. The same index gives the same batch, so that a
-    /// resumed run reads on where it stopped. Training reads indices beyond [`len`](Self::len) too: for the next
-    /// passes.
+    /// Returns batch `index`, inputs and targets (B, T), u32 or i64, on `device`. The same index must return the same
+    /// batch, so that a resumed run continues with the same data. Training also reads indices from [`len`](Self::len)
+    /// on, for further passes.
     ///
     /// # Errors
     /// Those of the data.
     fn batch(&self, index: u64, device: &Device) -> Result<Batch>;
 }
 
-/// A pass has as many windows as start at different tokens.
+/// The length of a pass is the number of starts divided by the batch size, rounded up.
 impl Batches for RandomBatches {
     fn len(&self) -> usize {
         self.num_starts().div_ceil(self.batch_size())

@@ -1,4 +1,4 @@
-//! The layouts of token files, the header two of them carry, and the writing of them.
+//! Formats of token files: their headers, and their writing.
 
 use super::source::{DataFile, HEADER_BYTES, Width};
 use super::tokens::Tokens;
@@ -9,7 +9,7 @@ use std::path::Path;
 const VERSION_OFFSET: usize = 4;
 const COUNT_OFFSET: usize = 8;
 
-/// How a token file is laid out. Everything is little-endian.
+/// The layout of a token file. All numbers are little-endian.
 ///
 /// | format | content | written by |
 /// |---|---|---|
@@ -28,12 +28,12 @@ pub enum TokenFormat {
 }
 
 impl TokenFormat {
-    /// Bytes of one token.
+    /// Returns the bytes of one token.
     pub fn token_bytes(self) -> usize {
         self.width().bytes()
     }
 
-    /// Bytes before the first token: 0 or 1024.
+    /// Returns the bytes before the first token: 0 or 1024.
     pub fn header_bytes(self) -> usize {
         match self.magic_and_version() {
             None => 0,
@@ -41,11 +41,11 @@ impl TokenFormat {
         }
     }
 
-    /// The format of a file: by its magic number. A file without one is [`RawU16`](Self::RawU16) if its name ends in
-    /// `.bin` and nothing in it looks like a header; its ids are still to be checked.
+    /// Detects the format of a file by its magic number. A file without one is [`RawU16`](Self::RawU16) if its name
+    /// ends in `.bin` and nothing in it looks like a header; the caller must still check its ids.
     ///
     /// # Errors
-    /// [`Error::Format`] for any other: it may be a damaged one, and no tokens at all.
+    /// [`Error::Format`] for any other file, which may be damaged or have no tokens.
     pub(super) fn detect(file: &DataFile) -> Result<Self> {
         let found = read_i32(&file.head, 0);
         let headered = [Self::HeaderedU16, Self::HeaderedU32];
@@ -82,7 +82,7 @@ impl TokenFormat {
         Ok(Self::RawU16)
     }
 
-    /// Whether what follows the magic number is what this format's header has there.
+    /// Returns whether the bytes after the magic number look like this format's header.
     fn left_a_header(self, file: &DataFile) -> bool {
         let head = &file.head;
         if head.len() < HEADER_BYTES {
@@ -168,7 +168,7 @@ impl TokenFormat {
         let count = read_i32(content, COUNT_OFFSET);
         let holds = file.len - HEADER_BYTES;
         let token_bytes = self.token_bytes();
-        // 64 bits, so that no count overflows on a 32-bit machine.
+        // In i64, so that no count overflows on a 32-bit machine.
         let promised = count.map(|count| i64::from(count) * token_bytes as i64);
         if promised != Some(holds as i64) || holds == 0 {
             return Err(malformed(
@@ -185,7 +185,7 @@ impl TokenFormat {
         Ok(())
     }
 
-    /// The header of a file at `path` with `count` tokens; empty for the raw format.
+    /// Returns the header of a file at `path` with `count` tokens; empty for the raw format.
     pub(super) fn header(self, path: &Path, count: usize) -> Result<Vec<u8>> {
         let Some((magic, version)) = self.magic_and_version() else {
             return Ok(Vec::new());
@@ -209,7 +209,7 @@ fn read_i32(content: &[u8], offset: usize) -> Option<i32> {
     Some(i32::from_le_bytes(bytes.try_into().ok()?))
 }
 
-/// A header's integer, or that the file ends before it.
+/// Formats an integer of a header, or "missing" if the file ends before it.
 fn shown(value: Option<i32>) -> String {
     value.map_or_else(|| "missing".into(), |value| value.to_string())
 }
@@ -218,19 +218,19 @@ fn malformed(path: &Path, problem: String, hint: &str) -> Error {
     Error::format(path, problem, hint)
 }
 
-/// Tokens encoded in one go.
+/// Tokens that are encoded at a time.
 const CHUNK_TOKENS: usize = 1 << 16;
 
-/// Writes a token file, which [`Tokens::open`] reads back; a file already there is replaced.
+/// Writes a token file, which [`Tokens::open`] reads; an existing file is replaced.
 ///
-/// It goes to a temporary file in the same folder, which is synced and renamed at the end: a crash or an error leaves
-/// what was there before. `tokens` may come from anywhere, also from `path` itself, and is never held in
-/// memory as a whole.
+/// It is written to a temporary file in the same folder, which is synced and renamed at the end: after a crash or an
+/// error the old file is unchanged. `tokens` may come from any source, even from `path` itself, and are never in memory
+/// all at the same time.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be written; [`Error::Data`] if an id does not fit the format's width, or there are
-/// more tokens than its header can count (2^31 - 1); [`Error::Format`] if `tokens` is a file with an id outside
-/// its vocabulary.
+/// more tokens than its header can count (2^31 - 1); [`Error::Format`] if `tokens` is a file with an id outside its
+/// vocabulary.
 ///
 /// ```
 /// use tallow::data::{TokenFormat, Tokens, write_tokens};
@@ -262,7 +262,7 @@ pub fn write_tokens(path: impl AsRef<Path>, tokens: &Tokens, format: TokenFormat
     })
 }
 
-/// Appends `ids`, of which the first is token `start`, to `encoded`.
+/// Appends `ids` to `encoded`; the first is token `start`.
 fn encode(
     path: &Path,
     format: TokenFormat,
@@ -291,7 +291,7 @@ fn encode(
 mod tests {
     use super::*;
 
-    /// A count over i32 cannot be tried through the public API: it would take a file of 4 GiB.
+    /// A count above i32 cannot be tested through the public API: it would need a file of 4 GiB.
     #[test]
     fn a_count_over_i32_is_an_error_only_with_a_header() {
         let path = Path::new("big.bin");

@@ -1,8 +1,8 @@
 //! Training data: token sequences from text, binary and token files, and batches of windows cut from them.
 //!
-//! [`Tokens`] is a checked sequence of ids, in a file or in memory, with its vocabulary size; [`write_tokens`] writes
-//! one. [`RandomBatches`] cuts batches to train on, [`SequentialBatches`] to evaluate on. A token is a byte, an id that
-//! you bring, or one of a tokenizer ([`Tokens::encoded`]).
+//! [`Tokens`] is a checked sequence of ids with its vocabulary size, in a file or in memory; [`write_tokens`] writes a
+//! token file. [`RandomBatches`] cuts batches for training, [`SequentialBatches`] for evaluation. A token is a byte, a
+//! given id, or an id from a tokenizer ([`Tokens::encoded`]).
 //!
 //! ```
 //! use candle_core::Device;

@@ -1,4 +1,4 @@
-//! The ways to get [`Tokens`].
+//! Constructors of [`Tokens`].
 
 use super::format::TokenFormat;
 use super::source::{DataFile, Source, TokenFile, Width};
@@ -12,10 +12,10 @@ use std::path::Path;
 const BYTES_VOCAB_SIZE: usize = 256;
 
 impl Tokens {
-    /// Any file, text or binary, byte by byte; vocabulary 256.
+    /// Opens any file, text or binary, as bytes; vocabulary 256.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`] if it is empty.
+    /// [`Error::Io`] if it cannot be read, is a folder or not a regular file; [`Error::Format`] if it is empty.
     pub fn bytes(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let source = Source::File(TokenFile {
@@ -26,13 +26,13 @@ impl Tokens {
         Ok(Self::whole(source, BYTES_VOCAB_SIZE))
     }
 
-    /// A token file in any format of [`TokenFormat`], found out by its magic number. Without one it is
-    /// [`TokenFormat::RawU16`] if its name ends in `.bin`, it is not just a header that has lost its magic number, and
-    /// all its ids are under `vocab_size`: for that it is read once, as by [`validate`](Self::validate). A file of raw
-    /// ids of 32 or 64 bits, which read as u16 would be other tokens, is refused.
+    /// Opens a token file in any [`TokenFormat`], detected by its magic number. A file without one is
+    /// [`TokenFormat::RawU16`] if its name ends in `.bin`, it does not look like a file with a damaged header, and all
+    /// its ids are less than `vocab_size`. To check the ids it is read once, as by [`validate`](Self::validate). A file
+    /// of raw 32- or 64-bit ids, which would read as other u16 tokens, is refused.
     ///
     /// # Errors
-    /// Those of [`open_as`](Self::open_as); [`Error::Format`] for a file whose format is not known that way.
+    /// Those of [`open_as`](Self::open_as); [`Error::Format`] for a file whose format is not detected.
     pub fn open(path: impl AsRef<Path>, vocab_size: usize) -> Result<Self> {
         check_vocab_size("Tokens::open", vocab_size)?;
         let file = DataFile::open(path.as_ref())?;
@@ -45,11 +45,11 @@ impl Tokens {
         Ok(tokens)
     }
 
-    /// A token file in a format that is known. Its ids are checked when they are read.
+    /// Opens a token file in a given format. Its ids are checked when they are read.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read, is a folder or no regular file; [`Error::Format`], with offset and value,
-    /// if it is empty, its header is not the format's, or its size is not what the header says or no whole number of
+    /// [`Error::Io`] if it cannot be read, is a folder or not a regular file; [`Error::Format`], with offset and value,
+    /// if it is empty, its header is not the format's, or its size does not match the header or a whole number of
     /// tokens; [`Error::Config`] if `vocab_size` is 0.
     pub fn open_as(path: impl AsRef<Path>, format: TokenFormat, vocab_size: usize) -> Result<Self> {
         check_vocab_size("Tokens::open", vocab_size)?;
@@ -61,15 +61,15 @@ impl Tokens {
         Ok(Self::whole(Source::of_file(file, format), vocab_size))
     }
 
-    /// The source files of a folder and its subfolders as bytes, joined as they are; vocabulary 256.
+    /// Concatenates the source files of a folder and its subfolders as bytes; vocabulary 256.
     ///
-    /// Taken are the files whose extension is one of `extensions` (`"rs"`; a leading dot is ignored) and that are
-    /// UTF-8. Within each folder, files and subfolders come in the order of their names, so the same tree always
-    /// gives the same tokens. Hidden subfolders, subfolders called `target` and symbolic links are skipped.
+    /// Files are included if their extension is one of `extensions` (`"rs"`; a leading dot is ignored) and they are
+    /// UTF-8. Within each folder, files and subfolders are in the order of their names, so the same tree always gives
+    /// the same tokens. Hidden subfolders, subfolders called `target` and symbolic links are skipped.
     ///
     /// # Errors
     /// [`Error::Io`] if the folder or anything in it cannot be read; [`Error::Config`] if `extensions` is empty;
-    /// [`Error::Data`] if the files taken hold no byte.
+    /// [`Error::Data`] if the included files are empty.
     pub fn source_tree(folder: impl AsRef<Path>, extensions: &[&str]) -> Result<Self> {
         let folder = folder.as_ref();
         if extensions.is_empty() {
@@ -103,7 +103,7 @@ impl Tokens {
         Ok(Self::whole(source, BYTES_VOCAB_SIZE))
     }
 
-    /// Bytes in memory (`&[u8]`, `Vec<u8>`, `&str`, `String`), each a token; vocabulary 256.
+    /// Wraps bytes in memory (`&[u8]`, `Vec<u8>`, `&str`, `String`), each a token; vocabulary 256.
     ///
     /// # Errors
     /// [`Error::Data`] if there are none.
@@ -115,7 +115,7 @@ impl Tokens {
         Self::in_memory(source, BYTES_VOCAB_SIZE)
     }
 
-    /// Ids in memory (`&[u32]`, `Vec<u32>`), checked at once.
+    /// Wraps ids in memory (`&[u32]`, `Vec<u32>`), which are checked immediately.
     ///
     /// # Errors
     /// [`Error::TokenId`] with the first id that is `vocab_size` or more; [`Error::Data`] if there are no ids;
@@ -134,9 +134,9 @@ impl Tokens {
         Self::in_memory(Source::Ids(ids), vocab_size)
     }
 
-    /// The ids that a tokenizer gives to these tokens, which are the bytes of a text; its vocabulary. All of them are
-    /// held in memory. The text is encoded in one go, which takes some 150 times its size of memory meanwhile: encode
-    /// a large one elsewhere, and [`open`](Self::open) the token file.
+    /// Encodes these tokens, which must be the bytes of a text, with a tokenizer. The ids are stored in memory, with
+    /// the tokenizer's vocabulary. Encoding needs about 150 times the text's size in memory meanwhile: encode a large
+    /// text elsewhere, and [`open`](Self::open) the token file.
     ///
     /// ```no_run
     /// use tallow::data::Tokens;
@@ -150,7 +150,7 @@ impl Tokens {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Data`] for tokens that are no bytes, bytes that are not UTF-8, or a text that gives no id; those of
+    /// [`Error::Data`] for tokens that are not bytes, bytes that are not UTF-8, or a text without ids; those of
     /// [`Tokenizer::encode`](crate::hf::Tokenizer::encode).
     pub fn encoded(&self, tokenizer: &Tokenizer) -> Result<Self> {
         let refuse = |got: String| Error::Data {
@@ -188,16 +188,16 @@ fn check_vocab_size(config: &'static str, vocab_size: usize) -> Result<()> {
     Ok(())
 }
 
-/// What reading a tree found.
+/// The content of a folder tree.
 #[derive(Default)]
 struct SourceTree {
-    /// The content of every chosen file, in order.
+    /// The content of every included file, in order.
     bytes: Vec<u8>,
-    /// Files with a chosen extension that are not UTF-8, and so not in `bytes`.
+    /// Number of files with an included extension that are not UTF-8, and so not in `bytes`.
     not_text: usize,
 }
 
-/// Reads `folder` and what is below it; [`Tokens::source_tree`] says which files.
+/// Reads `folder` and its subfolders; [`Tokens::source_tree`] describes the selection.
 fn read_tree(folder: &Path, extensions: &[&OsStr]) -> Result<SourceTree> {
     let mut tree = SourceTree::default();
     add_folder(folder, extensions, &mut tree)?;
@@ -208,12 +208,12 @@ fn add_folder(folder: &Path, extensions: &[&OsStr], tree: &mut SourceTree) -> Re
     let mut entries: Vec<DirEntry> = fs::read_dir(folder)
         .and_then(Iterator::collect)
         .map_err(|e| Error::io("read", folder, e))?;
-    // The system lists a folder in any order it likes.
+    // The system lists a folder in any order.
     entries.sort_by_key(DirEntry::file_name);
 
     for entry in entries {
         let path = entry.path();
-        // Of the entry itself: a link is neither file nor folder here, so no cycle can be entered.
+        // The type of the entry itself: a link is neither a file nor a folder here, so cycles are impossible.
         let kind = entry.file_type().map_err(|e| Error::io("read", &path, e))?;
         if kind.is_dir() && !is_skipped(&entry.file_name()) {
             add_folder(&path, extensions, tree)?;

@@ -1,5 +1,5 @@
-//! Where ids come from: an open file or memory. It decodes; `Tokens` checks. Files whose raw ids are wider than u16 are
-//! found here too.
+//! Sources of ids: an open file or memory. This module decodes; `Tokens` checks. It also detects files whose raw ids
+//! are wider than u16.
 
 use super::format::TokenFormat;
 use crate::files::{open, read_exact_at};
@@ -8,13 +8,13 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Tokens that are read of a file in one go.
+/// Tokens that are read from a file at a time.
 const READ_TOKENS: usize = 1 << 15;
 
 pub(super) enum Source {
-    /// A file.
+    /// An open file.
     File(TokenFile),
-    /// Bytes in memory, each a token; `name` says what they are.
+    /// Bytes in memory, each a token; `name` describes them.
     Bytes { name: String, bytes: Vec<u8> },
     /// Ids in memory.
     Ids(Vec<u32>),
@@ -60,10 +60,10 @@ impl Source {
         }
     }
 
-    /// Decodes tokens `start..start + out.len()`, a range the caller has checked.
+    /// Decodes tokens `start..start + out.len()`, a range that the caller has checked.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that is shorter by now, or cannot be read any more.
+    /// [`Error::Io`] for a file that was shortened, or can no longer be read.
     pub(super) fn decode(&self, start: usize, out: &mut [u32]) -> Result<()> {
         let end = start + out.len();
         match self {
@@ -83,7 +83,7 @@ impl Source {
         Ok(())
     }
 
-    /// The error for token `index`, which holds `id`, not an id of the vocabulary.
+    /// Returns the error for token `index`, whose `id` is outside the vocabulary.
     pub(super) fn bad_id(
         &self,
         op: &'static str,
@@ -112,7 +112,7 @@ impl Source {
     }
 }
 
-// Bytes, not a cast: no alignment to rely on, and the same on a big-endian machine.
+// From bytes instead of a cast: no alignment needed, and correct on big-endian machines.
 fn decode_little_endian(width: Width, bytes: &[u8], out: &mut [u32]) {
     match width {
         Width::U8 => {
@@ -133,7 +133,7 @@ fn decode_little_endian(width: Width, bytes: &[u8], out: &mut [u32]) {
     }
 }
 
-/// The header of llm.c and modded-nanogpt: 256 integers of 32 bits, of which three are used.
+/// Size of the header of llm.c and modded-nanogpt: 256 32-bit integers, of which three are used.
 pub(super) const HEADER_BYTES: usize = 256 * 4;
 
 /// Size of one stored token.
@@ -162,20 +162,20 @@ impl Width {
     }
 }
 
-/// A file of data, open for reading. It is read, not mapped: one that another process shortens is an error then, and
-/// not the end of this process.
+/// A data file, open for reading. It is read, not mapped: if another process shortens it, reading is an error and does
+/// not end this process.
 pub(super) struct DataFile {
     pub(super) path: PathBuf,
     file: File,
-    /// Bytes, when it was opened.
+    /// Size in bytes when it was opened.
     pub(super) len: usize,
-    /// The first of them, as many as a header has.
+    /// Its first bytes, at most the size of a header.
     pub(super) head: Vec<u8>,
 }
 
 impl DataFile {
     /// # Errors
-    /// [`Error::Io`] for what cannot be read or is no regular file; [`Error::Format`] for an empty one.
+    /// [`Error::Io`] for a file that cannot be read or is not regular; [`Error::Format`] for an empty one.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let file = open(path)?;
         let refused = |e| Error::io("read", path, e);
@@ -206,22 +206,22 @@ impl DataFile {
     }
 }
 
-/// u16 ids that are decoded together; a multiple of 4.
+/// u16 ids that are decoded at a time; a multiple of 4.
 const SCAN_TOKENS: usize = 1 << 14;
 
-/// Files of fewer ids of 32 bits are not judged.
+/// The fewest 32-bit ids for which a file is examined.
 const LEAST_IDS: usize = 16;
 
-/// How many different ids there must be: a few may be a pattern of u16 ids that has a 0 at every second place.
+/// The fewest different ids: fewer may be a pattern of u16 ids with a 0 at every second position.
 const LEAST_DISTINCT: usize = 4;
 
 /// The largest upper half of an id that is recognised: vocabularies have up to a million ids.
 const MOST_UPPER: u32 = 15;
 
 /// Refuses a file without a header whose ids have 32 or 64 bits, little-endian. Read as u16, each would be its lower
-/// half and then its upper half, which is at most what the vocabulary allows: 0 where it has no more than 65,536 ids.
+/// half followed by its upper half, which is limited by the vocabulary: 0 if that has at most 65,536 ids.
 ///
-/// A file is refused only if *every* second u16 is that small while the others are not, and of different values. No
+/// A file is refused only if *every* second u16 is that small, while the others are not and have different values. No
 /// text is like that: each of its tokens would be followed by one of the first few ids.
 pub(super) fn refuse_wider_ids(source: &Source, vocab_size: usize) -> Result<()> {
     let Source::File(TokenFile { file, .. }) = source else {
@@ -241,7 +241,7 @@ pub(super) fn refuse_wider_ids(source: &Source, vocab_size: usize) -> Result<()>
         source.decode(start, ids)?;
         for [lower, upper] in ids.as_chunks().0 {
             if *upper > most_upper {
-                return Ok(()); // as a text's third or fourth token already is
+                return Ok(()); // usual within the first four tokens of a text
             }
             largest_upper = largest_upper.max(*upper);
             if *lower > most_upper && distinct.len() < LEAST_DISTINCT {

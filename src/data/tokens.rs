@@ -1,4 +1,4 @@
-//! [`Tokens`]: a sequence of ids, wherever it is stored.
+//! [`Tokens`]: a sequence of ids, in a file or in memory.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use super::source::{self, Source};
 use crate::files::zeros;
 use crate::{Error, Result};
 
-/// Tokens looked at in one go by a scan: small enough to stay in a core's cache.
+/// Tokens that a scan reads at a time: few enough for a core's cache.
 const SCAN_TOKENS: usize = 1 << 14;
 
 /// A sequence of token ids with a known vocabulary size, in an open file or in memory. Never empty.
 ///
-/// The constructor says how a file is read:
+/// The constructor determines what a token is:
 ///
 /// | constructor | one token is | vocabulary |
 /// |---|---|---|
@@ -24,21 +24,31 @@ const SCAN_TOKENS: usize = 1 << 14;
 /// | [`encoded`](Self::encoded) | an id that a tokenizer gives to a text | the tokenizer's |
 ///
 /// `clone`, [`slice`](Self::slice) and [`split`](Self::split) copy no tokens. A file stays open and is read where
-/// tokens are asked for, so it may be far larger than memory. Opening one checks its header and size; its ids are
-/// checked whenever they are read, so an id outside the vocabulary never leaves it, and [`validate`](Self::validate)
-/// checks them all beforehand. A file that is shortened while it is in use is an error from then on; one that is
-/// replaced by a rename, as [`write_tokens`](super::write_tokens) does, stays what it was.
+/// tokens are requested, so it may be far larger than memory. Opening a file checks its header and size. Ids are
+/// checked whenever they are read, so an id outside the vocabulary is never returned; [`validate`](Self::validate)
+/// checks all of them beforehand. If a file is shortened while in use, reading it is an error from then on. If it is
+/// replaced by a rename, as [`write_tokens`](super::write_tokens) does, the old content stays in use.
+///
+/// ```
+/// use tallow::data::Tokens;
+///
+/// let tokens = Tokens::from_bytes("to be or not to be")?; // a token is a byte
+/// assert_eq!((tokens.len(), tokens.vocab_size()), (18, 256));
+/// assert_eq!(tokens.slice(3..5)?.to_vec()?, [u32::from(b'b'), u32::from(b'e')]);
+/// assert!(Tokens::from_ids([0, 1, 7], 5).is_err()); // 7 is outside the vocabulary
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Tokens {
     source: Arc<Source>,
-    /// Of this view in the source.
+    /// First token of this view in the source.
     start: usize,
     len: usize,
     vocab_size: usize,
 }
 
 impl Tokens {
-    /// The view of all of `source`, which holds at least one token.
+    /// Creates the view of all of `source`, which has at least one token.
     pub(super) fn whole(source: Source, vocab_size: usize) -> Self {
         Self {
             start: 0,
@@ -48,18 +58,18 @@ impl Tokens {
         }
     }
 
-    /// How many tokens there are: at least 1.
+    /// Returns the number of tokens, at least 1.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Every id is under it.
+    /// Returns the vocabulary size; every id is less.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// The tokens of `range`, without a copy.
+    /// Returns the tokens of `range`, without a copy.
     ///
     /// # Errors
     /// [`Error::Data`] if the range is empty or goes past the end.
@@ -80,7 +90,8 @@ impl Tokens {
         })
     }
 
-    /// `(train, validation)`, without a copy: the first `floor(len * (1 - validation_fraction))` tokens, and the rest.
+    /// Returns `(train, validation)`, without a copy: the first `floor(len * (1 - validation_fraction))` tokens, and
+    /// the rest.
     ///
     /// # Errors
     /// [`Error::Config`] unless `0 < validation_fraction < 1`; [`Error::Data`] if one part gets no token.
@@ -110,8 +121,8 @@ impl Tokens {
     /// Copies tokens `start..start + out.len()` into `out`.
     ///
     /// # Errors
-    /// [`Error::Data`] if that goes past the end; [`Error::Format`], with the byte offset and the value, if one of
-    /// them is no id of the vocabulary; [`Error::Io`] if their file was shortened. `out` then holds nothing to rely on.
+    /// [`Error::Data`] if the range exceeds the data; [`Error::Format`], with byte offset and value, for an id outside
+    /// the vocabulary; [`Error::Io`] if the file was shortened. The content of `out` is then unspecified.
     pub fn copy_to(&self, start: usize, out: &mut [u32]) -> Result<()> {
         if start > self.len || out.len() > self.len - start {
             return Err(Error::Data {
@@ -123,7 +134,7 @@ impl Tokens {
         }
         let first = self.start + start;
         self.source.decode(first, out)?;
-        // Checked in the copy: the file itself could change between a check and a copy.
+        // Checked in the copy: the file could change between a check and a copy.
         if !self.width_fits_vocabulary()
             && let Some(position) = position_outside(out, self.vocab_size)
         {
@@ -137,22 +148,22 @@ impl Tokens {
         Ok(())
     }
 
-    /// All tokens, copied into memory.
+    /// Copies all tokens into memory.
     ///
     /// # Errors
-    /// [`Error::Format`], with the byte offset and the value, if one is no id of the vocabulary;
-    /// [`Error::OutOfMemory`] for more than there is room for.
+    /// [`Error::Format`], with byte offset and value, for an id outside the vocabulary; [`Error::OutOfMemory`] if the
+    /// tokens do not fit in memory.
     pub fn to_vec(&self) -> Result<Vec<u32>> {
         let mut ids = zeros(Path::new(&self.to_string()), "its ids", self.len)?;
         self.copy_to(0, &mut ids)?;
         Ok(ids)
     }
 
-    /// Reads every token once and checks it, in constant memory. Worth a call before a long run; without it a bad id
-    /// is an error of the first batch that meets it.
+    /// Reads every token once and checks it, in constant memory. Call it before a long run: otherwise a bad id is an
+    /// error of the first batch that has it.
     ///
     /// # Errors
-    /// [`Error::Format`], with the byte offset and the value of the first token that is no id of the vocabulary.
+    /// [`Error::Format`], with byte offset and value of the first id outside the vocabulary.
     pub fn validate(&self) -> Result<()> {
         if self.width_fits_vocabulary() {
             return Ok(());
@@ -174,7 +185,7 @@ impl Tokens {
     }
 }
 
-/// The source's name, and which part of it this is if not all.
+/// Writes the source's name, and the range if this is only a part of it.
 impl fmt::Display for Tokens {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.source.name())?;
@@ -195,10 +206,10 @@ impl fmt::Debug for Tokens {
     }
 }
 
-/// Index of the first id that is not under `vocab_size` (at least 1).
+/// Returns the index of the first id that is not less than `vocab_size` (at least 1).
 pub(super) fn position_outside(ids: &[u32], vocab_size: usize) -> Option<usize> {
     let last_id = u32::try_from(vocab_size - 1).unwrap_or(u32::MAX);
-    // Without an early exit it is one vectorised pass; the search runs only when it will find something.
+    // One vectorised pass without an early exit; the search runs only if there is something to find.
     let any = ids.iter().fold(false, |any, &id| any | (id > last_id));
     if !any {
         return None;

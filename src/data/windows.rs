@@ -1,4 +1,4 @@
-//! Batches of windows: [`RandomBatches`] to train on, [`SequentialBatches`] to evaluate on.
+//! Batches of windows: [`RandomBatches`] for training, [`SequentialBatches`] for evaluation.
 
 use super::batch::{Batch, check_sizes};
 use super::tokens::Tokens;
@@ -7,12 +7,26 @@ use candle_core::Device;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// Batches of windows that start anywhere in the data, each valid start as likely as any other.
+/// Batches of windows at random positions; all valid starts are equally likely.
 ///
-/// The batch of a step depends on `(seed, step)` alone, so steps may be asked for in any order, and a resumed run
-/// needs to know only at which step it is. The starts are specified, and will stay the same across versions: row `b`
-/// of step `s` starts at `floor(x * num_starts / 2^64)`, where `x` is the `b`-th 64-bit word of the ChaCha8 stream with
-/// the seed (little-endian, padded with zeros) as key and `s` as nonce.
+/// The batch of a step depends only on `(seed, step)`, so steps may be requested in any order, and a resumed run needs
+/// only its step number. The starts are specified, and will not change between versions: row `b` of step `s` starts at
+/// `floor(x * num_starts / 2^64)`, where `x` is the `b`-th 64-bit word of the ChaCha8 stream with the seed
+/// (little-endian, padded with zeros) as key and `s` as nonce.
+///
+/// ```
+/// use candle_core::Device;
+/// use tallow::data::{RandomBatches, Tokens};
+///
+/// let ids: Vec<u32> = (0..100).collect();
+/// let batches = RandomBatches::new(&Tokens::from_ids(ids, 100)?, 2, 3, 1234)?; // B = 2, T = 3
+/// let batch = batches.batch(7, &Device::Cpu)?; // of step 7
+/// for (row, start) in batch.inputs.to_vec2::<u32>()?.into_iter().zip(batches.starts(7)) {
+///     let start = start as u32;
+///     assert_eq!(row, [start, start + 1, start + 2]);
+/// }
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct RandomBatches {
     tokens: Tokens,
@@ -22,11 +36,11 @@ pub struct RandomBatches {
 }
 
 impl RandomBatches {
-    /// Batches of `batch_size` windows of `sequence_length` tokens (and the target of the last one).
+    /// Creates batches of `batch_size` windows of `sequence_length` tokens (and the target of the last one).
     ///
     /// # Errors
-    /// [`Error::Config`] if a size is 0 or a batch would not fit the address space; [`Error::Data`] if `tokens` has
-    /// fewer than `sequence_length + 1`.
+    /// [`Error::Config`] if a size is 0 or a batch exceeds the address space; [`Error::Data`] if `tokens` has fewer
+    /// than `sequence_length + 1`.
     pub fn new(
         tokens: &Tokens,
         batch_size: usize,
@@ -60,11 +74,11 @@ impl RandomBatches {
         self.batch_size
     }
 
-    /// The batch of `step`: inputs and targets (batch_size, sequence_length) on `device`.
+    /// Returns the batch of `step`: inputs and targets (batch_size, sequence_length), u32, on `device`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the machine has not the memory for it; [`Error::Format`] if a window holds an id
-    /// outside the vocabulary (files need not have been checked before); candle's, if the device refuses.
+    /// [`Error::OutOfMemory`] if the batch does not fit in memory; [`Error::Format`] if a window has an id outside the
+    /// vocabulary (a file's ids may be unchecked before); candle's errors on the device.
     pub fn batch(&self, step: u64, device: &Device) -> Result<Batch> {
         Batch::cut(
             &self.tokens,
@@ -74,7 +88,7 @@ impl RandomBatches {
         )
     }
 
-    /// Where the rows of `step` start in the tokens, in order: `batch_size` numbers under
+    /// Returns the first token of each row of `step`, in order: `batch_size` numbers less than
     /// [`num_starts`](Self::num_starts).
     pub fn starts(&self, step: u64) -> impl ExactSizeIterator<Item = usize> + use<> {
         let mut key = [0; 32];
@@ -82,12 +96,12 @@ impl RandomBatches {
         let mut words = ChaCha8Rng::from_seed(key);
         words.set_stream(step);
         let num_starts = self.num_starts() as u128;
-        // The most and the least likely start differ in probability by at most 2^-64.
+        // The probabilities of any two starts differ by at most 2^-64.
         (0..self.batch_size)
             .map(move |_| ((u128::from(words.next_u64()) * num_starts) >> 64) as usize)
     }
 
-    /// How many windows the data has: `tokens - sequence_length`, overlapping ones included.
+    /// Returns the number of windows, including overlapping ones: `tokens - sequence_length`.
     pub fn num_starts(&self) -> usize {
         self.tokens.len() - self.sequence_length
     }
@@ -95,10 +109,22 @@ impl RandomBatches {
 
 /// Batches that predict every token of the data but the first, each exactly once and in order.
 ///
-/// The windows do not overlap: each starts on the last target of the one before, and sees nothing from before its
-/// start. A batch's rows are all of one length: full batches come first, then one with the rows that are left, then
-/// what is shorter than a window as a batch of one row. So batches differ in size, and the mean over the data is
+/// The windows do not overlap: each starts at the last target of the previous one, and sees nothing before its start.
+/// All rows of a batch have the same length. Full batches come first, then one with the remaining rows, then the tokens
+/// that are fewer than a window as a batch of one row. Batches therefore differ in size; the mean over the data is
 /// `sum(loss * num_targets) / sum(num_targets)` with [`Batch::num_targets`].
+///
+/// ```
+/// use candle_core::Device;
+/// use tallow::data::{SequentialBatches, Tokens};
+///
+/// let ids: Vec<u32> = (0..9).collect();
+/// let batches = SequentialBatches::new(&Tokens::from_ids(ids, 9)?, 4, 3)?; // B = 4, T = 3
+/// let all = batches.iter(&Device::Cpu).collect::<tallow::Result<Vec<_>>>()?;
+/// assert_eq!(all[0].targets.to_vec2::<u32>()?, [[1, 2, 3], [4, 5, 6]]);
+/// assert_eq!(all[1].targets.to_vec2::<u32>()?, [[7, 8]]); // the remainder
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct SequentialBatches {
     tokens: Tokens,
@@ -107,7 +133,7 @@ pub struct SequentialBatches {
 }
 
 impl SequentialBatches {
-    /// Batches of at most `batch_size` windows of at most `sequence_length` tokens.
+    /// Creates batches of at most `batch_size` windows of at most `sequence_length` tokens.
     ///
     /// # Errors
     /// [`Error::Config`] if a size is 0; [`Error::Data`] if `tokens` has fewer than `sequence_length + 1`.
@@ -120,22 +146,22 @@ impl SequentialBatches {
         })
     }
 
-    /// How many batches there are: at least 1.
+    /// Returns the number of batches, at least 1.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
         self.num_window_batches() + usize::from(self.tail() > 0)
     }
 
-    /// Targets over all batches: the number of tokens less one.
+    /// Returns the number of targets in all batches: the number of tokens minus 1.
     pub fn num_targets(&self) -> usize {
         self.tokens.len() - 1
     }
 
-    /// The batch at `index`, on `device`: (rows, sequence_length), or (1, rest) for what is left at the end.
+    /// Returns the batch at `index`, on `device`: (rows, sequence_length), or (1, rest) for the remainder at the end.
     ///
     /// # Errors
-    /// [`Error::Data`] if `index` is [`len`](Self::len) or more; [`Error::Format`] if a window holds an id outside the
-    /// vocabulary (files need not have been checked before); candle's, if the device refuses.
+    /// [`Error::Data`] if `index` is [`len`](Self::len) or more; [`Error::Format`] if a window has an id outside the
+    /// vocabulary (a file's ids may be unchecked before); candle's errors on the device.
     pub fn batch(&self, index: usize, device: &Device) -> Result<Batch> {
         if index >= self.len() {
             return Err(Error::Data {
@@ -155,7 +181,7 @@ impl SequentialBatches {
         Batch::cut(&self.tokens, starts, self.sequence_length, device)
     }
 
-    /// All batches, in order.
+    /// Returns all batches, in order.
     pub fn iter(&self, device: &Device) -> impl ExactSizeIterator<Item = Result<Batch>> {
         (0..self.len()).map(|index| self.batch(index, device))
     }
@@ -168,7 +194,7 @@ impl SequentialBatches {
         self.num_windows().div_ceil(self.batch_size)
     }
 
-    /// Targets after the last full window.
+    /// Returns the number of targets after the last full window.
     fn tail(&self) -> usize {
         self.num_targets() % self.sequence_length
     }

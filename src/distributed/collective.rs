@@ -3,56 +3,59 @@
 use super::Shard;
 use std::ops::Range;
 
-/// How the numbers of all ranks become one.
+/// The operation that combines the elements of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reduce {
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// Their sum over the number of ranks.
+    /// The sum divided by the number of ranks.
     Mean,
-    /// The largest.
+    /// The maximum.
     Max,
 }
 
-/// An operation that all ranks run at once, in place, on a buffer of `elements` numbers on each of them.
+/// An operation that all ranks run together, in place, on a buffer of `elements` numbers on each of them.
 ///
-/// Of reduce-scatter and all-gather the buffer is in as many parts of one size as there are ranks; rank r's is part r.
+/// For reduce-scatter and all-gather the buffer is divided into as many equal parts as there are ranks; part r belongs
+/// to rank r.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Collective {
-    /// All numbers of all ranks reduced, on every rank.
+    /// Reduces all elements over all ranks, with the result on every rank.
     AllReduce(Reduce),
-    /// All numbers of all ranks reduced, on `root` alone; the others' hold nothing of use afterwards.
+    /// Reduces all elements over all ranks, with the result on `root`; the buffers of other ranks are undefined
+    /// afterwards.
     Reduce {
-        /// How.
+        /// The operation.
         reduce: Reduce,
-        /// The rank.
+        /// The rank with the result.
         root: usize,
     },
-    /// Each rank's part reduced over all ranks; the other parts hold nothing of use afterwards.
+    /// Reduces each rank's part over all ranks, with the result on that rank; the other parts are undefined afterwards.
     ReduceScatter(Reduce),
-    /// Each rank's part, on every rank.
+    /// Copies each rank's part to every rank.
     AllGather,
-    /// Copies what `root` has to every rank.
+    /// Copies the buffer of `root` to every rank.
     Broadcast { root: usize },
 }
 
 impl Collective {
-    /// Collectives that give every rank all of a tensor of which each has its [part](Shard::part), by elements.
+    /// Returns the collectives, with their elements, that gather a tensor on all ranks, of which each has its
+    /// [part](Shard::part).
     pub(crate) fn gathering(world_size: usize, elements: usize) -> Vec<(Self, Range<usize>)> {
         let from = |root| Self::Broadcast { root };
         Self::by_parts(world_size, elements, Self::AllGather, from)
     }
 
-    /// Collectives that give each rank the mean over all of its [part](Shard::part) of a tensor, by elements;
-    /// the other parts hold nothing of use afterwards.
+    /// Returns the collectives, with their elements, that give each rank the mean over all ranks of its
+    /// [part](Shard::part) of a tensor; the other parts are undefined afterwards.
     pub(crate) fn scattering(world_size: usize, elements: usize) -> Vec<(Self, Range<usize>)> {
         let reduce = Reduce::Mean;
         let to = |root| Self::Reduce { reduce, root };
         Self::by_parts(world_size, elements, Self::ReduceScatter(reduce), to)
     }
 
-    /// `whole` of parts of one size, else `each`.
+    /// Returns `whole` if all parts have the same size, else `each` for every part.
     fn by_parts(
         world_size: usize,
         elements: usize,
@@ -68,7 +71,7 @@ impl Collective {
         parts.map(|(rank, part)| (each(rank), part)).collect()
     }
 
-    /// How it reduces, if it does.
+    /// Returns the reduction, if it is one.
     pub(super) fn reduce(self) -> Option<Reduce> {
         match self {
             Self::AllReduce(reduce) | Self::ReduceScatter(reduce) | Self::Reduce { reduce, .. } => {
@@ -78,7 +81,7 @@ impl Collective {
         }
     }
 
-    /// The name in errors and reports.
+    /// Returns the name in errors and reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::AllReduce(_) => "all_reduce",

@@ -1,4 +1,4 @@
-//! The ranks of a job, as one of them sees it, and what they do together.
+//! The communicator: the ranks of a job, and their collectives.
 
 #[cfg(feature = "cuda")]
 use super::gpu_queue::GpuQueue;
@@ -15,17 +15,16 @@ use std::sync::Arc;
 
 const OP: &str = "distributed::Communicator";
 
-/// The ranks of a job, as one of them sees it: what [`init`](super::init) gives a process. A clone is the same one.
+/// The ranks of a job, as seen by one of them. [`init`](super::init) creates it for a process. Clones share it.
 ///
-/// All ranks have to make the same calls in the same order, on tensors of the same shape and dtype. What changes a
-/// tensor changes every tensor that shares its storage, and autograd sees nothing of it.
+/// All ranks must make the same calls in the same order, on tensors of the same shape and dtype. Collectives that
+/// change a tensor change every tensor that shares its storage, and are not recorded by autograd.
 ///
-/// On a GPU calls are handed to NCCL, on a stream of its own that waits for what the device's stream was given before,
-/// and that the device's stream waits for where a result is used: the host does not wait. On the CPU a thread runs them
-/// in order.
+/// On a GPU calls go to NCCL on a separate stream. It waits for earlier work on the device's stream, and the device's
+/// stream waits for it where a result is used; the host does not wait. On the CPU a thread runs the calls in order.
 ///
-/// A rank that dies, stops or does something else ends the wait of the others with [`Error::Rank`], which names it. The
-/// weights are not defined then: go on from a checkpoint.
+/// If a rank dies, stops or makes another call, waiting on other ranks ends with [`Error::Rank`], which names it.
+/// Weights are then undefined: continue from a checkpoint.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -44,14 +43,13 @@ pub struct Communicator(Arc<Shared>);
 struct Shared {
     shard: Shard,
     device: Device,
-    // Before the membership: its collectives end before this rank says goodbye.
+    // Dropped before the membership: collectives end before this rank says goodbye.
     backend: Backend,
     membership: Arc<Membership>,
 }
 
-/// The implementation that runs collectives.
 pub(super) enum Backend {
-    /// A job of one: there is nothing to do.
+    /// A job of one rank: collectives do nothing.
     Alone,
     Host(HostQueue),
     #[cfg(feature = "cuda")]
@@ -73,7 +71,7 @@ impl Communicator {
         }))
     }
 
-    /// A job of one rank, for code that runs with several and without.
+    /// Creates a job of one rank, for code that runs with or without several.
     pub fn alone(device: &Device) -> Self {
         Self::new(
             Shard::ALONE,
@@ -83,55 +81,55 @@ impl Communicator {
         )
     }
 
-    /// This process's number, from 0.
+    /// Returns this process's rank, from 0.
     pub fn rank(&self) -> usize {
         self.0.shard.rank
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.0.shard.world_size
     }
 
-    /// This rank, and the number of ranks.
+    /// Returns this rank and the number of ranks.
     pub fn shard(&self) -> Shard {
         self.0.shard
     }
 
-    /// The device of this rank's tensors.
+    /// Returns the device of this rank's tensors.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Reduces a contiguous tensor over all ranks, in place; all have the same bits then.
+    /// Reduces a contiguous tensor over all ranks, in place; all ranks get the same bits.
     ///
     /// # Errors
-    /// [`Error::DType`] for one that is not exchanged, [`Error::Placement`] for a tensor elsewhere, [`Error::Shape`]
-    /// for one that is not contiguous; [`Error::Rank`].
+    /// [`Error::DType`] for a dtype that cannot be exchanged or reduced; [`Error::Placement`] for a tensor on another
+    /// device; [`Error::Shape`] for one that is not contiguous; [`Error::Rank`].
     pub fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<()> {
         self.run(Collective::AllReduce(reduce), tensor)
     }
 
-    /// Reduces a contiguous tensor over all ranks, in place on `root`; what the others' holds is not defined then.
+    /// Reduces a contiguous tensor over all ranks, in place on `root`; on other ranks it is undefined afterwards.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
+    /// Those of [`all_reduce`](Self::all_reduce); [`Error::Config`] for a `root` that is not a rank.
     pub fn reduce(&self, tensor: &Tensor, reduce: Reduce, root: usize) -> Result<()> {
         self.run(Collective::Reduce { reduce, root }, tensor)
     }
 
-    /// Gives every rank what `root` has in a contiguous tensor, in place.
+    /// Copies a contiguous tensor of `root` to every rank, in place.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`Error::Config`] for a root beyond the world.
+    /// Those of [`all_reduce`](Self::all_reduce); [`Error::Config`] for a `root` that is not a rank.
     pub fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
         self.run(Collective::Broadcast { root }, tensor)
     }
 
-    /// All ranks' tensors (d0, ...) one after another: (world_size d0, ...).
+    /// Concatenates the tensors (d0, ...) of all ranks along dimension 0: (world_size d0, ...).
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`Error::Shape`] for a scalar.
+    /// Those of [`all_reduce`](Self::all_reduce); [`Error::Shape`] for a scalar.
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
         let mut dims = tensor.dims().to_vec();
         let Some(first) = dims.first_mut() else {
@@ -148,10 +146,11 @@ impl Communicator {
         Ok(all)
     }
 
-    /// This rank's part (d0, ...) of a tensor (world_size d0, ...) that is reduced over all ranks.
+    /// Reduces a tensor (world_size d0, ...) over all ranks and returns this rank's part (d0, ...).
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`Error::Shape`] for rows that are no multiple of the number of ranks.
+    /// Those of [`all_reduce`](Self::all_reduce); [`Error::Shape`] if the number of rows is not a multiple of the
+    /// number of ranks.
     pub fn reduce_scatter(&self, tensor: &Tensor, reduce: Reduce) -> Result<Tensor> {
         let world_size = self.world_size();
         let rows = tensor.dims().first().copied().unwrap_or(0);
@@ -167,7 +166,7 @@ impl Communicator {
         Ok(all.narrow(0, self.rank() * rows, rows)?)
     }
 
-    /// Waits until all ranks have come here, and what they gave their devices before is done.
+    /// Waits until all ranks have called this, and their devices have finished earlier work.
     ///
     /// # Errors
     /// [`Error::Rank`].
@@ -175,7 +174,7 @@ impl Communicator {
         self.mean(&[0.0]).map(drop)
     }
 
-    /// The mean over the ranks of numbers that each has of its own: losses, times.
+    /// Returns the means over all ranks of numbers that differ between ranks, such as losses or times.
     ///
     /// # Errors
     /// [`Error::Rank`].
@@ -188,16 +187,17 @@ impl Communicator {
         Ok(mean)
     }
 
-    /// While this lives, the job's timeout runs: a rank that is waited for so long has failed. Wrap what waits for the
-    /// others, a step for example; collectives that the host waits for do so themselves.
+    /// Applies the job's timeout to this rank while the guard is alive: a rank that others wait for longer than that
+    /// has failed. Use it around code that waits for other ranks, such as a step; collectives for which the host waits
+    /// do so themselves.
     pub fn watch(&self, what: &str) -> Watch<'_> {
         self.0.membership.enter_some(what)
     }
 
-    /// Whether all ranks are well, as far as is known here.
+    /// Checks that no rank is known to have failed.
     ///
     /// # Errors
-    /// [`Error::Rank`], which names the one that is not.
+    /// [`Error::Rank`], which names the rank that failed.
     pub fn check(&self) -> Result<()> {
         self.0.membership.check()?;
         #[cfg(feature = "cuda")]
@@ -211,10 +211,10 @@ impl Communicator {
         Ok(())
     }
 
-    /// Has all ranks compare facts that must be the same on all of them: a configuration, shapes, a digest of weights.
+    /// Compares facts that must be the same on all ranks: a configuration, shapes, a digest of weights.
     ///
     /// # Errors
-    /// [`Error::Rank`] on every rank, naming the first that has another than rank 0, and both.
+    /// [`Error::Rank`] on every rank, with the first rank whose facts differ from those of rank 0, and both values.
     pub fn agree(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
         let _watch = self.watch("agree");
         let about = [("agreement", what)].into_iter();
@@ -223,12 +223,12 @@ impl Communicator {
             .map(|(name, value)| format!("{name}{VALUE}{value}"))
             .collect();
         let own = facts.join(FACT);
-        // While all is well, ranks exchange a digest alone.
+        // Ranks exchange only a digest, unless facts differ.
         let mut digest = DefaultHasher::new();
         own.hash(&mut digest);
         let digest = Tensor::new(&[[digest.finish() as i64, own.len() as i64]], self.device())?;
         let digests = self.all_gather(&digest)?.to_vec2::<i64>()?;
-        self.check()?; // else they are not defined
+        self.check()?; // otherwise they are undefined
         if let Some(rank) = digests.iter().position(|digest| *digest != digests[0]) {
             let facts_of = |root: usize| {
                 let (mut facts, length) = (own.clone().into_bytes(), digests[root][1] as usize);
@@ -244,7 +244,7 @@ impl Communicator {
         self.check()
     }
 
-    /// Runs a collective on a tensor. On a GPU its stream waits for the result, not the host.
+    /// Runs a collective on a tensor. On a GPU its stream waits for the result, and the host does not.
     pub(super) fn run(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
         self.check_tensor(collective, tensor)?;
         match &self.0.backend {
@@ -262,10 +262,10 @@ impl Communicator {
         }
     }
 
-    /// Runs a collective on host memory to its end.
+    /// Runs a collective on host memory to completion.
     ///
     /// # Errors
-    /// [`Error::Rank`]; a communicator of GPUs.
+    /// [`Error::Rank`]; [`Error::Placement`] for a communicator of GPUs.
     pub(crate) fn run_on_host<T: WithDType>(
         &self,
         collective: Collective,
@@ -277,7 +277,7 @@ impl Communicator {
             Backend::Host(queue) => {
                 let membership = Arc::clone(&self.0.membership);
                 let exchanged = Exchanged::Memory(HostBuffer::of(memory));
-                // It is waited for here, while the memory is borrowed.
+                // The call returns only when the collective is done, so the memory stays borrowed.
                 HostQueue::wait(queue.start(membership, collective, exchanged))
             }
             #[cfg(feature = "cuda")]
@@ -285,7 +285,7 @@ impl Communicator {
         }
     }
 
-    /// NCCL's queue, of ranks on GPUs that are several.
+    /// Returns NCCL's queue, for a job of several ranks on GPUs.
     #[cfg(feature = "cuda")]
     pub(crate) fn gpu_queue(&self) -> Option<&GpuQueue> {
         match &self.0.backend {
@@ -309,7 +309,7 @@ impl Communicator {
         self.check()
     }
 
-    /// An error unless tensors on this device are those of this rank.
+    /// Checks that the device is that of this rank's tensors.
     pub(crate) fn check_device(&self, device: &Device) -> Result<()> {
         match device.location() == self.device().location() {
             true => Ok(()),
@@ -338,11 +338,11 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// The characters between facts, and between a fact's name and its value.
+/// The separators between facts, and between a fact's name and its value.
 const FACT: &str = "\u{1e}";
 const VALUE: &str = "\u{1f}";
 
-/// The first fact of a rank that is not rank 0's.
+/// Describes the first fact that differs from that of rank 0.
 fn difference(rank_0: &str, other: &str) -> String {
     let (mut rank_0, mut other) = (rank_0.split(FACT), other.split(FACT));
     loop {

@@ -1,20 +1,28 @@
-//! How ranks come together, and how they exchange gradients.
+//! Configuration of a job's ranks, and of the exchange of gradients.
 
 use crate::{Error, Result};
 use candle_core::DType;
 use std::fmt;
 use std::time::Duration;
 
-/// How a process joins its job.
+/// Configuration with which a process joins its job.
+///
+/// ```
+/// use std::time::Duration;
+/// use tallow::distributed::DistConfig;
+///
+/// let config = DistConfig { timeout: Duration::from_secs(60), ..Default::default() };
+/// assert_eq!(config.device, "cpu");
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct DistConfig {
-    /// `cuda`, of which each rank takes the GPU of its local rank, or `cpu`. In a job of one rank any
+    /// `cuda`, where each rank uses the GPU of its local rank, or `cpu`. In a job of one rank any
     /// [`device`](crate::device()).
     pub device: String,
-    /// How long a rank is waited for, at the beginning and in everything that all do together, before it has failed.
+    /// The longest time that ranks wait for another at rendezvous and in every collective, before it counts as failed.
     pub timeout: Duration,
-    /// At most so many of a GPU's multiprocessors work on NCCL's collectives, which run beside the model's kernels.
-    /// `None`: as many as NCCL wants.
+    /// The most multiprocessors of a GPU that NCCL's collectives use; they run concurrently with the model's kernels.
+    /// `None` leaves the choice to NCCL.
     pub nccl_max_ctas: Option<u32>,
 }
 
@@ -29,26 +37,25 @@ impl Default for DistConfig {
     }
 }
 
-/// When gradients are averaged over the ranks.
+/// The way in which gradients are averaged over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Exchange {
     /// After backward, one all-reduce for each parameter.
     PerParameter,
-    /// After backward, one all-reduce for all of them.
+    /// After backward, one all-reduce for all parameters.
     Flat,
-    /// In backward: gradients are collected into buckets in the order in which they are complete, from the last layer's
-    /// to the first's, and a bucket is averaged while backward goes on, as soon as it has so many bytes. 0: every
-    /// gradient by itself. That is in planned steps; [`Replicated::average`](super::Replicated::average) averages
-    /// bucket by bucket after backward.
+    /// During backward: gradients are collected into buckets in the order in which they are complete, from the last
+    /// layer to the first. A full bucket is averaged while backward continues. This applies to planned steps;
+    /// [`Replicated::average`](super::Replicated::average) averages bucket by bucket after backward.
     Overlapped {
-        /// A bucket is full with these.
+        /// Size at which a bucket is full; 0 exchanges each gradient by itself.
         bucket_bytes: u64,
     },
 }
 
 impl Exchange {
-    /// A bucket is full with these.
+    /// Returns the size at which a bucket is full.
     pub(crate) fn bucket_bytes(self) -> u64 {
         match self {
             Self::PerParameter => 0,
@@ -77,19 +84,29 @@ impl fmt::Display for Exchange {
     }
 }
 
-/// Data parallelism: every rank has the whole model and a part of the batch, and gradients are averaged.
+/// Data parallelism: every rank has the full model and a part of the batch, and gradients are averaged.
 ///
-/// The default is PyTorch's (`DistributedDataParallel`): buckets of 25 MiB, in the gradients' own dtype.
+/// The default is that of PyTorch's `DistributedDataParallel`: buckets of 25 MiB, in the dtype of the gradients.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::distributed::{Exchange, ReplicatedConfig};
+///
+/// let config = ReplicatedConfig { exchange: Exchange::Flat, dtype: Some(DType::BF16) };
+/// config.validate()?;
+/// assert!(ReplicatedConfig { dtype: Some(DType::F16), ..config }.validate().is_err());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReplicatedConfig {
-    /// When gradients are averaged.
+    /// The way in which gradients are averaged.
     pub exchange: Exchange,
-    /// What gradients are rounded to for the exchange: bf16 halves the bytes. `None`: they are exchanged as they are.
-    /// Planned steps on the CPU do not take bf16.
+    /// The dtype to which gradients are rounded for the exchange: bf16 halves the bytes. `None` keeps their own dtype.
+    /// Planned steps on the CPU do not support bf16.
     ///
-    /// In a planned step on a GPU the gradients of matrices are then made in bf16 by the products themselves, as with
-    /// [an optimizer in backward](crate::compile::StepConfig::optimizer_in_backward); those of embedding and norms stay
-    /// in f32, and so do all where micro-batches are accumulated or the loss is scaled.
+    /// In a planned step on a GPU the matmuls then write gradients of matrices in bf16 directly, as with [an optimizer
+    /// in backward](crate::compile::StepConfig::optimizer_in_backward). Gradients of embeddings and norms stay in f32,
+    /// and so do all gradients with accumulation or loss scaling.
     pub dtype: Option<DType>,
 }
 
@@ -104,7 +121,7 @@ impl Default for ReplicatedConfig {
 }
 
 impl ReplicatedConfig {
-    /// Whether gradients can be exchanged so.
+    /// Checks the configuration.
     ///
     /// # Errors
     /// [`Error::Config`] for a dtype that is neither bf16 nor f32 (f16's range is too small for sums of gradients).
@@ -113,18 +130,28 @@ impl ReplicatedConfig {
     }
 }
 
-/// Fully sharded data parallelism: every rank has a part of each weight.
+/// Fully sharded data parallelism: every rank has a shard of each weight.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::distributed::FullyShardConfig;
+///
+/// let config = FullyShardConfig { dtype: Some(DType::BF16), ..Default::default() };
+/// config.validate()?;
+/// assert_eq!(config.bucket_bytes, 128 << 20);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FullyShardConfig {
-    /// What gradients are rounded to for the exchange, as [`ReplicatedConfig::dtype`] says.
+    /// The dtype to which gradients are rounded for the exchange, as in [`ReplicatedConfig::dtype`].
     pub dtype: Option<DType>,
-    /// In a planned step on a GPU weights are gathered together that are read one after the other, block by block,
-    /// until they have so many bytes, while the ones before are at work; and so are gradients. The most weights that
-    /// are there as a whole are twice as many, or those of two blocks.
+    /// Size of a bucket in a planned step on a GPU. Weights of consecutive blocks are gathered together until they have
+    /// this many bytes, while earlier weights are in use; gradients are exchanged likewise. Full weights need at most
+    /// twice this memory, or that of two blocks.
     pub bucket_bytes: u64,
 }
 
-/// Gradients as they are, 128 MiB.
+/// Gradients in their own dtype, buckets of 128 MiB.
 impl Default for FullyShardConfig {
     fn default() -> Self {
         Self {
@@ -135,10 +162,10 @@ impl Default for FullyShardConfig {
 }
 
 impl FullyShardConfig {
-    /// Whether gradients can be exchanged so.
+    /// Checks the configuration.
     ///
     /// # Errors
-    /// [`Error::Config`], as [`ReplicatedConfig::validate`].
+    /// Those of [`ReplicatedConfig::validate`].
     pub fn validate(&self) -> Result<()> {
         check_dtype("FullyShardConfig", self.dtype)
     }

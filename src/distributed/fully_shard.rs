@@ -1,4 +1,4 @@
-//! Fully sharded data parallelism: weights divided over the ranks.
+//! Fully sharded data parallelism: weights sharded over the ranks.
 
 use super::{Collective, Communicator, FullyShardConfig, Shard, locked};
 use crate::gradients::described;
@@ -7,17 +7,17 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The same model on every rank, none of which has all of it: of each weight, its gradient and its optimizer state a
-/// rank has its [part](Shard::part), and weights are there as a whole only while they are used (ZeRO, stage 3;
-/// `fully_shard` in PyTorch).
+/// A model that is sharded over the ranks: of each weight, its gradient and its optimizer state a rank has its
+/// [part](Shard::part). Full weights exist only while they are used (ZeRO stage 3; `fully_shard` in PyTorch).
 ///
-/// A layer that is built from its [`builder`](Self::builder) has hollow weights, which take no memory. What is trained
-/// are the parts, [`parameters`](Self::parameters), in a
-/// [planned](crate::compile::Step::fully_sharded) step: it gathers each weight for forward in the dtype that a
-/// product reads, and again for backward, bucket by bucket, and averages gradients while backward goes on. On a GPU
-/// this is done ahead, and the last bucket of forward's is kept, which backward reads first.
+/// A layer that is built from the [`builder`](Self::builder) has meta tensors as weights, which need no memory. The
+/// parts, [`parameters`](Self::parameters), are trained in a [planned](crate::compile::Step::fully_sharded) step. It
+/// gathers each weight for forward in the dtype that the matmul reads, and again for backward, bucket by bucket, and
+/// averages gradients while backward continues. On a GPU weights are gathered ahead of their use, and forward's last
+/// bucket, which backward reads first, is kept.
 ///
-/// Outside of such a step its layers are an error. [`Step::forward`](crate::compile::Step::forward) evaluates them.
+/// Outside of such a step running its layers is an error. [`Step::forward`](crate::compile::Step::forward) evaluates
+/// them.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -37,7 +37,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 ///     let weights = nn::seeded(0, DType::F32, communicator.device());
 ///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
 ///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
-///     let mut step = Step::of_fully_sharded(&model, &optimizer, &StepConfig::default(), &sharded)?;
+///     let mut step = Step::fully_sharded_for_model(&model, &optimizer, &StepConfig::default(), &sharded)?;
 ///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
 ///     step.run(&mut optimizer, (&tokens, &tokens))
 /// };
@@ -54,22 +54,22 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub struct FullyShard {
     communicator: Communicator,
     config: FullyShardConfig,
-    /// In the order in which they were asked for.
+    /// In the order in which they were built.
     weights: Arc<Mutex<Vec<Weight>>>,
 }
 
-/// A weight, and this rank's part of it.
 #[derive(Clone, Debug)]
 struct Weight {
     name: String,
-    /// A tensor of the weight's shape, without elements.
-    hollow: Tensor,
-    /// (elements, 1, ...), of as many dimensions as the weight: what decays matrices alone knows it as one.
+    /// A meta tensor of the weight's shape.
+    meta: Tensor,
+    /// This rank's part (elements, 1, ...), with as many dimensions as the weight, so that weight decay of matrices
+    /// applies to it.
     part: Var,
 }
 
 impl FullyShard {
-    /// For the ranks of a job.
+    /// Creates an empty model for the ranks of a job.
     ///
     /// # Errors
     /// [`Error::Config`] for a dtype that is neither bf16 nor f32.
@@ -82,19 +82,19 @@ impl FullyShard {
         })
     }
 
-    /// A builder of hollow weights. Each is taken from `vb`, which must give the same on all ranks (a seed, a file),
-    /// and of it this rank's part is kept, on the ranks' device: so one weight is there as a whole at a time, and never
-    /// the model.
+    /// Returns a builder of meta weights. It takes each weight from `vb`, which must return the same on all ranks (a
+    /// seed, a file), and keeps this rank's part on the ranks' device. Only one full weight exists at a time, and never
+    /// the full model.
     pub fn builder<'v>(&self, vb: VarBuilder<'v>) -> VarBuilder<'v> {
         let (dtype, device) = (vb.dtype(), self.communicator.device().clone());
         let sharded = self.clone();
         VarBuilder::from_backend(Box::new(Sharding { vb, sharded }), dtype, device)
     }
 
-    /// This rank's parts of the weights, by the weights' names, in the order in which they were built: what an
-    /// optimizer trains.
+    /// Returns this rank's parts of the weights, by the weights' names, in the order in which they were built: the
+    /// parameters for an optimizer.
     ///
-    /// A part is a column (elements, 1), of a vector (elements).
+    /// A part of a matrix has the shape (elements, 1), a part of a vector (elements).
     pub fn parameters(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
         let parts = weights.iter();
@@ -102,17 +102,17 @@ impl FullyShard {
         parts.collect()
     }
 
-    /// All of a weight, on every rank, on the ranks' device. All ranks have to call it.
+    /// Returns a full weight on every rank, on the ranks' device. All ranks must call this.
     ///
     /// # Errors
     /// [`Error::Order`] for a weight that was not built; [`Error::Rank`].
     pub fn whole(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
-        let Some(Weight { hollow, part, .. }) = weight else {
+        let Some(Weight { meta, part, .. }) = weight else {
             return Err(self.refuse(format!("there is no weight {name}")));
         };
-        let (shard, elements) = (self.shard(), hollow.elem_count());
-        let whole = ops::zeros(hollow.shape(), part.dtype(), self.communicator.device())?;
+        let (shard, elements) = (self.shard(), meta.elem_count());
+        let whole = ops::zeros(meta.shape(), part.dtype(), self.communicator.device())?;
         let (flat, own) = (whole.flatten_all()?, shard.part(elements));
         if !own.is_empty() {
             flat.slice_set(&part.flatten_all()?, 0, own.start)?;
@@ -124,25 +124,25 @@ impl FullyShard {
         Ok(whole)
     }
 
-    /// The ranks.
+    /// Returns the communicator of the ranks.
     pub fn communicator(&self) -> &Communicator {
         &self.communicator
     }
 
-    /// How weights and gradients are exchanged.
+    /// Returns the configuration.
     pub fn config(&self) -> FullyShardConfig {
         self.config
     }
 
-    /// This rank, and the number of ranks.
+    /// Returns this rank and the number of ranks.
     pub fn shard(&self) -> Shard {
         self.communicator.shard()
     }
 
-    /// This rank's part of something that lies as a weight does, on any device.
+    /// Returns this rank's part of a tensor with a weight's shape, on any device.
     ///
     /// # Errors
-    /// candle's.
+    /// Those of candle.
     pub(crate) fn own_part(&self, whole: &Tensor) -> Result<Tensor> {
         let part = self.shard().part(whole.elem_count());
         let flat = whole.flatten_all()?;
@@ -150,31 +150,31 @@ impl FullyShard {
         Ok(part.reshape(self.part_dims(whole.dims()))?)
     }
 
-    /// The shape of this rank's part of a weight of this shape: a column, of as many dimensions.
+    /// Returns the shape of this rank's part of a weight: a column with the same number of dimensions.
     pub(crate) fn part_dims(&self, whole: &[usize]) -> Vec<usize> {
         let mut dims = vec![1; whole.len().max(1)];
         dims[0] = self.shard().part(whole.iter().product()).len();
         dims
     }
 
-    /// The shape of a weight.
+    /// Returns the shape of a weight.
     #[cfg(feature = "files")]
     pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
         let weights = self.weights();
         let weight = weights.iter().find(|weight| weight.name == name)?;
-        Some(weight.hollow.dims().to_vec())
+        Some(weight.meta.dims().to_vec())
     }
 
-    /// The part of each of these weights, which are all that were built; all ranks have the same.
+    /// Returns the part of each of these weights, which must be all weights that were built, the same on all ranks.
     ///
     /// # Errors
-    /// [`Error::Order`] for weights that are not exactly these; [`Error::Rank`].
+    /// [`Error::Order`] if the weights differ from those that were built; [`Error::Rank`].
     pub(crate) fn parts_of(&self, weights: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
         self.communicator
             .agree(OP, &[("weights", described(weights.iter()))])?;
         let mut own = self.weights().clone();
         let parts = weights.iter().map(|(name, weight)| {
-            let place = own.iter().position(|own| own.hollow.id() == weight.id());
+            let place = own.iter().position(|own| own.meta.id() == weight.id());
             match place {
                 Some(place) => Ok((name.clone(), own.swap_remove(place).part)),
                 None => Err(self.refuse(format!("weight {name} is not of its builder"))),
@@ -189,14 +189,14 @@ impl FullyShard {
         }
     }
 
-    /// The weights by name, hollow.
-    pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
+    /// Returns the meta weights with their names.
+    pub(crate) fn meta_weights(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
-        let hollow = weights.iter().filter_map(|weight| {
-            let var = Var::from_tensor(&weight.hollow); // the variable itself
+        let meta = weights.iter().filter_map(|weight| {
+            let var = Var::from_tensor(&weight.meta); // the same variable
             Some((weight.name.clone(), var.ok()?))
         });
-        hollow.collect()
+        meta.collect()
     }
 
     fn weights(&self) -> MutexGuard<'_, Vec<Weight>> {
@@ -214,7 +214,7 @@ impl FullyShard {
 
 const OP: &str = "distributed::FullyShard";
 
-/// Hands out hollow weights, and keeps parts of real ones.
+/// A builder that returns meta weights and keeps parts of real ones.
 struct Sharding<'v> {
     vb: VarBuilder<'v>,
     sharded: FullyShard,
@@ -231,28 +231,28 @@ impl SimpleBackend for Sharding<'_> {
     ) -> candle_core::Result<Tensor> {
         let known = self.sharded.weights();
         if let Some(known) = known.iter().find(|weight| weight.name == name) {
-            let hollow = &known.hollow;
-            return match hollow.shape() == &shape {
-                true => Ok(hollow.clone()),
-                false => candle_core::bail!("{name} is {:?}, not {shape:?}", hollow.dims()),
+            let meta = &known.meta;
+            return match meta.shape() == &shape {
+                true => Ok(meta.clone()),
+                false => candle_core::bail!("{name} is {:?}, not {shape:?}", meta.dims()),
             };
         }
         drop(known);
         let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
         let part = self.sharded.own_part(&whole)?.detach();
         let part = ops::variable_of(&part.to_device(self.sharded.communicator.device())?)?;
-        let hollow = graph::hollow_weight(name, shape, part.dtype())?;
+        let meta = graph::meta_weight(name, shape, part.dtype())?;
         self.sharded.weights().push(Weight {
             name: name.into(),
-            hollow: hollow.clone(),
+            meta: meta.clone(),
             part,
         });
-        Ok(hollow)
+        Ok(meta)
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        if graph::gives_hollow(&self.vb) {
-            return self.vb.get_unchecked(name); // which says so
+        if graph::builds_meta(&self.vb) {
+            return self.vb.get_unchecked(name); // returns the error
         }
         candle_core::bail!("{name}: a sharded weight was asked for without its shape")
     }

@@ -1,4 +1,4 @@
-//! Collectives on GPU memory: NCCL's, on a stream of their own.
+//! Collectives on GPU memory: NCCL's, on a separate stream.
 
 use super::Collective;
 use super::nccl::NcclBackend;
@@ -10,10 +10,10 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
-/// The address of elements, their number and dtype.
+/// Address of the elements, their number and dtype.
 pub(crate) type Elements = (u64, usize, DType);
 
-/// A communicator of NCCL's, and the stream that it works on.
+/// An NCCL communicator, and the stream that it uses.
 pub(crate) struct GpuQueue {
     nccl: Arc<NcclBackend>,
     stream: Arc<CudaStream>,
@@ -26,7 +26,7 @@ impl GpuQueue {
         Ok(Self { nccl, stream })
     }
 
-    /// Runs a collective after the work in the tensor's stream, which waits for it.
+    /// Runs a collective after earlier work in the tensor's stream, which then waits for it.
     pub(super) fn run_on(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
         let view = cuda::elements(tensor)?;
         let elements = (view.pointer, view.len, view.dtype);
@@ -35,8 +35,9 @@ impl GpuQueue {
         Ok(stream.wait(&done).w()?)
     }
 
-    /// Has collectives on elements of a dtype come, as one, after what a stream has been given: ranks may send and
-    /// receive at the same time. The event comes when they are over. All of it may be recorded.
+    /// Starts collectives on elements of a dtype as one group, after earlier work in the stream `after`, so that ranks
+    /// may send and receive at the same time. The event occurs when all are done. Everything here can be captured in a
+    /// CUDA graph.
     pub(crate) fn start_all(
         &self,
         collectives: &[(Collective, Elements)],
@@ -58,7 +59,7 @@ impl GpuQueue {
         Ok(self.stream.record_event(None).w()?)
     }
 
-    /// Whether all is well with what was begun, as far as NCCL knows.
+    /// Checks the collectives that were started, as far as NCCL knows.
     pub(super) fn check(&self) -> Result<()> {
         self.nccl.async_error()
     }

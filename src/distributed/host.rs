@@ -1,4 +1,4 @@
-//! Host memory of collectives, the trait of those who run them on it, and their arithmetic.
+//! Host memory of collectives, the trait of backends for it, and reductions.
 
 use super::Shard;
 use super::collective::{Collective, Reduce};
@@ -12,8 +12,8 @@ use std::ptr;
 
 const OP: &str = "distributed::Communicator";
 
-/// Host memory that a collective has for itself until [`HostBackend::run`] returns: `start` is that of `elements`
-/// initialised numbers of a dtype, aligned as they have to be.
+/// Host memory that a collective uses exclusively until [`HostBackend::run`] returns. `start` points to `elements`
+/// initialised, aligned numbers of a dtype.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HostBuffer {
     pub(crate) start: *mut u8,
@@ -21,7 +21,7 @@ pub(crate) struct HostBuffer {
     pub(crate) dtype: DType,
 }
 
-// SAFETY: a pointer alone; to use what it points to is unsafe, on any thread.
+// SAFETY: only a pointer; using what it points to is unsafe on any thread.
 unsafe impl Send for HostBuffer {}
 
 impl HostBuffer {
@@ -33,7 +33,7 @@ impl HostBuffer {
         }
     }
 
-    /// Some of the elements, which must be there.
+    /// Returns a range of the elements, which must exist.
     pub(super) fn range(self, range: Range<usize>) -> Self {
         let bytes = range.start * self.dtype.size_in_bytes();
         Self {
@@ -43,7 +43,7 @@ impl HostBuffer {
         }
     }
 
-    /// A rank's part of a buffer that `world_size` divides.
+    /// Returns a rank's part of a buffer that `world_size` divides.
     pub(super) fn part(self, rank: usize, world_size: usize) -> Self {
         let elements = self.elements / world_size;
         self.range(rank * elements..(rank + 1) * elements)
@@ -53,31 +53,31 @@ impl HostBuffer {
         self.elements * self.dtype.size_in_bytes()
     }
 
-    /// `length` of the elements from `start` on, which must be there. They are of type `T`.
+    /// Returns `length` elements from `start` on, which must exist and have type `T`.
     fn slice<T>(self, start: usize, length: usize) -> *mut [T] {
         ptr::slice_from_raw_parts_mut(self.start.cast::<T>().wrapping_add(start), length)
     }
 
-    /// Overwrites the elements by as many others.
+    /// Overwrites the elements with the same number of others.
     ///
     /// # Safety
-    /// `from` has them, of the same dtype, and nobody else uses either.
+    /// `from` must point to them, in the same dtype, and nobody else may use either.
     pub(super) unsafe fn copy_from(self, from: *const u8) {
-        // SAFETY: the caller's promise; memory that overlaps is allowed for.
+        // SAFETY: guaranteed by the caller; the memory may overlap.
         unsafe { from.copy_to(self.start, self.bytes()) }
     }
 }
 
-/// A rank's way to the others, through host memory. One thread uses it at a time.
+/// A rank's connection to the others through host memory. Only one thread uses it at a time.
 pub(crate) trait HostBackend: Send {
-    /// The rank, and how many there are.
+    /// Returns the rank and the number of ranks.
     fn place(&self) -> Shard;
 
-    /// Runs a [valid](validate) collective to its end, in place. `check` is called now and then while it waits: an
-    /// error of it ends the wait, and the buffer's elements are not defined then.
+    /// Runs a [valid](validate) collective to completion, in place. While it waits it calls `check` repeatedly, whose
+    /// error ends the wait and leaves the elements undefined.
     ///
     /// # Errors
-    /// [`Error::Rank`]; what `check` says.
+    /// [`Error::Rank`]; those of `check`.
     fn run(
         &mut self,
         collective: Collective,
@@ -86,7 +86,7 @@ pub(crate) trait HostBackend: Send {
     ) -> Result<()>;
 }
 
-/// An error unless a rank can take part in a collective on `elements` of a dtype.
+/// Checks that a collective supports a number of elements and a dtype.
 pub(super) fn validate(
     collective: Collective,
     elements: usize,
@@ -94,7 +94,7 @@ pub(super) fn validate(
     world_size: usize,
 ) -> Result<()> {
     use Collective::{AllGather, Broadcast, Reduce, ReduceScatter};
-    // Sums need floats, copies take integers too.
+    // Sums need floats; copies support integers too.
     match dtype {
         DType::F64 | DType::F32 | DType::F16 | DType::BF16 => {}
         DType::U8 | DType::U32 | DType::I64 if collective.reduce().is_none() => {}
@@ -130,14 +130,14 @@ fn refused(dtype: DType, expected: &str) -> Error {
     Error::dtype(OP, dtype.as_str()).must_be(expected, "convert the tensor with to_dtype")
 }
 
-/// Reduces a range of buffers, in their order, divides it, and writes it to some of them. Half precision is rounded
+/// Reduces a range of buffers in order, divides it, and writes it to the buffers `into`. Half precision is rounded
 /// once.
 ///
 /// # Errors
-/// [`Error::DType`] for one that is not reduced.
+/// [`Error::DType`] for a dtype that cannot be reduced.
 ///
 /// # Safety
-/// Nobody else uses the buffers, which have the range, and one dtype.
+/// All buffers must contain the range and have the same dtype, and nobody else may use them.
 pub(super) unsafe fn reduce_range(
     reduce: Reduce,
     from: &[HostBuffer],
@@ -152,15 +152,15 @@ pub(super) unsafe fn reduce_range(
         DType::BF16 => reduce_range_of::<bf16>,
         other => return Err(not_reduced(other)),
     };
-    // SAFETY: the caller's promise; the type is the dtype's.
+    // SAFETY: guaranteed by the caller; the type is the dtype's.
     unsafe { run(reduce, from, range, into, divisor) };
     Ok(())
 }
 
-/// [`reduce_range`] of a dtype. Of a number and NaN the larger is the number.
+/// [`reduce_range`] of one dtype. `Max` ignores NaN unless all elements are NaN.
 ///
 /// # Safety
-/// As there; `T` is the dtype's.
+/// That of [`reduce_range`]; `T` must be the dtype's type.
 unsafe fn reduce_range_of<T: Stored>(
     reduce: Reduce,
     from: &[HostBuffer],
@@ -176,7 +176,7 @@ unsafe fn reduce_range_of<T: Stored>(
                 let length = BLOCK.min(range.end - start);
                 let [reduced, x] = wide.each_mut().map(|block| &mut block[..length]);
                 for (rank, buffer) in from.iter().enumerate() {
-                    // SAFETY: elements of the buffer.
+                    // SAFETY: these elements are in the buffer.
                     T::load(unsafe { &*buffer.slice(start, length) }, x);
                     let pairs = reduced.iter_mut().zip(&*x);
                     match reduce {

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// The thread's orders.
+/// The queue of the thread that runs collectives.
 pub(super) struct HostQueue {
-    /// `None` once it is to end.
+    /// `None` to end the thread.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -24,15 +24,15 @@ struct Job {
     done: Sender<Result<()>>,
 }
 
-/// The memory that is exchanged, in place.
+/// The memory of a collective, which runs in place.
 pub(super) enum Exchanged {
     Tensor(Tensor),
-    /// Memory that the caller leaves alone until it has waited for the collective.
+    /// Memory that the caller does not touch until it has waited for the collective.
     Memory(HostBuffer),
 }
 
 impl HostQueue {
-    /// A thread that makes the backend, and is the only one that uses it.
+    /// Starts a thread that creates the backend, and is the only one to use it.
     pub(super) fn new<B: HostBackend>(
         make: impl FnOnce() -> Result<B> + Send + 'static,
     ) -> Result<(Self, Shard)> {
@@ -46,7 +46,7 @@ impl HostQueue {
             drop(made.send(Ok(backend.place())));
             for job in orders {
                 let result = job.run(&mut backend);
-                drop(job.done.send(result)); // nobody waits any more, if it is refused
+                drop(job.done.send(result)); // the receiver is gone if nobody waits
             }
         })?;
         let place = place.recv().unwrap_or_else(|_| Err(ended()))?;
@@ -57,7 +57,7 @@ impl HostQueue {
         Ok((queue, place))
     }
 
-    /// Has a collective run when those before it are over; the answer comes then.
+    /// Starts a collective after earlier ones; the result is sent when it is done.
     pub(super) fn start(
         &self,
         membership: Arc<Membership>,
@@ -72,12 +72,11 @@ impl HostQueue {
             done,
         };
         if let Some(jobs) = &self.jobs {
-            drop(jobs.send(job)); // the answer's other end goes with it, if the thread is gone
+            drop(jobs.send(job)); // if the thread has ended, the result's sender is dropped with the job
         }
         answer
     }
 
-    /// Waits for a collective.
     pub(super) fn wait(done: Receiver<Result<()>>) -> Result<()> {
         done.recv().unwrap_or_else(|_| Err(ended()))
     }
@@ -95,7 +94,7 @@ impl Job {
     fn run(&self, backend: &mut dyn HostBackend) -> Result<()> {
         let result = self.run_on(backend);
         if let Err(Error::Rank { problem, .. }) = &result {
-            // A connection that ends follows from a failure that is yet to be heard of, or is one.
+            // A connection that ends is a failure of its own, or a consequence of one that is reported soon.
             let during = self.collective.name();
             self.membership.fail_unless_known(during, problem);
             self.membership.check()?;
@@ -105,7 +104,7 @@ impl Job {
 
     fn run_on(&self, backend: &mut dyn HostBackend) -> Result<()> {
         let _watch = self.membership.enter(self.collective.name());
-        let _range = probe::range(self.collective.name()); // of this thread: beside what the others compute
+        let _range = probe::range(self.collective.name()); // on this thread, concurrent with computation on others
         let check = || self.membership.check();
         match &self.exchanged {
             Exchanged::Memory(buffer) => backend.run(self.collective, *buffer, &check),
@@ -125,7 +124,7 @@ impl Drop for HostQueue {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            drop(thread.join()); // what it panicked of, it has said
+            drop(thread.join()); // the panic has been printed
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Several processes that train together: a process a rank, each with its GPU.
+//! Training with several processes: one process per rank, each with its GPU.
 //!
-//! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun
-//! ([`Ranks::from_env`] lists them), and gets a [`Communicator`]: collectives by NCCL on NVIDIA GPUs, by MPI on CPUs.
-//! The rest of a rank's program is written as for one process.
+//! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun ([`Ranks::from_env`]
+//! lists them). It returns a [`Communicator`] with collectives by NCCL on NVIDIA GPUs, or by MPI on CPUs. The rest of
+//! the program is written as for one process.
 //!
 //! ```no_run
 //! use tallow::data::Tokens;
@@ -36,12 +36,12 @@
 //! torchrun --no-python --nproc-per-node 2 target/release/my-program
 //! ```
 //!
-//! Or without torchrun: a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started
-//! by `mpirun --bind-to none`: it gives each one core otherwise, which all of a rank's threads then share.
+//! Without torchrun, a program that calls [`launch()`] starts its own ranks on one host. Ranks on CPUs are started by
+//! `mpirun --bind-to none`; by default it binds each rank to one core, which all of its threads then share.
 //!
-//! Ranks on several hosts have to know a secret, which rank 0 asks of every process that connects. The ranks of
-//! `mpirun` make one. Slurm and torchrun supply none: set `TALLOW_JOB_TOKEN` to the same on each host. In a batch
-//! script of Slurm:
+//! Ranks on several hosts must share a secret, which rank 0 requires of every process that connects. Ranks of `mpirun`
+//! make one. With Slurm and torchrun set `TALLOW_JOB_TOKEN` to the same secret on each host. In a batch script of
+//! Slurm:
 //!
 //! ```sh
 //! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
@@ -49,25 +49,28 @@
 //! srun target/release/my-program
 //! ```
 //!
-//! With torchrun on two hosts, on each of them:
+//! With torchrun, on each of two hosts:
 //!
 //! ```sh
 //! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` has printed, the same on both
 //! torchrun --nnodes 2 --node-rank $N --master-addr host-0 --nproc-per-node 8 --no-python target/release/my-program
 //! ```
 //!
-//! Ranks train together in three ways: every rank has all weights, and gradients are averaged ([`Replicated`]); beyond
-//! that the optimizer's state is divided ([`AdamW::shard`](crate::optim::AdamW::shard), ZeRO's first stage); or each
-//! has a part of each weight, its gradient and its state ([`FullyShard`]).
-//! [`compile::Step`](crate::compile::Step) has the exchanges in its plan, and [`Trainer`](crate::train::Trainer) the
-//! training loop.
+//! Ranks train together in one of three ways:
+//!
+//! - [`Replicated`]: every rank has all weights, and gradients are averaged.
+//! - [`AdamW::shard`](crate::optim::AdamW::shard): in addition the optimizer's state is sharded (ZeRO stage 1).
+//! - [`FullyShard`]: each rank has a shard of each weight, its gradient and its state.
+//!
+//! [`compile::Step`](crate::compile::Step) plans the exchanges with the step, and [`Trainer`](crate::train::Trainer)
+//! runs the training loop.
 //!
 //! # Failures
 //!
-//! Each rank tells rank 0 that it is alive, several times a second, and what it is in. A rank whose process ends, or
-//! that is waited for longer than [`DistConfig::timeout`], is a failure that all ranks hear of: what they wait in ends
-//! with [`Error::Rank`], which names it. The weights are not defined then; a run goes on from its
-//! checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time is no waiting.
+//! Each rank reports to rank 0 several times a second that it is alive, and the operation that it is in. A rank has
+//! failed if its process ends, or if others wait for it for longer than [`DistConfig::timeout`]. All ranks are notified
+//! of the failure: their waits end with [`Error::Rank`], which names the rank. Weights are then undefined; resume from
+//! a checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time does not count as waiting.
 
 mod collective;
 mod communicator;
@@ -80,7 +83,7 @@ mod host_queue;
 mod init;
 mod launch;
 #[cfg_attr(not(all(feature = "cuda", feature = "mpi")), allow(dead_code))]
-// each backend uses its part
+// each backend uses a part of it
 mod membership;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -109,7 +112,7 @@ use crate::{Error, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-/// Locks, whoever panicked meanwhile: what is kept under our locks is whole at any time.
+/// Locks a mutex even if it is poisoned: data under this module's locks is always consistent.
 fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -117,7 +120,7 @@ fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Starts a thread.
 ///
 /// # Errors
-/// [`Error::Order`] if the system gives none.
+/// [`Error::Order`] if the system cannot start it.
 fn spawn<T: Send + 'static>(
     name: &str,
     run: impl FnOnce() -> T + Send + 'static,

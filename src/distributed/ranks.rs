@@ -1,4 +1,4 @@
-//! A process's place in its job, and the variables by which programs that start ranks tell it.
+//! A process's place in its job, and the environment variables of launchers.
 
 use super::Shard;
 use super::membership::is_loopback;
@@ -6,33 +6,33 @@ use crate::{Error, Result};
 use std::fmt;
 use std::net::TcpListener;
 
-/// A shorter secret can be guessed.
+/// The fewest bytes of a secret: shorter ones can be guessed.
 const MIN_SECRET_BYTES: usize = 16;
 
 /// A process's place in its job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Ranks {
-    /// This process, from 0 to `world_size`.
+    /// This process's number, less than `world_size`.
     pub rank: usize,
-    /// Its number among the processes of its host: the GPU that it takes.
+    /// Its number among the processes of its host, which is also the index of its GPU.
     pub local_rank: usize,
-    /// How many processes there are.
+    /// Number of processes.
     pub world_size: usize,
-    /// Host and port where rank 0 listens. Under mpirun and Slurm there need not be one.
+    /// Host and port where rank 0 listens; optional under mpirun and Slurm.
     pub master: Option<(String, u16)>,
     /// Whether all ranks are known to be on this host.
     pub(crate) is_one_host: bool,
-    /// The text that the processes of one job have in common.
+    /// The text that the processes of this job share.
     pub(crate) token: Token,
 }
 
-/// The text that the processes of one job have in common, and show when they connect.
+/// The text that the processes of one job share, and send when they connect.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) enum Token {
-    /// Only this job's ranks know it.
+    /// Known only to this job's ranks.
     Secret(String),
-    /// The job's name: it keeps jobs on one port apart, but others know or guess it. May be empty.
+    /// The job's name: it keeps jobs on one port apart, but others know or can guess it. May be empty.
     Name(String),
 }
 
@@ -44,7 +44,7 @@ impl Token {
     }
 }
 
-/// Without the secret: it would be printed with the rest of a place.
+/// Omits the secret, which would be printed with the rest of a place.
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -54,7 +54,7 @@ impl fmt::Debug for Token {
     }
 }
 
-/// A secret of a new job.
+/// Returns the secret of a new job.
 #[cfg_attr(not(any(unix, feature = "mpi")), allow(dead_code))]
 pub(super) fn made_token() -> String {
     format!("{:032x}", rand::random::<u128>())
@@ -79,27 +79,25 @@ impl Ranks {
     /// | MPICH, Intel MPI | `PMI_RANK` | `MPI_LOCALRANKID`, else the rank | `PMI_SIZE` |
     /// | Slurm's `srun` | `SLURM_PROCID` | `SLURM_LOCALID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` |
     ///
-    /// - The first of mpirun, MPICH and Slurm that has set its variables counts: mpirun starts its helpers by `srun`.
-    ///   Variables of the first row that are set too must agree with it, except under torchrun
-    ///   (`TORCHELASTIC_RUN_ID`), whose place counts alone. A `LOCAL_RANK` that is set overrides the launcher's, for
-    ///   ranks that see one GPU each.
-    /// - A world size of 1 alone, or `MASTER_ADDR` alone, makes no job. Neither does a Slurm batch script, which has a
-    ///   rank of its own, outside `srun`.
-    /// - Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, which may be missing under mpirun and Slurm. Where
-    ///   torchrun's agent has a store of its own on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens
-    ///   on the next one. If the launcher says that all ranks are on one host, it listens on 127.0.0.1 only.
-    /// - `TALLOW_JOB_TOKEN` is the job's secret: rank 0 refuses every process that does not know it. `launch` and
-    ///   mpirun's ranks make one. Ranks of torchrun and Slurm on several hosts need one that you set, the same for all:
-    ///   at least 16 bytes, for example from `openssl rand -hex 16`. With torchrun export it on each host; with Slurm
-    ///   export it in the batch script, from where `srun` passes it on. It is sent in the clear: it keeps strangers
-    ///   out, but not those who can read the network's traffic. On one host `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`
-    ///   keeps jobs apart without it.
-    ///
+    /// - The first of mpirun, MPICH and Slurm with variables set counts: mpirun starts its helpers by `srun`. Variables
+    ///   of the first row that are set too must agree with it, except under torchrun (`TORCHELASTIC_RUN_ID`), whose
+    ///   place alone counts. A `LOCAL_RANK` overrides the launcher's local rank, for ranks that see one GPU each.
+    /// - A world size of 1 alone, or `MASTER_ADDR` alone, is not a job. Neither is a Slurm batch script, which has a
+    ///   rank of its own, outside of `srun`.
+    /// - Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, which may be missing under mpirun and Slurm. If torchrun's
+    ///   agent has a store of its own on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next
+    ///   port. If the launcher's variables show that all ranks are on one host, rank 0 listens on 127.0.0.1 only.
+    /// - `TALLOW_JOB_TOKEN` is the job's secret: rank 0 refuses every process that does not know it. `launch` and the
+    ///   ranks of mpirun make one. Ranks of torchrun and Slurm on several hosts need one that you set, the same for
+    ///   all: at least 16 bytes, for example from `openssl rand -hex 16`. With torchrun export it on each host; with
+    ///   Slurm export it in the batch script, from where `srun` passes it on. It is sent unencrypted: it keeps
+    ///   strangers out, but not those who can read the network's traffic. On one host `TORCHELASTIC_RUN_ID` or
+    ///   `SLURM_JOB_ID` suffices to keep jobs apart.
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) naming the variable that is missing, or has a value that cannot be, or
-    /// the two that contradict each other.
+    /// [`Error::Config`](crate::Error::Config) naming a variable that is missing or has an invalid value, or two that
+    /// contradict each other.
     pub fn from_env() -> Result<Option<Self>> {
-        // What is not Unicode becomes text that no check passes, instead of a variable that seems missing.
+        // Text that is not Unicode then fails a check, instead of looking like a missing variable.
         read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
     }
 
@@ -111,7 +109,7 @@ impl Ranks {
         }
     }
 
-    /// Checks that the job has a secret if other hosts reach rank 0 at this master.
+    /// Checks that the job has a secret if other hosts can reach rank 0 at this master.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) naming the variable to set.
@@ -132,15 +130,15 @@ impl Ranks {
     }
 }
 
-/// The variables in which a program that starts ranks gives each one its place.
+/// The variables in which a launcher gives each rank its place.
 #[derive(Clone, Copy)]
 struct Launcher {
     rank: &'static str,
     local_rank: &'static str,
     world_size: &'static str,
-    /// How many ranks are on this host.
+    /// The variable with the number of ranks on this host.
     local_world_size: Option<&'static str>,
-    /// How many hosts there are, where that is set instead.
+    /// The variable with the number of hosts, if that is set instead.
     hosts: Option<&'static str>,
 }
 
@@ -181,22 +179,22 @@ const SLURM_STEP: Launcher = Launcher {
 };
 
 const MASTER: [&str; 2] = ["MASTER_ADDR", "MASTER_PORT"];
-/// Set by torchrun, whatever else started torchrun itself.
+/// Set by torchrun, whatever started torchrun itself.
 const TORCHRUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// The job's secret.
 const TOKEN: &str = "TALLOW_JOB_TOKEN";
-/// Names of a job, which are no secret; the first that is set.
+/// Names of a job, which are not secret; the first that is set counts.
 const JOB_NAMES: [&str; 2] = [TORCHRUN_ID, "SLURM_JOB_ID"];
 
-/// More ranks than any job has. Tables with a row for each are bounded by it.
+/// More ranks than any job has; a limit of tables with a row per rank.
 const MAX_WORLD_SIZE: usize = 1 << 16;
 const MAX_HOST_BYTES: usize = 255;
 const MAX_TOKEN_BYTES: usize = 256;
 const START: &str = "start the ranks with torchrun, srun, mpirun, or with tallow's own launch";
 
-/// Variables of other launchers around this process, which say nothing of the ranks that it starts.
-#[cfg_attr(not(unix), allow(dead_code))] // of `launch`
+/// Returns the variables of launchers around this process, which do not apply to the ranks that it starts.
+#[cfg_attr(not(unix), allow(dead_code))] // used by `launch`
 pub(super) fn outer_variables() -> impl Iterator<Item = &'static str> {
     let launchers = [TORCHRUN, OPEN_MPI, PMI, SLURM, SLURM_STEP].into_iter();
     let variables = launchers.flat_map(|launcher| {
@@ -207,7 +205,7 @@ pub(super) fn outer_variables() -> impl Iterator<Item = &'static str> {
     variables.chain([TORCHRUN_ID, AGENT_STORE])
 }
 
-/// The place of this process that the variables of `lookup` say; `None` if it is not one of several.
+/// Reads the place of this process from the variables of `lookup`; `None` if it is not one of several.
 fn read(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Ranks>> {
     let variables = Variables(lookup);
     let is_torchrun = variables.is_set(TORCHRUN.rank) && variables.is_set(TORCHRUN_ID);
@@ -255,7 +253,7 @@ fn read(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Ranks>> {
     }))
 }
 
-/// The environment, or a test's.
+/// The environment, or that of a test.
 struct Variables<F>(F);
 
 impl<F: Fn(&str) -> Option<String>> Variables<F> {
@@ -267,20 +265,20 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         names.iter().find(|name| self.is_set(name)).copied()
     }
 
-    /// The variable by which a launcher shows that it started this process as one of several, or as the only one.
+    /// Returns the variable which shows that a launcher started this process as one of several, or as the only one.
     fn first_of(&self, launcher: &Launcher) -> Option<&'static str> {
         let several = || self.0(launcher.world_size).is_some_and(|size| size != "1");
         let place = self.first_set(&[launcher.rank, launcher.local_rank]);
         place.or_else(|| several().then_some(launcher.world_size))
     }
 
-    /// The innermost program that started this process, of those that are not torchrun.
+    /// Returns the innermost launcher of this process other than torchrun.
     fn launcher(&self) -> Option<Launcher> {
         let slurm = match self.is_set(SLURM_STEP.world_size) {
             true => SLURM_STEP,
             false => SLURM,
         };
-        // A batch script has its job's count of tasks, and is none of them; `srun` numbers its steps.
+        // A batch script has its job's number of tasks, but is not one of them; `srun` numbers its steps.
         let is_batch = self.0("ENVIRONMENT").as_deref() == Some("BATCH");
         let is_script = is_batch && !self.is_set("SLURM_STEP_ID");
         let is_task = self.is_set(slurm.rank) && self.is_set(slurm.world_size) && !is_script;
@@ -289,7 +287,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         mpi.next().or(is_task.then_some(slurm))
     }
 
-    /// Whether the launcher says that all ranks are on this host.
+    /// Returns whether the launcher's variables show that all ranks are on this host.
     fn is_one_host(&self, launcher: &Launcher, world_size: usize) -> bool {
         let is = |name: Option<&str>, count: usize| {
             let value = name.and_then(&self.0);
@@ -298,7 +296,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         is(launcher.local_world_size, world_size) || is(launcher.hosts, 1)
     }
 
-    /// A variable that must be there `because` another is.
+    /// Returns a variable that is required `because` another is set.
     fn text(&self, name: &'static str, because: &str) -> Result<String> {
         let missing =
             || environment(name, "nothing").must_be(format!("set, as {because} is"), START);
@@ -319,7 +317,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         })
     }
 
-    /// The number of torchrun's variable, or of the launcher's, which must be the same if both are set.
+    /// Returns the number in torchrun's variable or in the launcher's, which must agree if both are set.
     fn agreed(
         &self,
         torchrun: &'static str,
@@ -333,7 +331,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         if !self.is_set(torchrun) {
             return self.number(launcher, range, because);
         }
-        // torchrun's may be of a smaller job: whether it can be says the launcher's.
+        // torchrun's variables may be of a smaller job; only the launcher's number is checked against the range.
         let of_torchrun = self.number(torchrun, 0..=MAX_WORLD_SIZE, because)?;
         let of_launcher = self.number(launcher, range, because)?;
         match of_torchrun == of_launcher {
@@ -355,7 +353,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
             let error = environment("MASTER_ADDR", format!("{host:?}"));
             return Err(error.must_be("a host's name or address", "give it rank 0's host"));
         }
-        // The agent's store has the port itself.
+        // The agent's store uses the port itself.
         let agent = self.0(AGENT_STORE).as_deref() == Some("True");
         let last = usize::from(u16::MAX - u16::from(agent));
         let port = self.number("MASTER_PORT", 1..=last, because)? as u16 + u16::from(agent);
@@ -392,7 +390,6 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
     }
 }
 
-/// The error of a variable's value.
 fn environment(name: &'static str, got: impl std::fmt::Display) -> crate::error::Got {
     Error::config("environment", name, got)
 }
@@ -438,7 +435,7 @@ mod tests {
         assert_eq!((place(&mpi), mpi.master), ((1, 1, 2), None));
         let mpi = job(&format!("{MPI} MASTER_ADDR=::1 MASTER_PORT=1"));
         assert_eq!(mpi.master, Some(("::1".into(), 1)));
-        // torchrun under mpirun: the inner one started this process.
+        // torchrun under mpirun: the inner launcher started this process.
         let both = job(&format!("{MPI} {TWO_OF_FOUR} TORCHELASTIC_RUN_ID=none"));
         assert_eq!(both.rank, 2);
 
@@ -492,7 +489,7 @@ mod tests {
         );
         // mpirun's helpers are tasks of Slurm, and its ranks inherit their variables.
         assert_eq!(place(&format!("{MPI} {SLURM}")), Some((1, 1, 2)));
-        // A script that gives torchrun's variables their values from Slurm's, and each rank one GPU.
+        // A script that sets torchrun's variables from Slurm's, and gives each rank one GPU.
         let same = format!("{SLURM} RANK=3 WORLD_SIZE=4 LOCAL_RANK=0");
         assert_eq!(place(&same), Some((3, 0, 4)));
         assert_eq!(place(&format!("{SLURM} WORLD_SIZE=4")), Some((3, 1, 4)));
@@ -549,7 +546,7 @@ mod tests {
         assert!(text.contains(words), "{text}");
     }
 
-    /// [`TWO_OF_FOUR`] with a change.
+    /// Returns [`TWO_OF_FOUR`] with a change.
     fn with(change: &str) -> String {
         let (name, _) = change.split_once('=').unwrap();
         let kept = TWO_OF_FOUR.split(' ');
@@ -557,7 +554,7 @@ mod tests {
         kept.chain([change]).collect::<Vec<_>>().join(" ")
     }
 
-    /// Ranks of one host meet there, whatever name it has.
+    /// Ranks of one host meet on loopback, whatever name the host has.
     #[test]
     fn ranks_of_one_host_meet_on_loopback() {
         let here = format!("{TWO_OF_FOUR} LOCAL_WORLD_SIZE=4");

@@ -8,10 +8,10 @@ use candle_core::{DType, Tensor, Var};
 
 const OP: &str = "distributed::Replicated";
 
-/// The same model on every rank, each of which computes the gradients of its own part of a batch: they are averaged, so
-/// that every rank takes the same step (`DistributedDataParallel` in PyTorch).
+/// A model with the same weights on every rank. Each rank computes the gradients of its part of a batch, and the
+/// gradients are averaged, so that every rank takes the same step (`DistributedDataParallel` in PyTorch).
 ///
-/// With losses that are means over parts of one size, the step is that of the whole batch on one device.
+/// If losses are means over parts of the same size, the step is that of the whole batch on one device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -49,11 +49,11 @@ pub struct Replicated {
 }
 
 impl Replicated {
-    /// Gives every rank the weights of rank 0. A variable given twice counts once.
+    /// Copies the weights of rank 0 to every rank. Repeated variables count once.
     ///
     /// # Errors
-    /// A configuration that cannot work; parameters on another device than the communicator's; ranks whose parameters
-    /// have other names, shapes or dtypes than rank 0's, on all of them.
+    /// An invalid configuration; parameters on another device than the communicator's; on all ranks, if the names,
+    /// shapes or dtypes of one rank's parameters differ from those of rank 0.
     pub fn new(
         communicator: &Communicator,
         parameters: impl IntoIterator<Item = (String, Var)>,
@@ -73,24 +73,24 @@ impl Replicated {
         })
     }
 
-    /// Sets what happens to parameters that have no gradient on some rank (`find_unused_parameters` in PyTorch). With
-    /// [`MissingGradients::Skip`] a parameter has a gradient after the exchange if it has one on any rank: the others
-    /// count as zeros. With [`MissingGradients::Zero`] every parameter has one. All ranks need the same choice.
+    /// Sets the treatment of parameters without a gradient on some rank (`find_unused_parameters` in PyTorch). With
+    /// [`MissingGradients::Skip`] a parameter has a gradient after the exchange if it has one on any rank; the others
+    /// count as zeros. With [`MissingGradients::Zero`] every parameter has one. All ranks need the same setting.
     ///
-    /// A [planned](crate::compile::Step::replicated) step is the same on all ranks, and follows its optimizer.
+    /// A [planned](crate::compile::Step::replicated) step is the same on all ranks, and uses its optimizer's setting.
     pub fn with_missing(self, missing: MissingGradients) -> Self {
         Self { missing, ..self }
     }
 
-    /// Averages the parameters' gradients over the ranks: each alone, all together, or bucket by bucket, as the
-    /// configuration says. All ranks get the same bits. Exchanges overlap with backward in
-    /// [planned](crate::compile::Step::replicated) steps alone.
+    /// Averages the parameters' gradients over the ranks: each alone, all together, or bucket by bucket, according to
+    /// the configuration. All ranks get the same bits. Exchanges overlap with backward only in
+    /// [planned](crate::compile::Step::replicated) steps.
     ///
-    /// A bucket's gradients are copied into one tensor, and freed; the averages are views of it. What a step takes
-    /// beyond that of a rank alone is one bucket.
+    /// The gradients of a bucket are copied into one tensor, and freed; the averages are views of it. In addition to
+    /// the memory of a single rank this needs the memory of one bucket.
     ///
     /// # Errors
-    /// [`Error::MissingGradient`](crate::Error::MissingGradient), unless [`with_missing`](Self::with_missing) takes
+    /// [`Error::MissingGradient`](crate::Error::MissingGradient), unless [`with_missing`](Self::with_missing) allows
     /// it; a rank that failed.
     pub fn average(&self, gradients: &mut GradStore) -> Result<()> {
         self.complete(gradients)?;
@@ -126,12 +126,12 @@ impl Replicated {
         }
     }
 
-    /// The dtype that a gradient is averaged in.
+    /// Returns the dtype in which a gradient is averaged.
     fn exchanged(&self, gradient: &Tensor) -> DType {
         self.config.dtype.unwrap_or(gradient.dtype())
     }
 
-    /// Averages gradients as one tensor, and puts them back in their own dtypes.
+    /// Averages gradients as one tensor, and stores them in their own dtypes.
     fn average_bucket(&self, bucket: Vec<(&Var, Tensor)>, gradients: &mut GradStore) -> Result<()> {
         let mut places = Vec::new();
         let mut flat = Vec::new();
@@ -142,7 +142,7 @@ impl Replicated {
         }
         let flat = match (&flat[..], &places[..]) {
             ([], _) => return Ok(()),
-            // Another gradient may lie on the same storage.
+            // Another gradient may share the storage.
             ([one], [(_, dtype)]) if one.dtype() == *dtype => one.force_contiguous()?,
             ([one], _) => one.clone(),
             (several, _) => Tensor::cat(several, 0)?,
@@ -158,7 +158,7 @@ impl Replicated {
         Ok(())
     }
 
-    /// Adds gradients of zeros where this rank has none and needs one for the exchange.
+    /// Adds gradients of zeros where the exchange needs one and this rank has none.
     fn complete(&self, gradients: &mut GradStore) -> Result<()> {
         let has = |(_, var): &(String, Var)| gradients.get(var).is_some();
         let own: Vec<bool> = self.parameters.iter().map(has).collect();
@@ -180,12 +180,12 @@ impl Replicated {
         Ok(())
     }
 
-    /// How gradients are exchanged.
+    /// Returns the configuration.
     pub fn config(&self) -> ReplicatedConfig {
         self.config
     }
 
-    /// The ranks.
+    /// Returns the communicator of the ranks.
     pub fn communicator(&self) -> &Communicator {
         &self.communicator
     }

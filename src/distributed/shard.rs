@@ -1,18 +1,19 @@
-//! A rank's share of what is divided among the ranks of a job.
+//! A rank's share of a tensor or model that is divided among the ranks of a job.
 
 use crate::{Error, Result};
 use std::ops::Range;
 
-/// Parts of a tensor begin at multiples of so many elements: 16 bytes of a half precision, which exchanges are at their
-/// best with.
+/// Alignment of parts, in elements: 16 bytes in half precision, with which exchanges are fastest.
 const PART_ELEMENTS: usize = 8;
 
-/// One rank of several, each of which has a share of something.
+/// One of several ranks, each of which has a part of a tensor or model.
+///
+/// [`part`](Self::part) has an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
-    /// From 0.
+    /// The rank, from 0.
     pub rank: usize,
-    /// How many ranks there are.
+    /// Number of ranks.
     pub world_size: usize,
 }
 
@@ -22,7 +23,7 @@ impl Shard {
         world_size: 1,
     };
 
-    /// Whether there is such a rank.
+    /// Checks that the rank is less than the number of ranks.
     ///
     /// # Errors
     /// [`Error::Config`].
@@ -36,8 +37,9 @@ impl Shard {
         }
     }
 
-    /// This rank's part of a tensor of so many elements that all ranks have a part of, in the order of the ranks: of
-    /// one size, but for the last ranks', which may have less or none. A rank beyond the number of ranks has none.
+    /// Returns this rank's part of a tensor with this many elements, which is divided in the order of the ranks. Parts
+    /// have equal sizes, except that those of the last ranks may be smaller or empty. The part of a rank that is not
+    /// less than the number of ranks is empty.
     ///
     /// ```
     /// use tallow::distributed::Shard;
@@ -56,15 +58,15 @@ impl Shard {
         begin(self.rank)..begin(self.rank + 1)
     }
 
-    /// The [parts](Self::part) of all ranks.
+    /// Returns the [parts](Self::part) of all ranks.
     pub(crate) fn parts(world_size: usize, elements: usize) -> impl Iterator<Item = Range<usize>> {
         (0..world_size).map(move |rank| Self { rank, world_size }.part(elements))
     }
 
-    /// The rank that owns each of these parameters, given as name and elements.
+    /// Returns the rank that owns each of these parameters, given as name and number of elements.
     ///
-    /// Whole parameters, in the order of their names, each to the rank that has the fewest elements so far: a block's
-    /// parameters are then spread over all ranks, and in whatever order they are given, each has the same owner.
+    /// Each parameter, in the order of names, goes to the rank with the fewest elements so far. A block's parameters
+    /// are then spread over all ranks, and owners do not depend on the order of `parameters`.
     pub(crate) fn owners<'a>(
         world_size: usize,
         parameters: impl Iterator<Item = (&'a str, usize)>,
@@ -72,7 +74,7 @@ impl Shard {
         let parameters: Vec<(&str, usize)> = parameters.collect();
         let mut order: Vec<usize> = (0..parameters.len()).collect();
         order.sort_by_key(|number| parameters[*number].0);
-        let ranks = world_size.min(parameters.len()); // those after them own nothing
+        let ranks = world_size.min(parameters.len()); // ranks after these own nothing
         let mut elements = vec![0; ranks];
         let mut owners = vec![0; parameters.len()];
         for number in order {
@@ -104,7 +106,7 @@ mod tests {
         assert!(Shard::owners(3, [].into_iter()).is_empty());
     }
 
-    /// No rank and no number of elements is too large, and none too small.
+    /// No rank and no number of elements is too large or too small.
     #[test]
     fn every_rank_has_a_part() {
         let part = |rank, world_size, elements| Shard { rank, world_size }.part(elements);

@@ -11,12 +11,12 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How often a rank that waits asks whether it still should.
+/// How often a waiting rank checks for failures.
 const POLL: Duration = Duration::from_millis(3);
 
-/// The ranks of a job, in order. Each is for a thread of its own.
+/// Creates the ranks of a job, in order. Each is for a separate thread.
 ///
-/// Numbers are added in the order of ranks, by one of them: the bits are the same on all, and in every run.
+/// One of the ranks adds numbers in the order of ranks: the bits are the same on all ranks, and in every run.
 pub(crate) fn group(world_size: usize) -> Vec<ThreadBackend> {
     let shared = Arc::new(Shared {
         slots: Mutex::new(vec![Slot::Idle; world_size]),
@@ -38,23 +38,21 @@ pub(crate) struct ThreadBackend {
 
 #[derive(Debug)]
 struct Shared {
-    /// One for each rank.
     slots: Mutex<Vec<Slot>>,
     changed: Condvar,
 }
 
-/// The state of a rank.
 #[derive(Clone, Debug)]
 enum Slot {
     Idle,
     Waiting(Call),
-    /// Its call is over, unless a rank called something else: that rank, and both calls.
+    /// Its call is done, unless another rank made a different call: then that rank, and both calls.
     Done(std::result::Result<(), (usize, String)>),
-    /// It does not come again.
+    /// The rank has ended.
     Gone,
 }
 
-/// While it is in a slot, its caller waits in `run` and leaves the buffer to whoever has the lock.
+/// A rank's call. While it is in a slot, its caller waits in `run`, and the holder of the lock may use the buffer.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     collective: Collective,
@@ -108,11 +106,11 @@ impl Drop for ThreadBackend {
     }
 }
 
-/// A call in its slot, which is withdrawn however the caller leaves: its buffer must not be used any more then.
+/// A call in its slot. It is withdrawn however the caller leaves, since its buffer must not be used afterwards.
 struct Posted<'a>(&'a ThreadBackend);
 
 impl<'a> Posted<'a> {
-    /// The last rank that calls does the work, under the lock.
+    /// Posts a call. The last rank to call does the work of all, under the lock.
     fn new(backend: &'a ThreadBackend, call: Call) -> Self {
         let mut slots = locked(&backend.shared.slots);
         slots[backend.place.rank] = Slot::Waiting(call);
@@ -128,7 +126,7 @@ impl Drop for Posted<'_> {
     }
 }
 
-/// Ends all ranks' calls once every rank waits.
+/// Runs all ranks' calls once every rank waits.
 fn settle(slots: &mut [Slot]) {
     let waiting = slots.iter().map(|slot| match slot {
         Slot::Waiting(call) => Some(*call),
@@ -163,11 +161,11 @@ impl fmt::Display for Call {
     }
 }
 
-/// Does what all ranks call, with their buffers, in order.
+/// Runs the collective on the buffers of all ranks, in order.
 ///
 /// # Safety
-/// Nobody else uses the buffers, which have one size, that the ranks divide where they have parts, and one dtype, which
-/// is reduced if the collective reduces.
+/// Nobody else may use the buffers. They must have one size, divisible by the number of ranks if the collective has
+/// parts, and one dtype, which can be reduced if the collective reduces.
 unsafe fn exchange(collective: Collective, buffers: &[HostBuffer]) {
     let (world_size, elements) = (buffers.len(), buffers[0].elements);
     let reduced = |reduce, range, into: &[HostBuffer]| {
@@ -176,7 +174,7 @@ unsafe fn exchange(collective: Collective, buffers: &[HostBuffer]) {
         } else {
             1
         };
-        // SAFETY: a range of the buffers. Their dtype is one that is reduced.
+        // SAFETY: a range of the buffers. Their dtype can be reduced.
         let _ = unsafe { reduce_range(reduce, buffers, range, into, divisor) };
     };
     // SAFETY: parts of the buffers, which have one size and dtype.

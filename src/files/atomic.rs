@@ -1,4 +1,4 @@
-//! Files that are replaced whole.
+//! Atomic replacement of files.
 
 use super::interrupt;
 use super::open::{naming_link, open, read_exact_at};
@@ -9,19 +9,19 @@ use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// What temporary files are called, and nothing else.
+/// The prefix of temporary files, which no other file has.
 const PREFIX: &str = ".tallow-";
 
-/// Bytes of two files that are compared in one go.
+/// Chunk size of a comparison of two files, in bytes.
 const COMPARED_BYTES: usize = 1 << 20;
 
-/// Writes `path` completely or not at all: into a temporary file beside it, synced, then renamed over it. Who reads
-/// `path`, even after a crash, finds the old content or the new, never a part.
+/// Writes `path` completely or not at all: into a temporary file in the same folder, synced, then renamed to `path`. A
+/// reader of `path`, even after a crash, finds the old content or the new, never a part.
 ///
-/// A path that is no regular file (a pipe, `/dev/stdout`) cannot be renamed over, and is written to.
+/// A path that is not a regular file (a pipe, `/dev/stdout`) cannot be replaced by a rename and is written to directly.
 ///
 /// # Errors
-/// [`Error::Io`] naming `path`, or what `write` returns; what was there before stays.
+/// [`Error::Io`] naming `path`, or the error of `write`; the old content stays.
 pub(crate) fn write_atomically(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<()>,
@@ -29,7 +29,7 @@ pub(crate) fn write_atomically(
     write_keeping(path, 1, write)
 }
 
-/// [`write_atomically`] for content that is there already.
+/// Writes `content` as [`write_atomically`] does.
 pub(crate) fn write_bytes(path: &Path, content: &[u8]) -> Result<()> {
     write_atomically(path, |file| {
         file.write_all(content)
@@ -37,8 +37,8 @@ pub(crate) fn write_bytes(path: &Path, content: &[u8]) -> Result<()> {
     })
 }
 
-/// As [`write_atomically`]; of what was at `path` the last `keep - 1` contents stay beside it, as `path.1`, the latest,
-/// `path.2` and so on. What is written again as it was there, by a resumed run, moves none of them.
+/// Writes like [`write_atomically`], and keeps the last `keep - 1` contents of `path` as `path.1` (the latest),
+/// `path.2` and so on. If the content does not change, as in a resumed run, nothing moves.
 pub(super) fn write_keeping(
     path: &Path,
     keep: usize,
@@ -53,15 +53,15 @@ pub(super) fn write_keeping(
     }
 }
 
-/// The file that writing to `path` replaces: that of a link, not the link. `None` for a pipe or a device.
+/// Returns the file that writing to `path` replaces: a link's target, not the link. `None` for a pipe or a device.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that may not be written, a folder, a missing folder, and links that lead nowhere.
+/// [`Error::Io`] for a file without write permission, a folder, a missing folder, or a dangling link.
 pub(super) fn target(path: &Path) -> Result<Option<PathBuf>> {
     let refused = |e| Error::io("write", path, e);
     match fs::metadata(path) {
         Ok(existing) if existing.is_file() => {
-            // Renaming would get round a write protection.
+            // A rename would circumvent write protection.
             let writable = OpenOptions::new().append(true).open(path);
             writable.map_err(refused)?;
             Ok(Some(path.canonicalize().map_err(refused)?))
@@ -78,8 +78,7 @@ pub(super) fn target(path: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Removes the temporary files in `path`'s folder that a process left there which was killed while it wrote: those that
-/// no process has locked.
+/// Removes the temporary files of killed processes in `path`'s folder: those that no process has locked.
 pub(crate) fn remove_abandoned(path: &Path) {
     let path = path.canonicalize().unwrap_or_else(|_| path.into());
     let Ok(entries) = fs::read_dir(folder_of(&path)) else {
@@ -111,8 +110,8 @@ fn replace(
     staged.persist()
 }
 
-/// The complete new content of a path in a temporary file next to it. The path changes when it is persisted; if it is
-/// dropped instead, nothing has changed.
+/// The complete new content of a path, in a temporary file in the same folder. The path changes when it is persisted;
+/// dropping it changes nothing.
 pub(crate) struct Staged {
     path: PathBuf,
     temporary: NamedTempFile,
@@ -145,10 +144,10 @@ impl Staged {
         })
     }
 
-    /// Renames the temporary file over the path.
+    /// Renames the temporary file to the path.
     ///
     /// # Errors
-    /// [`Error::Io`] naming the path, whose content stays.
+    /// [`Error::Io`] naming the path, whose old content stays.
     pub(crate) fn persist(self) -> Result<()> {
         let Self { path, temporary } = self;
         let refused = |e| Error::io("write", &path, e);
@@ -159,10 +158,10 @@ impl Staged {
     }
 }
 
-/// Renames a file over another of the same folder.
+/// Renames a file to another name in the same folder.
 ///
 /// # Errors
-/// [`Error::Io`] naming `to`, whose content stays.
+/// [`Error::Io`] naming `to`, whose old content stays.
 pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     let renamed = interrupt::point(to).and_then(|()| fs::rename(from, to));
     renamed.map_err(|e| Error::io("write", to, e))?;
@@ -170,7 +169,7 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes a file, if it is there.
+/// Removes a file if it exists.
 ///
 /// # Errors
 /// [`Error::Io`] naming `path`.
@@ -186,15 +185,15 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     }
 }
 
-/// Writes to the disk that a file of this path was renamed or removed. Not every system can sync a folder.
+/// Syncs the folder of a renamed or removed file. Not every system can sync a folder.
 fn sync_folder(path: &Path) {
     if let Ok(folder) = File::open(folder_of(path)) {
         let _ = folder.sync_all();
     }
 }
 
-/// A temporary file beside `path`, locked for as long as it is open: the system frees the lock when its process dies,
-/// and so [`remove_abandoned`] knows.
+/// Creates a temporary file in the folder of `path`, locked while it is open. The system releases the lock when the
+/// process dies, which tells [`remove_abandoned`] that the file is abandoned.
 fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(PREFIX);
@@ -205,16 +204,16 @@ fn locked_temporary(path: &Path) -> io::Result<NamedTempFile> {
     )));
     loop {
         let temporary = builder.tempfile_in(folder_of(path))?;
-        // Not every file system has locks; where there are none, the file cannot be locked to remove it either.
+        // Not every file system has locks; without them, `remove_abandoned` cannot lock and remove the file either.
         let _ = temporary.as_file().lock();
         if is_at(temporary.as_file(), temporary.path()) {
             return Ok(temporary);
-        } // else it was taken for abandoned in the moment before it was locked
+        } // else it was removed as abandoned just before it was locked
     }
 }
 
-/// Whether `file` is what `path` names now. Systems other than Unix do not say; there no file is removed that is
-/// open.
+/// Returns whether `file` is the file at `path` now. Systems other than Unix cannot tell; there open files cannot be
+/// removed.
 pub(super) fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {
@@ -232,14 +231,14 @@ pub(super) fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Whether `path` has the content of `file` already.
+/// Returns whether `path` already has the content of `file`.
 fn is_same(file: &File, path: &Path) -> io::Result<bool> {
     let Ok(there) = File::open(path) else {
         return Ok(false);
     };
     let len = file.metadata()?.len();
     if there.metadata()?.len() != len {
-        return Ok(false); // as in another step of a run, whose history is longer
+        return Ok(false); // usual for another step of a run, whose history is longer
     }
     let mut buffers = [vec![0; COMPARED_BYTES], vec![0; COMPARED_BYTES]];
     for offset in (0..len).step_by(COMPARED_BYTES) {
@@ -254,8 +253,8 @@ fn is_same(file: &File, path: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Moves the contents before the one at `path` one place on, and gives that one a second name: `path` itself is there
-/// at any time.
+/// Renames earlier contents to the next number, and links the content at `path` to `path.1`, so that `path` always
+/// exists.
 fn keep_earlier(path: &Path, keep: usize) -> io::Result<()> {
     if !path.exists() {
         return Ok(());
@@ -272,7 +271,7 @@ fn keep_earlier(path: &Path, keep: usize) -> io::Result<()> {
     }
     let latest = with_suffix(path, 1);
     missing_is_fine(fs::remove_file(&latest))?;
-    // Some file systems have no second names. A crash between this rename and the next leaves `path.1` and no `path`.
+    // Some file systems have no hard links. A crash between this rename and the next leaves `path.1` without `path`.
     fs::hard_link(path, &latest).or_else(|_| fs::rename(path, &latest))
 }
 
@@ -289,7 +288,7 @@ pub(super) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// The error with the path as the caller wrote it, not what a link resolved to.
+/// Replaces the resolved path in the error by the path that the caller gave.
 fn named(error: Error, path: &Path) -> Error {
     match error {
         Error::Io { action, source, .. } => Error::io(action, path, source),
@@ -297,7 +296,7 @@ fn named(error: Error, path: &Path) -> Error {
     }
 }
 
-/// Those of the file that is replaced, else what the process creates files with.
+/// Returns the permissions of the existing file, else those of new files before the umask.
 #[cfg(unix)]
 fn permissions(path: &Path) -> u32 {
     use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! In what saved settings and given ones differ.
+//! Differences between saved settings and current ones.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -10,8 +10,8 @@ pub(crate) struct Difference {
     pub(crate) given: String,
 }
 
-/// The first field, by name, in which `saved` and `given` differ. Nested fields are named with dots: `schedule.max_lr`.
-/// Those in `free` may differ.
+/// Returns the first field, by name, in which `saved` and `given` differ. Nested fields are named with dots:
+/// `schedule.max_lr`. Fields in `free` may differ.
 pub(crate) fn first_difference<T: Serialize>(
     saved: &T,
     given: &T,
@@ -32,7 +32,7 @@ fn compare(name: &str, saved: &Value, given: &Value, free: &[&str]) -> Option<Di
             given: text(given),
         });
     };
-    // A schedule of another kind has other fields, and its kind says it all.
+    // A schedule of another kind has other fields; reporting the kind suffices.
     let mut names: Vec<&String> = saved_fields.keys().chain(given_fields.keys()).collect();
     names.sort_by_key(|name| (*name != "kind", *name));
     names.dedup();

@@ -1,10 +1,10 @@
-//! Points between two changes of files, at which tests look at the folder or fail the next change.
+//! Test hooks between two changes of files, which inspect the folder or fail the next change.
 
 use std::io;
 use std::path::Path;
 
-/// Called before each change of `path`: its temporary file is created, it is replaced, it is removed. Does nothing
-/// outside of tests.
+/// Called before each change of `path`: creation of its temporary file, replacement, removal. Does nothing outside of
+/// tests.
 #[cfg(not(test))]
 pub(super) fn point(_path: &Path) -> io::Result<()> {
     Ok(())
@@ -23,7 +23,7 @@ thread_local! {
     static HOOK: std::cell::RefCell<Option<Hook>> = const { std::cell::RefCell::new(None) };
 }
 
-/// Calls `run` while every change of files on this thread calls `hook` first, and fails with its error.
+/// Runs `run`; every change of files on this thread first calls `hook`, and fails with its error.
 #[cfg(test)]
 pub(crate) fn with_hook<T>(
     hook: impl FnMut(&Path) -> io::Result<()> + 'static,

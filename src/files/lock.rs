@@ -1,4 +1,4 @@
-//! One writer for a path.
+//! Locks that allow one writer for a path.
 
 use super::atomic::{is_at, target, with_suffix};
 use crate::{Error, Result};
@@ -6,16 +6,16 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// What a lock file begins with: no other file is taken for one.
+/// The beginning of a lock file; a file that begins differently is not one.
 const MARK: &str = "tallow: written by ";
 
-/// The most bytes of a lock file that are read: more than any has.
+/// The most bytes that are read of a lock file, more than any has.
 const MAX_BYTES: u64 = 4096;
 
-/// The right to write a path, held until it is dropped: a locked file `path.lock` beside it that says who holds it.
+/// The exclusive right to write a path, until it is dropped: a locked file `path.lock` that names its owner.
 ///
-/// The lock is the system's, which frees it when the process that holds it ends, however that is; the file that a
-/// killed process leaves is taken over. On a file system without locks no writer is kept away.
+/// The lock is the system's, which releases it when the owning process ends in any way; the file of a killed process is
+/// reused. On a file system without locks, other writers are not kept out.
 #[derive(Debug)]
 pub(crate) struct PathLock {
     lock_path: PathBuf,
@@ -23,10 +23,11 @@ pub(crate) struct PathLock {
 }
 
 impl PathLock {
-    /// Makes `held` the lock on `path`, and frees what it held before. A pipe or a device has no lock.
+    /// Makes `held` the lock on `path`, and releases the lock it was before. A pipe or a device has no lock.
     ///
     /// # Errors
-    /// [`Error::Io`] naming `path` and the process that writes there, or why there can be no lock file. `held` stays.
+    /// [`Error::Io`] naming `path` and the process that writes there, or the reason why a lock file is impossible.
+    /// `held` stays as it was.
     pub(crate) fn hold(held: &mut Option<Self>, path: &Path) -> Result<()> {
         let Some(target) = target(path)? else {
             *held = None;
@@ -41,7 +42,7 @@ impl PathLock {
     }
 
     /// # Errors
-    /// Each names the lock file: the path that it guards is another.
+    /// Each names the lock file.
     fn acquire(lock_path: PathBuf) -> io::Result<Self> {
         let unusable = |e: io::Error| {
             let text = format!("its lock file {}: {e}", lock_path.display());
@@ -50,7 +51,7 @@ impl PathLock {
         loop {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(false);
-            // What a link of this name leads to is not ours to write, and a pipe is not waited for.
+            // Do not write through a link of this name, and do not wait for a pipe.
             #[cfg(unix)]
             std::os::unix::fs::OpenOptionsExt::custom_flags(
                 &mut options,
@@ -85,7 +86,7 @@ impl PathLock {
                 )));
             }
             if !is_at(&file, &lock_path) {
-                continue; // its owner removed it in between
+                continue; // its owner removed it meanwhile
             }
             let host = sysinfo::System::host_name().unwrap_or_else(|_| "this host".into());
             let owner = format!("{MARK}pid {} on {host}\n", std::process::id());
@@ -105,7 +106,7 @@ fn refused(text: String) -> io::Error {
 
 impl Drop for PathLock {
     fn drop(&mut self) {
-        // While it is locked: a process that opened it meanwhile sees that it is gone. Elsewhere it could not.
+        // Removed while locked: a process that opened it meanwhile notices. Other systems cannot remove an open file.
         if cfg!(unix) && is_at(&self.file, &self.lock_path) {
             let _ = fs::remove_file(&self.lock_path);
         }

@@ -1,12 +1,13 @@
-//! Reading and writing files so that a reader never meets half of one, nor two of them mixed.
+//! Reading and writing of files, such that a reader never finds a partial file or a mix of two.
 //!
-//! - [`open`]: a file to read, opened once; pipes and devices are refused. [`read`]: the whole of one.
-//! - [`zeros`]: memory for what a file holds, or an error.
-//! - [`write_atomically`], [`write_bytes`]: the old content or the new, never a part.
-//! - [`Staged`]: new content of a file, complete before anything is replaced; [`rename`] and [`remove`] likewise sync.
+//! - [`open`]: opens a regular file for reading; pipes and devices are refused. [`read`]: reads a whole file.
+//! - [`zeros`]: allocates memory for a file's content, or returns an error.
+//! - [`write_atomically`], [`write_bytes`]: replace a file's content completely or not at all.
+//! - [`Staged`]: a file's new content, complete before anything is replaced. [`rename`] and [`remove`] sync the folder
+//!   too.
 //! - [`TensorFile`], [`save_tensors`]: safetensors with a checksum for every tensor.
-//! - [`parts`]: tensors in parts, which ranks have written to a file each.
-//! - [`first_difference`]: in what saved settings and given ones differ.
+//! - [`parts`]: tensors whose parts are in the files of several ranks.
+//! - [`first_difference`]: the first difference between saved settings and current ones.
 //! - [`PathLock`]: one writer for a path.
 
 mod atomic;

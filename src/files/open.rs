@@ -1,20 +1,19 @@
-//! Files to read: regular ones, opened once; and memory for what they hold, whose length is checked before anything is
-//! allocated.
+//! Reading of regular files, and memory for their content, whose size is checked before anything is allocated.
 
 use crate::{Error, Result, hardware};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
-/// Opens a regular file for reading. What is read is what was opened, whatever is renamed over `path` meanwhile.
+/// Opens a regular file for reading. Later renames over `path` do not affect the open file.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that cannot be opened, a folder, and a pipe or a device, which is not waited for.
+/// [`Error::Io`] for a file that cannot be opened, a folder, or a pipe or a device, which is not waited for.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let refused = |e| Error::io("read", path, e);
     let mut options = OpenOptions::new();
     options.read(true);
-    // Otherwise opening a pipe waits for its writer.
+    // Without this flag, opening a pipe waits for its writer.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK);
     let file = options.open(path);
@@ -30,28 +29,28 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// The most bytes of a text that is read as a whole. The largest ones that models come with, their tokenizers', have
-/// some tens of MB.
+/// The most bytes of a text file that is read completely. The largest text files of models, those of tokenizers, have
+/// tens of MB.
 const MAX_TEXT_BYTES: u64 = 256 << 20;
 
 /// Reads a whole file.
 ///
 /// # Errors
-/// As [`open`]; [`Error::OutOfMemory`] for one that is larger than the available memory.
+/// Those of [`open`]; [`Error::OutOfMemory`] for a file larger than the available memory.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     let mut file = open(path)?;
     let refused = |e| Error::io("read", path, e);
     let len = file.metadata().map_err(refused)?.len();
     check_room(path, "its content", len)?;
     let mut content = Vec::new();
-    file.read_to_end(&mut content).map_err(refused)?; // which reserves memory by what the file says, or fails
+    file.read_to_end(&mut content).map_err(refused)?; // reserves memory by the file's length, or fails
     Ok(content)
 }
 
 /// Reads a whole text file.
 ///
 /// # Errors
-/// As [`open`]; [`Error::Io`] for what is not UTF-8, or longer than any text that is read as a whole.
+/// Those of [`open`]; [`Error::Io`] for a file that is not UTF-8, or longer than 256 MiB; [`Error::OutOfMemory`].
 pub(crate) fn read_to_string(path: &Path) -> Result<String> {
     let refused = |e| Error::io("read", path, e);
     let len = open(path)?.metadata().map_err(refused)?.len();
@@ -64,7 +63,7 @@ pub(crate) fn read_to_string(path: &Path) -> Result<String> {
     String::from_utf8(read(path)?).map_err(|e| not_text(e.utf8_error()))
 }
 
-/// The error of opening `path`; where the file is missing because a link leads nowhere, it says so.
+/// Returns the error of opening `path`; for a dangling link it names the link's target.
 pub(super) fn naming_link(path: &Path, error: io::Error) -> io::Error {
     match std::fs::read_link(path) {
         Ok(target) if error.kind() == ErrorKind::NotFound => {
@@ -78,7 +77,8 @@ pub(super) fn naming_link(path: &Path, error: io::Error) -> io::Error {
     }
 }
 
-/// Fills `buffer` with the bytes from `offset` on; an error if the file ends before. Several threads may read at once.
+/// Fills `buffer` with the bytes from `offset` on; an error if the file ends earlier. Several threads may read at the
+/// same time.
 pub(crate) fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
     #[cfg(unix)]
     return std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset);
@@ -96,10 +96,10 @@ pub(crate) fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::
     }
 }
 
-/// Smaller allocations are not held against the available memory: asking the system would take longer.
+/// Smaller allocations are not compared with the available memory: asking the system would take longer.
 const CHECKED_BYTES: u64 = 16 << 20;
 
-/// Refuses `wanted_bytes` of memory for what a file holds if the machine has fewer left. A sparse file has any length
+/// Refuses `wanted_bytes` of memory for a file's content if less is available. A sparse file can have any length
 /// without using disk space, and a system that overcommits would grant the memory and then kill the process.
 ///
 /// # Errors
@@ -115,10 +115,10 @@ pub(crate) fn check_room(path: &Path, what: &str, wanted_bytes: u64) -> Result<(
     )
 }
 
-/// `len` zeros, each of `T`, to read a part of a file into.
+/// Allocates `len` zeros of type `T`, to read a part of a file into.
 ///
 /// # Errors
-/// As [`check_room`]; the same where the allocator has no memory, instead of an abort.
+/// Those of [`check_room`]; [`Error::OutOfMemory`] also if the allocator fails, instead of an abort.
 pub(crate) fn zeros<T: Clone + Default>(path: &Path, what: &str, len: usize) -> Result<Vec<T>> {
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
     check_room(path, what, wanted_bytes)?;
@@ -130,7 +130,7 @@ pub(crate) fn zeros<T: Clone + Default>(path: &Path, what: &str, len: usize) -> 
     Ok(zeros)
 }
 
-/// What an error names: the file, and what of it.
+/// Returns the name for errors: the file, and the part of it.
 fn within(path: &Path, what: &str) -> String {
     format!("{}: {what}", path.display())
 }
@@ -142,8 +142,8 @@ mod tests {
     use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::symlink;
 
-    /// What is no file, or leads to none, is refused at once and by name. (A pipe without a writer used to be waited
-    /// for.)
+    /// Not regular files, and links that lead to none, are refused immediately and by name. (A pipe without a writer
+    /// used to block.)
     #[test]
     fn pipes_devices_folders_and_links_to_nothing_are_refused() {
         let folder = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ mod tests {
         }
     }
 
-    /// A sparse file has any length: what would not fit into memory is refused before it is read.
+    /// A sparse file can have any length; content that does not fit into memory is refused before it is read.
     #[test]
     fn a_sparse_file_is_not_read_into_memory() {
         let folder = tempfile::tempdir().unwrap();

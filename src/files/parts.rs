@@ -1,4 +1,5 @@
-//! Tensors in parts: ranks write a file each, and one file says which these are, and is complete because it is there.
+//! Tensors split into parts: each rank writes a file, and a manifest file lists them. The save is complete once it
+//! exists.
 
 use super::atomic::folder_of;
 use super::open::check_room;
@@ -9,34 +10,32 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// What the one file says of the others, as JSON in its metadata.
+/// The list of the part files, stored as JSON in the manifest file's metadata.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Manifest {
-    /// The id of the save, which no other has: each part carries it too.
+    /// The unique id of the save; each part has it too.
     pub save: String,
-    /// The parts, in the order of the ranks, in the folder of this file.
+    /// The parts in the order of ranks; they are in the same folder as the manifest file.
     pub files: Vec<PartFile>,
-    /// By name: dtype, as candle names it, and shape of all of a tensor. Each part has its next elements, in a row;
-    /// what has none of a tensor lacks it.
+    /// By name: dtype, as candle names it, and shape of the full tensor. The parts have consecutive elements of the
+    /// flattened tensor, in order; a part without elements of a tensor omits it.
     pub tensors: BTreeMap<String, (String, Vec<usize>)>,
 }
 
-/// A part as the manifest knows it.
+/// A part's entry in the manifest.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct PartFile {
     pub name: String,
-    /// The CRC-32 of its header, in which those of its tensors are.
+    /// CRC-32 of the part's header, which contains the checksums of its tensors.
     pub crc32: u32,
 }
 
-/// What a part says of itself, as JSON in its metadata.
+/// The identity of a part, stored as JSON in its metadata.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Part {
-    /// As [`Manifest::save`].
+    /// The id of the save, as in [`Manifest::save`].
     pub save: String,
-    /// The rank that wrote it.
     pub rank: usize,
-    /// The number of ranks.
     pub world_size: usize,
 }
 
@@ -48,18 +47,18 @@ impl Part {
     pub(crate) const KEY: &str = "tallow.part";
 }
 
-/// The files with parts of tensors: those of one save, each in its place.
+/// The part files of a save, in the order of ranks.
 pub(super) struct Parts {
     manifest: Manifest,
     files: Vec<TensorFile>,
 }
 
 impl Parts {
-    /// Opens the parts that a file names, if it names any, and checks that they are what the manifest says: whose they
-    /// are, of which save, and how many elements of each tensor they have.
+    /// Opens the parts that a file lists, if any, and checks them against the manifest: rank, save, and number of
+    /// elements of each tensor.
     ///
     /// # Errors
-    /// As [`TensorFile::open`].
+    /// Those of [`TensorFile::open`].
     pub fn open(file: &TensorFile) -> Result<Option<Self>> {
         let Some(json) = file.text(Manifest::KEY) else {
             return Ok(None);
@@ -77,8 +76,8 @@ impl Parts {
         Ok(Some(parts))
     }
 
-    /// Checks that every tensor is named once, and that the parts have all of its elements: no number of elements is
-    /// taken from the manifest that the files do not have.
+    /// Checks that every tensor is listed once, and that the parts have all of its elements. The manifest's number of
+    /// elements is never trusted.
     fn check_tensors(&self, file: &TensorFile) -> Result<()> {
         let own = file.own_names();
         if let Some(name) = own.iter().find(|name| self.shape(name).is_some()) {
@@ -123,7 +122,7 @@ impl Parts {
         self.manifest.tensors.keys().cloned()
     }
 
-    /// The shape of all of a tensor.
+    /// Returns the shape of the full tensor.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         let (_, shape) = self.manifest.tensors.get(name)?;
         Some(shape)
@@ -134,10 +133,10 @@ impl Parts {
         Some(dtype)
     }
 
-    /// Returns all of a tensor.
+    /// Joins the parts of a tensor.
     ///
     /// # Errors
-    /// As [`TensorFile::get`].
+    /// Those of [`TensorFile::get`].
     pub fn joined(&self, name: &str, device: &Device) -> Result<Tensor> {
         let parts = self.files.iter().filter_map(|file| {
             let part = file.get(name, &Device::Cpu).transpose()?;
@@ -152,10 +151,10 @@ impl Parts {
     }
 }
 
-/// Opens a rank's part, which must be that of this rank and of this save.
+/// Opens a rank's part, and checks that it is of this rank and this save.
 fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<TensorFile> {
     let PartFile { name, crc32 } = &manifest.files[rank];
-    // A name, not a way out of the folder.
+    // Only a file's name, without a path that leaves the folder.
     if Path::new(name).file_name() != Some(name.as_ref()) {
         return Err(file.damaged(format!("{name:?} is no file's name")));
     }
@@ -207,7 +206,7 @@ fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<Tens
     Ok(part)
 }
 
-#[cfg(all(test, feature = "train"))] // which writes parts
+#[cfg(all(test, feature = "train"))] // only this feature writes parts
 mod tests {
     use super::*;
     use crate::files::{Entry, save_part, save_tensors};
@@ -227,7 +226,7 @@ mod tests {
         folder.join(format!("part-{save}-{rank}"))
     }
 
-    /// Two ranks' parts of one save, whose values all are `value`, and the manifest of them.
+    /// Saves two ranks' parts, whose values begin at `value`, and returns their manifest.
     fn save(folder: &Path, save: &str, value: f32) -> Manifest {
         let files = (0..2).map(|rank| {
             let part = Part {
@@ -272,7 +271,7 @@ mod tests {
         assert!(error.to_string().contains(words), "{error}");
     }
 
-    /// Files of the same names and sizes, of another rank or another save: their values would be taken for right.
+    /// Files with the same names and sizes, but of another rank or save: their values would look right.
     #[test]
     fn swapped_and_mixed_parts_are_refused() {
         let folder = tempfile::tempdir().unwrap();

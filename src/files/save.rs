@@ -1,4 +1,4 @@
-//! Tensors into a file.
+//! Saving of tensors to a file.
 
 use super::atomic::{remove_abandoned, write_keeping};
 use super::tensors::{Checksums, MAX_HEADER_BYTES};
@@ -13,18 +13,18 @@ use std::path::Path;
 pub(crate) struct Entry {
     pub(crate) name: String,
     pub(crate) tensor: Tensor,
-    /// What its elements must be, or nothing is saved.
+    /// The condition on its elements; nothing is saved if one violates it.
     pub(crate) numbers: Numbers,
 }
 
-/// Writes tensors with their names, and texts with their keys beside them, as safetensors with checksums; whole or
-/// not at all. The last `keep - 1` files that were there before stay, as `path.1`, the latest, `path.2` and so on.
+/// Writes tensors by name, and texts by key in the metadata, as safetensors with checksums, completely or not at all.
+/// The last `keep - 1` earlier files are kept as `path.1` (the latest), `path.2` and so on.
 ///
-/// One tensor is copied at a time.
+/// One tensor at a time is copied to the host.
 ///
 /// # Errors
-/// [`Error::Weight`] for a tensor whose elements are not what they must be; [`Error::Io`] naming `path`; candle's where
-/// a tensor cannot be brought to the host. What was there before stays.
+/// [`Error::Weight`] for a tensor that violates its condition; [`Error::Io`] naming `path`; candle's errors if a tensor
+/// cannot be copied to the host. The old content stays.
 pub(crate) fn save_tensors(
     path: &Path,
     entries: Vec<Entry>,
@@ -34,10 +34,10 @@ pub(crate) fn save_tensors(
     save_with_checksum(path, entries, texts, keep).map(drop)
 }
 
-/// Writes the tensors that a rank has, with what says whose they are.
+/// Writes a rank's tensors, with the identity of the part.
 ///
 /// # Errors
-/// As [`save_tensors`].
+/// Those of [`save_tensors`].
 #[cfg(feature = "train")]
 pub(crate) fn save_part(
     path: &Path,
@@ -54,7 +54,7 @@ pub(crate) fn save_part(
     })
 }
 
-/// Returns the CRC-32 of the header, in which those of everything else are.
+/// Saves, and returns the CRC-32 of the header, which contains the checksums of everything else.
 fn save_with_checksum(
     path: &Path,
     mut entries: Vec<Entry>,
@@ -62,16 +62,16 @@ fn save_with_checksum(
     keep: usize,
 ) -> Result<u32> {
     let refused = |e| Error::io("write", path, e);
-    if let Some(entry) = entries.iter().find(|e| graph::is_hollow(&e.tensor)) {
+    if let Some(entry) = entries.iter().find(|e| graph::is_meta(&e.tensor)) {
         return Err(
-            Error::weight(path, entry.name.clone(), "a hollow one").must_be(
+            Error::weight(path, entry.name.clone(), "a meta tensor").must_be(
                 "a weight with elements",
-                "nothing was saved; hollow weights are for graph::trace",
+                "nothing was saved; meta weights are for graph::trace",
             ),
         );
     }
     remove_abandoned(path);
-    // By size of element, so that every tensor is aligned; then by name.
+    // By element size, so that every tensor is aligned, then by name.
     entries.sort_by(|a, b| {
         let dtypes = View::dtype(&b.tensor).cmp(&View::dtype(&a.tensor));
         dtypes.then_with(|| a.name.cmp(&b.name))
@@ -121,7 +121,7 @@ fn save_with_checksum(
     Ok(crc32fast::hash(&header))
 }
 
-/// The bytes of an entry whose elements are what they must be.
+/// Returns the bytes of an entry after checking its condition.
 fn host_bytes(entry: &Entry, path: &Path) -> Result<Vec<u8>> {
     let tensor = on_host(&entry.tensor)?;
     if let Some(got) = entry.numbers.misfit(&tensor)? {

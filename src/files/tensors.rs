@@ -1,4 +1,4 @@
-//! Tensors out of a file.
+//! Loading of tensors from a file.
 
 use super::open::{check_room, open, read_exact_at, zeros};
 use super::parts::Parts;
@@ -13,38 +13,38 @@ use std::path::{Path, PathBuf};
 
 pub(super) const MAX_HEADER_BYTES: usize = 100_000_000;
 
-/// Bytes before the header: its length.
+/// Length of the field before the header, which has the header's length.
 const LENGTH_BYTES: usize = 8;
 
-/// What to do with a file that is not as it was written.
+/// The hint for a file that has changed since it was written.
 const DAMAGED: &str =
     "it was damaged, or changed by another program; take another checkpoint or fetch it again";
 
-/// A safetensors file, opened once; tensors are read when asked for, and checked where the file has checksums.
+/// A safetensors file, opened once. Tensors are read on request, and checked if the file has checksums.
 pub(crate) struct TensorFile {
     path: PathBuf,
     file: File,
     header: Metadata,
-    /// Where the first tensor begins.
+    /// Offset of the first tensor.
     data_start: u64,
-    /// The CRC-32 of the header's bytes.
+    /// CRC-32 of the header's bytes.
     header_crc32: u32,
     checksums: Checksums,
-    /// Where ranks have written parts of tensors, each to a file of its own.
+    /// Files with parts of tensors, one of each rank, if the file is a manifest.
     parts: Option<Parts>,
 }
 
 impl TensorFile {
     /// # Errors
-    /// [`Error::Io`] for what cannot be read or is no regular file; [`Error::Format`] for what is no whole safetensors
-    /// file, or whose texts were damaged; the same of the files with parts of its tensors, where there are any.
+    /// [`Error::Io`] for a file that cannot be read or is not regular; [`Error::Format`] for an incomplete or invalid
+    /// safetensors file, or a damaged text; the same for the files with parts of its tensors, if any.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let mut file = Self::open_one(path)?;
         file.parts = Parts::open(&file)?;
         Ok(file)
     }
 
-    /// One file, whose tensors are all in it.
+    /// Opens one file, without the parts that it may list.
     pub(crate) fn open_one(path: &Path) -> Result<Self> {
         let file = open(path)?;
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?;
@@ -82,7 +82,8 @@ impl TensorFile {
         Ok(file)
     }
 
-    /// Reads the checksums, if there are any: then every tensor and text has one, and the texts are as they say.
+    /// Reads the checksums if there are any, and checks that every tensor and text has one, and that the texts match
+    /// theirs.
     fn read_checksums(&mut self) -> Result<()> {
         let Some(json) = self.text(Checksums::KEY) else {
             return Ok(());
@@ -107,12 +108,12 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Where it is, for errors.
+    /// Returns its path, for errors.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The text saved beside the tensors under `key`.
+    /// Returns the text stored under `key` in the metadata.
     pub(crate) fn text(&self, key: &str) -> Option<&str> {
         let texts = self.header.metadata().as_ref()?;
         texts.get(key).map(String::as_str)
@@ -125,25 +126,25 @@ impl TensorFile {
         names
     }
 
-    /// The names of those in this file, sorted.
+    /// Returns the names of the tensors in this file, sorted.
     pub(super) fn own_names(&self) -> Vec<String> {
         let mut names = self.header.offset_keys();
         names.sort();
         names
     }
 
-    /// The CRC-32 of its header, in which those of its tensors and texts are.
+    /// Returns the CRC-32 of the header, which contains the checksums of tensors and texts.
     pub(super) fn header_crc32(&self) -> u32 {
         self.header_crc32
     }
 
-    /// Dtype, as candle names it, and number of elements of a tensor in this file.
+    /// Returns the dtype, as candle names it, and the number of elements of a tensor in this file.
     pub(super) fn own_elements(&self, name: &str) -> Option<(String, usize)> {
         let TensorInfo { dtype, shape, .. } = self.header.info(name)?;
         Some((candle_name(*dtype), shape.iter().product())) // no overflow: the header was checked
     }
 
-    /// The shape of the tensor called `name`.
+    /// Returns the shape of the tensor called `name`.
     pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
         match self.parts.as_ref().and_then(|parts| parts.shape(name)) {
             Some(shape) => Some(shape),
@@ -151,7 +152,7 @@ impl TensorFile {
         }
     }
 
-    /// Type and shape of the tensor called `name`, as [`describe`](crate::saved::describe) has them.
+    /// Returns dtype and shape of the tensor called `name`, formatted like [`describe`](crate::saved::describe).
     pub(crate) fn description(&self, name: &str) -> Option<String> {
         if let Some(parts) = &self.parts
             && let Some(shape) = parts.shape(name)
@@ -162,11 +163,11 @@ impl TensorFile {
         Some(format!("{} {shape:?}", candle_name(*dtype)))
     }
 
-    /// The tensor called `name`, on `device`; `None` if there is none. One of f8e4m3 comes in f32.
+    /// Returns the tensor called `name` on `device`; `None` if there is none. An f8e4m3 tensor is converted to f32.
     ///
     /// # Errors
-    /// [`Error::Format`] where its bytes are not those that were saved, or are gone meanwhile; [`Error::Weight`] for
-    /// a type that candle lacks; candle's where it cannot be brought to the device.
+    /// [`Error::Format`] if its bytes do not match the checksum, or can no longer be read; [`Error::Weight`] for a
+    /// dtype that candle lacks; candle's errors if it cannot be copied to the device.
     pub(crate) fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
         if let Some(parts) = self
             .parts
@@ -179,7 +180,7 @@ impl TensorFile {
             return Ok(None);
         };
         let (start, end) = info.data_offsets;
-        // Once as bytes, once as a tensor.
+        // The bytes and the tensor exist at the same time.
         check_room(&self.path, name, 2 * (end - start) as u64)?;
         let mut bytes: Vec<u8> = zeros(&self.path, name, end - start)?;
         let offset = self.data_start + start as u64;
@@ -193,7 +194,7 @@ impl TensorFile {
         let view = TensorView::new(info.dtype, info.shape.clone(), &bytes);
         let view = view.map_err(candle_core::Error::from)?;
         let tensor = match info.dtype {
-            // candle's conversion to f64 calls itself for ever.
+            // candle's conversion to f64 recurses forever.
             safetensors::Dtype::F8_E4M3 => view.load(&Device::Cpu).and_then(|tensor| {
                 let wide = tensor.to_dtype(DType::F32)?;
                 wide.to_device(device)
@@ -222,14 +223,14 @@ impl TensorFile {
     }
 }
 
-/// Whether a file is what Git leaves in place of a large file that was not fetched.
+/// Returns whether a file is a Git LFS pointer to a file that was not fetched.
 fn is_pointer(file: &File) -> bool {
     const BEGINNING: &[u8] = b"version https://git-lfs";
     let mut begins = [0; BEGINNING.len()];
     read_exact_at(file, &mut begins, 0).is_ok() && begins == BEGINNING
 }
 
-/// The header of a file of `len` bytes, where what follows it begins, and the header's CRC-32.
+/// Reads the header of a file of `len` bytes; returns it with the offset of the data and the header's CRC-32.
 fn read_header(
     file: &File,
     len: u64,
@@ -259,7 +260,7 @@ fn read_header(
     Ok((header, data_start, crc32))
 }
 
-/// The name that candle has for a dtype; the format's own for one that candle lacks.
+/// Returns candle's name of a dtype; the format's name for a dtype that candle lacks.
 fn candle_name(dtype: safetensors::Dtype) -> String {
     match DType::try_from(dtype) {
         Ok(dtype) => dtype.as_str().into(),
@@ -267,10 +268,11 @@ fn candle_name(dtype: safetensors::Dtype) -> String {
     }
 }
 
-/// CRC-32 of every tensor and text in a file, 8 hexadecimal digits each; in the file's metadata, as JSON.
+/// CRC-32 of every tensor and text of a file, 8 hexadecimal digits each, stored as JSON in the file's metadata.
 ///
-/// CRC-32 is zlib's, which every language has (`zlib.crc32(bytes)`), finds every change within 32 bits in a row, and is
-/// taken faster than a disk reads. Files without it, as others write them, are read as they are.
+/// CRC-32 is zlib's, which is available in every language (`zlib.crc32(bytes)`). It detects any change within 32
+/// consecutive bits, and is computed faster than a disk reads. Files of other programs, without checksums, are read
+/// unchecked.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct Checksums {
     texts: BTreeMap<String, String>,

@@ -1,14 +1,14 @@
-//! What a trace has seen, as data.
+//! The data of a traced graph: values, nodes and events.
 
 use crate::kernels::Mask;
 use crate::probe::Path;
 use candle_core::{DType, Device};
 use std::fmt;
 
-/// A function's forward: what it reads, computes and drops, in the order of execution.
+/// The forward pass of a function: what it reads, computes and drops, in the order of execution.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
-    // Not public: ids in `events` and `outputs` are within `values`, which readers of a graph rely on.
+    // Not public, because readers of a graph rely on the ids in `events` and `outputs` being indices of `values`.
     pub(crate) target: Target,
     pub(crate) values: Vec<Value>,
     pub(crate) events: Vec<TraceEvent>,
@@ -19,130 +19,130 @@ pub struct Graph {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ValueId(pub usize);
 
-/// A tensor's elements. Views of one tensor are one value.
+/// The data of a tensor. All views of one base tensor are one value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Value {
-    /// Its shape, as it was made; of a constant, as it was first read.
+    /// The shape as created; for a real tensor, the shape of the view that was read first.
     pub shape: Vec<usize>,
-    /// Of its elements.
+    /// The dtype of the elements.
     pub dtype: DType,
-    /// Where it comes from.
+    /// The origin of the value.
     pub source: Source,
-    /// Whether a gradient can reach it: of weights, and of what is computed from them outside of
+    /// Whether a gradient can reach it. True for weights, and for values computed from them outside of
     /// [`no_grad`](crate::no_grad()).
     pub tracked: bool,
 }
 
 impl Value {
-    /// How many elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Bytes of its elements.
+    /// Returns the size of the elements, in bytes.
     pub fn bytes(&self) -> usize {
         self.elements() * self.dtype.size_in_bytes()
     }
 }
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Source {
-    /// A variable, by its name; empty if it has no name ([`name`](super::name())).
+    /// A variable, with its name; the name is empty if it was not set ([`name`](super::name())).
     Weight(String),
-    /// An argument of the function, by its name ([`input`](super::input())).
+    /// An argument of the function, with its name ([`input`](super::input())).
     Input(String),
-    /// A real tensor that is no variable: a table of angles, say.
+    /// A real tensor that is not a variable, for example a table of rotary angles.
     Constant,
-    /// The node that makes it or keeps it.
+    /// An output of a node, or a tensor that a node saves for backward.
     Node,
 }
 
-/// What makes a segment's output, as nodes name it.
+/// The op name of the node that ends a checkpointed segment and makes its output.
 pub(crate) const CHECKPOINT: &str = "checkpoint";
-/// What makes a segment's own variable of an input, as nodes name it.
+/// The op name of the node that copies a segment's input into a leaf variable.
 pub(crate) const LEAF: &str = "copy";
 
-/// What happened in a forward.
+/// An event of a forward pass.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum TraceEvent {
     /// An op ran.
     Node(Node),
-    /// A segment began: a function that is [checkpointed](crate::nn::checkpoint()), recomputed in backward.
+    /// The start of a segment: a function that is [checkpointed](crate::nn::checkpoint()) and recomputed in backward.
     Enter,
-    /// The segment that began last has ended. Its output is made by the node that follows.
+    /// The end of the innermost open segment. The node that follows makes the segment's output.
     Leave,
-    /// The outermost autocast region ended: weights' casts that were kept for it are dropped.
+    /// The end of the outermost autocast region. The casts of weights that it cached are dropped.
     AutocastEnd,
-    /// The last tensor that shows this value was dropped, by the function and by candle's graph.
+    /// The function and candle's graph have both dropped their last tensor of this value.
     Drop(ValueId),
 }
 
 /// One call of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
-    /// Where in the model, the op's name last: `layers.0/attn/q_proj/linear`.
+    /// The path in the model, with the op's name last: `layers.0/attn/q_proj/linear`.
     pub path: String,
-    /// The outermost module that it is in, `layers.0` above; the root, if it is in none.
+    /// The outermost module of the path (`layers.0` above), or the root if the op runs in no module.
     pub module: Path,
     /// The op's name.
     pub op: &'static str,
-    /// What tells this call from another on the same operands.
+    /// The op's parameters, such as an epsilon or a mask.
     pub attributes: Vec<(&'static str, Attribute)>,
-    /// Whether it is composed of candle's own ops, for want of a kernel: its backward is candle's then.
+    /// Whether it is composed of candle's own ops, because there is no kernel. Its backward is then candle's.
     pub composed: bool,
-    /// Its arguments, in the op's order.
+    /// The differentiable arguments, in the op's order.
     pub inputs: Vec<ValueRef>,
-    /// What it reads besides, to which no gradient goes: token ids, angles, a weight's copy in half precision.
-    pub reads: Vec<ValueRef>,
-    /// What it makes.
+    /// Extra inputs that receive no gradient: token ids, angles, a weight's copy in half precision.
+    pub extra_inputs: Vec<ValueRef>,
+    /// The output.
     pub output: ValueId,
-    /// What it makes for backward beside its output, and keeps if a gradient can reach that.
-    pub kept: Vec<Kept>,
+    /// Values that it makes for backward in addition to its output. They are saved if a gradient can reach the output.
+    pub saved: Vec<Saved>,
 }
 
 impl Node {
-    /// Whether it stands for a segment, whose output it makes.
+    /// Returns whether the node ends a segment and makes its output.
     pub(crate) fn ends_segment(&self) -> bool {
         self.op == CHECKPOINT
     }
 
-    /// Whether it makes a segment's own variable of an input.
+    /// Returns whether the node copies a segment's input into a leaf variable.
     pub(crate) fn is_leaf(&self) -> bool {
         self.op == LEAF
     }
 
-    /// Whether it takes a value as an input, or reads it beside.
+    /// Returns whether a value is among the node's inputs or extra inputs.
     pub(crate) fn reads_value(&self, id: ValueId) -> bool {
-        let mut read = self.inputs.iter().chain(&self.reads);
+        let mut read = self.inputs.iter().chain(&self.extra_inputs);
         read.any(|operand| operand.value == id)
     }
 }
 
-/// What an op keeps for backward.
+/// A value that an op saves for backward.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Kept {
-    /// What it is to the op: `lse`, say.
+pub struct Saved {
+    /// The name that the op gives it, for example `lse`.
     pub name: &'static str,
-    /// Which value.
+    /// The saved value.
     pub value: ValueId,
 }
 
-/// A value as an op reads it.
+/// A value, or a view of one, as an operand of an op.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ValueRef {
-    /// Which value.
+    /// The base value.
     pub value: ValueId,
-    /// Which of its elements, in which order; `None` for all of them as they lie.
+    /// The view of the value; `None` if all elements are read in their stored order.
     pub view: Option<View>,
-    /// Whether it is read as part of the graph: not where it was detached before.
+    /// Whether a gradient flows through this operand. False if the tensor was detached before.
     pub tracked: bool,
 }
 
 impl ValueRef {
-    /// The shape of the operand, a value of these.
+    /// Returns the operand's shape. `values` are those of its graph.
     pub(crate) fn shape_in<'a>(&'a self, values: &'a [Value]) -> &'a [usize] {
         match &self.view {
             Some(view) => &view.shape,
@@ -151,57 +151,57 @@ impl ValueRef {
     }
 }
 
-/// Elements of a value, by their places.
+/// A strided view of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     /// The view's shape.
     pub shape: Vec<usize>,
-    /// Elements from one index to the next, for each dimension.
+    /// The stride of each dimension, in elements.
     pub stride: Vec<usize>,
-    /// The first element's place.
+    /// The offset of the first element, in elements.
     pub offset: usize,
 }
 
-/// A parameter of an op.
+/// A parameter of an op, as data.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Attribute {
-    /// A number of things.
+    /// A count, for example of heads.
     Count(usize),
-    /// An integer that may be negative: a target that is ignored.
+    /// An integer that may be negative, for example an ignored target.
     Integer(i64),
-    /// A real number.
+    /// A float.
     Number(f64),
-    /// Which keys a query sees.
+    /// An attention mask.
     Mask(Mask),
     /// A dtype.
     DType(DType),
-    /// Yes or no.
+    /// A bool.
     Flag(bool),
 }
 
 impl Graph {
-    /// The device whose kernels run.
+    /// Returns the device type whose kernels the trace assumes.
     pub fn target(&self) -> Target {
         self.target
     }
 
-    /// Every value, in the order in which each was first met.
+    /// Returns all values, in the order in which the trace first saw them.
     pub fn values(&self) -> &[Value] {
         &self.values
     }
 
-    /// What happened, in order.
+    /// Returns all events, in order.
     pub fn events(&self) -> &[TraceEvent] {
         &self.events
     }
 
-    /// What the traced function returned.
+    /// Returns the outputs of the traced function.
     pub fn outputs(&self) -> &[ValueRef] {
         &self.outputs
     }
 
-    /// The nodes, in order.
+    /// Returns the nodes, in order.
     pub fn nodes(&self) -> impl Iterator<Item = &Node> {
         self.events.iter().filter_map(|event| match event {
             TraceEvent::Node(node) => Some(node),
@@ -209,7 +209,7 @@ impl Graph {
         })
     }
 
-    /// The value with this id; `None` for an id of another graph, beyond this one's values.
+    /// Returns the value with this id, or `None` if the id is out of range.
     pub fn get(&self, id: ValueId) -> Option<&Value> {
         self.values.get(id.0)
     }
@@ -218,23 +218,22 @@ impl Graph {
         &self.values[id.0]
     }
 
-    /// What makes each value, by its index in [`events`](Self::events); `None` for what comes from outside. What an op
-    /// keeps is made by it too.
+    /// Returns for each value the index of its node in [`events`](Self::events). Values that a node saves for backward
+    /// count as made by it. `None` for weights, inputs and constants.
     pub(crate) fn makers(&self) -> Vec<Option<usize>> {
         let mut makers = vec![None; self.values.len()];
         for (i, event) in self.events.iter().enumerate() {
             if let TraceEvent::Node(node) = event {
                 makers[node.output.0] = Some(i);
-                for kept in &node.kept {
-                    makers[kept.value.0] = Some(i);
+                for saved in &node.saved {
+                    makers[saved.value.0] = Some(i);
                 }
             }
         }
         makers
     }
 
-    /// The shape of an operand: its view's, or its value's; `None` for an operand of another graph, beyond this one's
-    /// values.
+    /// Returns the shape of an operand: its view's, or else its value's. `None` if the operand's id is out of range.
     pub fn shape<'a>(&'a self, operand: &'a ValueRef) -> Option<&'a [usize]> {
         self.get(operand.value).map(|_| self.shape_of(operand))
     }
@@ -243,7 +242,7 @@ impl Graph {
         operand.shape_in(&self.values)
     }
 
-    /// The weights that are read, each once, in the order in which they are read first.
+    /// Returns the weights that are read, each once, in the order of their first read.
     pub fn weights(&self) -> impl Iterator<Item = (ValueId, &str)> {
         let values = self.values.iter().enumerate();
         values.filter_map(|(i, value)| match &value.source {
@@ -252,7 +251,7 @@ impl Graph {
         })
     }
 
-    /// `%3`, or a name.
+    /// Returns the operand's text: a name, or `%3`.
     fn operand_name(&self, operand: &ValueRef) -> String {
         let name = match &self.value(operand.value).source {
             Source::Weight(name) | Source::Input(name) if !name.is_empty() => name.clone(),
@@ -280,7 +279,7 @@ impl fmt::Display for Attribute {
     }
 }
 
-/// One line a node, indented by segment:
+/// Prints one line per node, indented by segment:
 /// `%7 (4, 256, 512) f32 = layers.0/ln1/rms_norm {eps 1e-5} (%3, layers.0.ln1.weight)`.
 impl fmt::Display for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -328,16 +327,16 @@ impl Graph {
             names.join(", ")
         };
         write!(f, " ({})", names(&node.inputs))?;
-        if !node.reads.is_empty() {
-            write!(f, " reading {}", names(&node.reads))?;
+        if !node.extra_inputs.is_empty() {
+            write!(f, " reading {}", names(&node.extra_inputs))?;
         }
-        for kept in &node.kept {
-            let value = self.value(kept.value);
+        for saved in &node.saved {
+            let value = self.value(saved.value);
             let dtype = value.dtype.as_str();
             write!(
                 f,
                 "; keeps {} %{} {:?} {dtype}",
-                kept.name, kept.value.0, value.shape
+                saved.name, saved.value.0, value.shape
             )?;
         }
         if node.composed {
@@ -347,23 +346,23 @@ impl Graph {
     }
 }
 
-/// Whose kernels run what is traced or predicted: it decides which ops have one. No such device need be there. Ops that
-/// have none on a GPU are composed of candle's there, and keep and take more.
+/// The device type that a trace or an estimate is for. It decides which ops have a kernel. The device itself need not
+/// be present. An op without a kernel on a GPU is composed of candle's ops there, and saves and uses more memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
 #[non_exhaustive]
 pub enum Target {
-    /// The CPU's.
+    /// The CPU.
     #[default]
     Cpu,
-    /// Those for NVIDIA's GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs,
-    /// ops are composed of candle's: breakdowns of memory are too low there.
+    /// NVIDIA GPUs of compute capability 8.0 and later, in f32, f16 and bf16. In f64, and on older GPUs, ops are
+    /// composed of candle's, and memory breakdowns are too low.
     Cuda,
 }
 
 impl Target {
-    /// Those that run on `device`. Metal's are taken for the CPU's.
+    /// Returns the target for tensors on `device`. Metal counts as the CPU.
     pub fn of(device: &Device) -> Self {
         match device {
             Device::Cuda(_) => Self::Cuda,
@@ -372,7 +371,6 @@ impl Target {
     }
 }
 
-/// [`Target::of`].
 impl From<&Device> for Target {
     fn from(device: &Device) -> Self {
         Self::of(device)

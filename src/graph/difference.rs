@@ -1,10 +1,10 @@
-//! Where two traces of one function differ.
+//! The difference between two traces of one function.
 
 use super::data::{Graph, Node, TraceEvent};
 
 impl Graph {
-    /// Describes the first node at which a later trace of the same function differs; `None` for two that are equal, but
-    /// for when tensors are dropped.
+    /// Describes the first node at which a later trace of the same function differs. Returns `None` if the traces are
+    /// equal; the points at which tensors are dropped are not compared.
     pub(crate) fn difference(&self, later: &Self) -> Option<String> {
         let same_values = (&self.values, &self.outputs) == (&later.values, &later.outputs);
         if same_values && runs(self).eq(runs(later)) {
@@ -24,7 +24,7 @@ impl Graph {
         let other = values.find(|(before, now)| before != now);
         Some(match other {
             Some((before, now)) => format!(
-                "a tensor {:?} in {} is {:?} in {}",
+                "expected a tensor {:?} in {}, got {:?} in {}",
                 before.shape,
                 before.dtype.as_str(),
                 now.shape,
@@ -35,9 +35,9 @@ impl Graph {
                 let alike = events.take_while(|(before, now)| before == now);
                 match alike.filter_map(|(_, now)| node(now)).last() {
                     Some(node) => {
-                        format!("a checkpoint or the output after {} is another", node.path)
+                        format!("a checkpoint or the output after {} differs", node.path)
                     }
-                    None => "the output is another".into(),
+                    None => "the output differs".into(),
                 }
             }
         })
@@ -58,13 +58,16 @@ fn node(event: &TraceEvent) -> Option<&Node> {
 
 fn of_nodes(before: &Node, now: &Node) -> String {
     if before.path != now.path {
-        return format!("{} is where {} was", now.path, before.path);
+        return format!("expected {}, got {}", before.path, now.path);
     }
     let attributes = before.attributes.iter().zip(&now.attributes);
     let other = attributes.into_iter().find(|(before, now)| before != now);
     match other {
         Some(((name, before), (_, after))) => {
-            format!("{name} of {} is {after}, and was {before}", now.path)
+            format!(
+                "expected {name} of {} to be {before}, got {after}",
+                now.path
+            )
         }
         None => format!("{} reads other tensors, or in another shape", now.path),
     }

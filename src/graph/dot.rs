@@ -1,19 +1,19 @@
-//! A graph as a picture: text for Graphviz.
+//! Graphs as text for Graphviz.
 
 use super::data::{Graph, Node, Source, ValueId, ValueRef};
 use std::collections::HashSet;
 use std::fmt::Write;
 
 impl Graph {
-    /// The graph as a picture, in the language of Graphviz: `dot -Tsvg graph.dot -o graph.svg` draws it.
+    /// Returns the graph in Graphviz's DOT language: `dot -Tsvg graph.dot -o graph.svg` draws it.
     ///
-    /// A cluster for each module, inside of the one that it is part of. An ellipse for each node, with its op and its
-    /// output's shape and dtype; its line is dashed if it is composed of candle's own ops, and double if the function
-    /// returns it. A box for each weight, in the module that reads it first, and for each input and constant. An
-    /// arrow for each operand, with its dtype if that is not the output's; dashed from what the op reads beside its
-    /// inputs, which gets no gradient.
+    /// Each module is a cluster inside its parent's. Each node is an ellipse with its op and its output's shape and
+    /// dtype. The ellipse is dashed if the op is composed of candle's own ops, and double if the function returns its
+    /// output. Each weight, input and constant is a box; a weight's box is in the module that reads it first. Each
+    /// operand is an arrow, labelled with its dtype if that differs from the output's. Arrows from extra inputs, which
+    /// receive no gradient, are dashed.
     ///
-    /// The same graph gives the same text.
+    /// Equal graphs give equal text.
     ///
     /// ```
     /// use candle_core::DType;
@@ -41,7 +41,7 @@ impl Graph {
             picture.draw(node);
         }
         for output in &self.outputs {
-            picture.draw_from_outside(output, ""); // one that no node reads
+            picture.draw_from_outside(output, ""); // an output that no node reads
         }
         let mut text = String::from("digraph {\n");
         picture.model.write(1, &mut 0, &mut text);
@@ -53,14 +53,14 @@ struct Picture<'a> {
     graph: &'a Graph,
     model: Module<'a>,
     arrows: String,
-    /// What comes from outside and is there already.
+    /// Weights, inputs and constants that have a box already.
     boxes: HashSet<ValueId>,
-    /// Each value as the one that is drawn for it: what an op keeps for backward as its output.
+    /// For each value, the value that is drawn for it. A value saved for backward is drawn as its op's output.
     shown_as: Vec<ValueId>,
     returned: HashSet<ValueId>,
 }
 
-/// A part of the model, with what is drawn inside.
+/// A cluster of the picture: a module's name, lines and submodules.
 #[derive(Default)]
 struct Module<'a> {
     name: &'a str,
@@ -72,8 +72,8 @@ impl<'a> Picture<'a> {
     fn of(graph: &'a Graph) -> Self {
         let mut shown_as: Vec<ValueId> = (0..graph.values.len()).map(ValueId).collect();
         for node in graph.nodes() {
-            for kept in &node.kept {
-                shown_as[kept.value.0] = node.output;
+            for saved in &node.saved {
+                shown_as[saved.value.0] = node.output;
             }
         }
         let returned = graph.outputs.iter();
@@ -93,7 +93,7 @@ impl<'a> Picture<'a> {
         let modules = modules.map_or("", |(modules, _)| modules);
         let inputs = node.inputs.iter().map(|operand| (operand, None));
         let reads = node
-            .reads
+            .extra_inputs
             .iter()
             .map(|operand| (operand, Some("style=dashed")));
         for (operand, style) in inputs.chain(reads) {
@@ -107,14 +107,14 @@ impl<'a> Picture<'a> {
                 false => format!(" [{}]", attributes.join(", ")),
             };
             let [from, to] = [self.shown_as[operand.value.0], node.output].map(|id| id.0);
-            let _ = writeln!(self.arrows, "  v{from} -> v{to}{attributes};"); // a string takes all
+            let _ = writeln!(self.arrows, "  v{from} -> v{to}{attributes};"); // writing to a String cannot fail
         }
         let style = if node.composed { ", style=dashed" } else { "" };
         let line = self.line(node.output, node.op, style);
         self.model.at(modules).lines.push(line);
     }
 
-    /// The box of a weight, an input or a constant, once.
+    /// Draws the box of a weight, an input or a constant, unless it has one already.
     fn draw_from_outside(&mut self, operand: &ValueRef, modules: &'a str) {
         let id = operand.value;
         let (name, modules) = match &self.graph.value(id).source {
@@ -141,7 +141,7 @@ impl<'a> Picture<'a> {
 }
 
 impl<'a> Module<'a> {
-    /// The module at `path` inside, made if it is new.
+    /// Returns the submodule at `path`, which is added if it is new.
     fn at(&mut self, path: &'a str) -> &mut Self {
         let names = path.split('/').filter(|name| !name.is_empty());
         names.fold(self, |module, name| {

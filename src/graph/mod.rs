@@ -1,12 +1,12 @@
-//! A model's forward as data: traced once, without computing anything.
+//! A model's forward pass as data, traced once without computing anything.
 //!
-//! [`trace`] runs any forward that is written with this crate's layers and ops on *hollow* tensors, which have a shape
-//! and a dtype but no elements, and returns a [`Graph`]: every op with its place in the model, its attributes, what it
-//! reads and writes and what it keeps for backward; the segments that are checkpointed; where autocast regions end and
-//! where tensors are dropped. A graph is plain data that can be compared, printed and analysed. Tracing
-//! a model of ten billion parameters takes milliseconds and no memory for weights. A graph prints as text, one line per
-//! node; [`Graph::to_dot`] draws it; [`profile::node_table`](crate::profile::node_table()) is a table of its nodes with
-//! their costs.
+//! [`trace`] runs any forward pass that is written with this crate's layers and ops on *meta* tensors, which have a
+//! shape and a dtype but no data. It returns a [`Graph`] with every op: its path in the model, its attributes, its
+//! operands and what it saves for backward. The graph also has the checkpointed segments, the ends of autocast regions
+//! and the points at which tensors are dropped. A graph is plain data that can be compared, printed and analysed.
+//! Tracing a model of ten billion parameters takes milliseconds and allocates no weights. A graph prints as text, one
+//! line per node. [`Graph::to_dot`] draws it. [`profile::node_table`](crate::profile::node_table()) tabulates its nodes
+//! with their costs.
 //!
 //! ```
 //! use candle_core::DType;
@@ -23,29 +23,29 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! # Hollow tensors
+//! # Meta tensors
 //!
-//! [`input`] and [`weights`] make hollow tensors, and [`is_hollow`] recognises them. A hollow tensor is an ordinary
-//! candle tensor whose storage is empty. Views of it (`narrow`, `transpose`, `reshape` of a contiguous one,
-//! `broadcast_as`), `detach` and `Var::from_tensor` of a hollow weight work as usual. candle's own arithmetic on it is
-//! an error where it is called; [`crate::ops`] has what models need. A real tensor may be an operand too: a variable is
-//! recorded as a weight, any other tensor as a constant, and neither is read.
+//! [`input`] and [`weights`] make meta tensors, and [`is_meta`] recognises them. A meta tensor is an ordinary candle
+//! tensor whose storage is empty. Views of it (`narrow`, `transpose`, `reshape` of a contiguous one, `broadcast_as`),
+//! `detach` and `Var::from_tensor` of a meta weight work as usual. candle's own arithmetic on it is an error at the
+//! call; use [`crate::ops`] instead. Real tensors may be operands too. A variable is recorded as a weight and any other
+//! tensor as a constant; the data of neither is read.
 
 mod data;
 mod difference;
 mod dot;
-mod hollow;
+mod meta;
 mod record;
 mod session;
 
 pub use data::{
-    Attribute, Graph, Kept, Node, Source, Target, TraceEvent, Value, ValueId, ValueRef, View,
+    Attribute, Graph, Node, Saved, Source, Target, TraceEvent, Value, ValueId, ValueRef, View,
 };
-pub use hollow::{input, is_hollow, weights};
+pub use meta::{input, is_meta, weights};
 pub use session::{Outputs, name, trace};
 
 pub(crate) use data::{CHECKPOINT, LEAF};
-pub(crate) use hollow::{are_on_one_device, constant, gives_hollow, hollow_weight, refuse_hollow};
-pub(crate) use record::{Call, checkpoint, kept_value, record};
+pub(crate) use meta::{are_on_one_device, builds_meta, constant, meta_tensor_error, meta_weight};
+pub(crate) use record::{Call, checkpoint, record, saved_value};
 pub(crate) use session::trace_with_tensors;
-pub(crate) use session::{Traced, autocast_ended, is_tracing, target, trace_number};
+pub(crate) use session::{Traced, autocast_ended, is_tracing, target, trace_id};

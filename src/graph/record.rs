@@ -1,52 +1,53 @@
-//! Calls of ops in the trace that is open, the hollow tensors that they return, and segments, which backward
-//! recomputes.
+//! Recording of op calls and of checkpointed segments in the open trace.
 
-use super::data::{Attribute, CHECKPOINT, Kept, LEAF, Node, TraceEvent, ValueId};
-use super::hollow::{Role, empty, hollow, hollow_out};
-use super::session::{dropped, with_session};
+use super::data::{Attribute, CHECKPOINT, LEAF, Node, Saved, TraceEvent, ValueId};
+use super::meta::{Role, empty, make_meta, meta_tensor};
+use super::session::{note_drop, with_session};
 use crate::grad::is_grad_enabled;
 use crate::{Result, probe};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 use std::any::Any;
 use std::sync::Arc;
 
-/// A call of an op, to be written down.
+/// An op call to be recorded.
 pub(crate) struct Call<'a> {
     pub name: &'static str,
     pub attributes: Vec<(&'static str, Attribute)>,
-    /// Whether it is composed of candle's own ops.
     pub composed: bool,
     pub inputs: &'a [&'a Tensor],
-    /// What it reads beside them.
-    pub reads: &'a [Tensor],
-    /// Shape and dtype of its output.
+    /// Extra inputs, which receive no gradient.
+    pub extra_inputs: &'a [Tensor],
     pub output: (Shape, DType),
-    /// What it keeps for backward: names, shapes and dtypes.
-    pub kept: Vec<(&'static str, Shape, DType)>,
-    /// Whether a gradient reaches its output though its inputs are detached.
+    /// The name, shape and dtype of each tensor saved for backward.
+    pub saved: Vec<(&'static str, Shape, DType)>,
+    /// Whether a gradient reaches the output although the inputs are detached.
     pub is_tracked: bool,
-    /// What lives as long as its output has a graph.
+    /// Tensors that the op's backward holds, kept alive as long as the output has a graph.
     pub held: Arc<dyn Any + Send + Sync>,
 }
 
-/// Writes down a call, and returns its hollow output.
+/// Records a call and returns its output as a meta tensor.
 pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
     let path = probe::op_path(call.name).to_string();
     let module = probe::current().outermost();
     with_session(|session| {
-        session.told_drops(); // before the operands: what is read has not gone
+        session.record_drops(); // before the operands: an operand that is read now is alive
         let inputs = call.inputs.iter().map(|x| session.operand(x));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let reads = call.reads.iter().map(|x| session.operand(x));
+        let reads = call.extra_inputs.iter().map(|x| session.operand(x));
         let reads = reads.collect::<Result<Vec<_>>>()?;
-        // By the table too: a hollow output has a node of candle's where a real one has none.
+        // Checked in the value table too: a meta output has a node of candle's even where a real one has none.
         let tracked =
             call.is_tracked || is_grad_enabled() && inputs.iter().any(|operand| operand.tracked);
         let output = ValueId(session.graph.values.len());
-        let kept = call.kept.iter().enumerate().map(|(i, (name, _, _))| Kept {
-            name,
-            value: ValueId(output.0 + 1 + i),
-        });
+        let saved = call
+            .saved
+            .iter()
+            .enumerate()
+            .map(|(i, (name, _, _))| Saved {
+                name,
+                value: ValueId(output.0 + 1 + i),
+            });
         session.push(TraceEvent::Node(Node {
             path,
             module,
@@ -54,17 +55,17 @@ pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
             attributes: call.attributes,
             composed: call.composed,
             inputs,
-            reads,
+            extra_inputs: reads,
             output,
-            kept: kept.collect(),
+            saved: saved.collect(),
         }));
         let (shape, dtype) = call.output;
-        // Without a graph nothing outlives the call.
+        // Without a graph, nothing outlives the call.
         let keeps = tracked.then(|| {
             let inputs: Vec<Tensor> = call.inputs.iter().map(|x| (*x).clone()).collect();
             (call.held, inputs)
         });
-        let y = Behind {
+        let y = MetaOp {
             name: call.name,
             shape,
             dtype,
@@ -74,16 +75,16 @@ pub(crate) fn record(call: Call<'_>) -> Result<Tensor> {
         }
         .tensor()?;
         session.add_made(&y, tracked);
-        for (_, shape, dtype) in call.kept {
-            let kept = hollow(shape, dtype, Role::Output, false)?;
-            session.add_made(&kept, false);
+        for (_, shape, dtype) in call.saved {
+            let saved = meta_tensor(shape, dtype, Role::Output, false)?;
+            session.add_made(&saved, false);
         }
         Ok(y)
     })
 }
 
-/// What the op that made `y` keeps as `name`, as a tensor.
-pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
+/// Returns the tensor that the op of output `y` saved for backward as `name`.
+pub(crate) fn saved_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
     with_session(|session| {
         let value = session.value(y)?;
         let mut latest = session.graph.events.iter().rev();
@@ -91,30 +92,30 @@ pub(crate) fn kept_value(y: &Tensor, name: &str) -> Result<Option<Tensor>> {
             TraceEvent::Node(node) if node.output == value => Some(node),
             _ => None,
         });
-        let kept = node.and_then(|node| node.kept.iter().find(|kept| kept.name == name));
-        Ok(kept.map(|kept| session.held[kept.value.0].clone()))
+        let saved = node.and_then(|node| node.saved.iter().find(|saved| saved.name == name));
+        Ok(saved.map(|saved| session.held[saved.value.0].clone()))
     })
 }
 
-/// What holds a hollow output's value: candle's graph holds it as it holds a real op, and drops it with the last
-/// tensor.
-struct Behind {
+/// The candle op of a meta output. candle's graph holds it like a real op and drops it with the last tensor, which
+/// records the drop.
+struct MetaOp {
     name: &'static str,
     shape: Shape,
     dtype: DType,
     trace: u64,
     value: ValueId,
-    /// What lives as long: what the op keeps, and the inputs that backward would read.
+    /// Kept alive with it: what the op's backward holds, and the inputs that backward would read.
     _keeps: Option<(Arc<dyn Any + Send + Sync>, Vec<Tensor>)>,
 }
 
-impl Drop for Behind {
+impl Drop for MetaOp {
     fn drop(&mut self) {
-        dropped(self.trace, self.value);
+        note_drop(self.trace, self.value);
     }
 }
 
-impl CustomOp1 for Behind {
+impl CustomOp1 for MetaOp {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -124,18 +125,18 @@ impl CustomOp1 for Behind {
     }
 }
 
-impl Behind {
-    /// The hollow tensor that this is behind. candle keeps the op of a tensor only where an argument is tracked, so
-    /// each is given a variable that is not shared.
+impl MetaOp {
+    /// Returns the meta tensor whose op this is. candle keeps a tensor's op only if an argument is tracked, so each op
+    /// gets a variable that nothing else shares.
     fn tensor(self) -> candle_core::Result<Tensor> {
         let tracked = Var::zeros((), DType::F32, &Device::Cpu)?;
         let x = tracked.apply_op1(self)?;
-        hollow_out(&x, Role::Output)?;
+        make_meta(&x, Role::Output)?;
         Ok(x)
     }
 }
 
-/// `f(inputs)` as a segment: its inputs that have a graph are copied into leaves of its own.
+/// Runs `f(inputs)` as a checkpointed segment. Inputs that have a graph are copied into leaf variables first.
 pub(crate) fn checkpoint<const N: usize>(
     inputs: [&Tensor; N],
     f: impl FnOnce([&Tensor; N]) -> Result<Tensor>,
@@ -145,13 +146,13 @@ pub(crate) fn checkpoint<const N: usize>(
         Ok(())
     })?;
     let leaves = inputs.iter().map(|x| leaf(x)).collect::<Result<Vec<_>>>()?;
-    let output = f(std::array::from_fn(|i| &leaves[i]))?.detach(); // and the graph goes
+    let output = f(std::array::from_fn(|i| &leaves[i]))?.detach(); // the segment's graph is freed
     let tracked = with_session(|session| {
-        session.told_drops();
+        session.record_drops();
         let output = session.value(&output)?;
         for (leaf, input) in leaves.iter().zip(inputs) {
             let leaf = session.value(leaf)?;
-            // A variable, behind which there is no op to be dropped.
+            // A leaf is a variable: it has no op whose drop would be recorded.
             if leaf != session.value(input)? && leaf != output {
                 session.push(TraceEvent::Drop(leaf));
             }
@@ -162,21 +163,22 @@ pub(crate) fn checkpoint<const N: usize>(
     if !tracked {
         return Ok(output);
     }
-    // Made from the inner function's output: where its graph stands for it.
+    // The input is the segment's output: the node stands for the segment's graph.
     record(Call {
         name: CHECKPOINT,
         attributes: Vec::new(),
         composed: false,
         inputs: &[&output],
-        reads: &[],
+        extra_inputs: &[],
         output: (output.shape().clone(), output.dtype()),
-        kept: Vec::new(),
-        is_tracked: true, // by the function's inputs and the weights that it reads
+        saved: Vec::new(),
+        is_tracked: true, // through the inputs and the weights that it reads
         held: Arc::new(inputs.map(Tensor::clone)),
     })
 }
 
-/// The variable that stands for the input `x` inside of a segment; one without a gradient is itself.
+/// Returns the leaf variable that stands for the input `x` inside a segment. An input without a gradient is returned
+/// detached.
 fn leaf(x: &Tensor) -> Result<Tensor> {
     with_session(|session| {
         let operand = session.operand(x)?;
@@ -191,11 +193,11 @@ fn leaf(x: &Tensor) -> Result<Tensor> {
             attributes: Vec::new(),
             composed: true,
             inputs: vec![operand],
-            reads: Vec::new(),
+            extra_inputs: Vec::new(),
             output,
-            kept: Vec::new(),
+            saved: Vec::new(),
         }));
-        let leaf = hollow(x.shape(), x.dtype(), Role::Output, true)?;
+        let leaf = meta_tensor(x.shape(), x.dtype(), Role::Output, true)?;
         session.add_made(&leaf, true);
         Ok(leaf)
     })

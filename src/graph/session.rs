@@ -1,7 +1,7 @@
-//! Tracing a function: the trace that is open on a thread, its graph so far, and values by their storage.
+//! The trace that is open on a thread: its graph so far, and the values by storage address.
 
 use super::data::{Graph, Source, Target, TraceEvent, Value, ValueId, ValueRef, View};
-use super::hollow::Role;
+use super::meta::Role;
 use crate::probe::{self, Listener};
 use crate::{Error, Result};
 use candle_core::{Storage, Tensor};
@@ -10,32 +10,34 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What has been seen since the trace was opened.
+/// The state of an open trace.
 pub(super) struct Session {
-    /// Of this trace alone: a tensor of another may be dropped while it is open.
+    /// Unique to this trace, because a tensor of another trace may be dropped while this one is open.
     pub(super) id: u64,
     target: Target,
     pub(super) graph: Graph,
-    /// By the address of the tensor's storage, of which `held` has each: none is given twice while this lasts.
+    /// Values by the address of their storage. `held` keeps each storage alive, so no address is reused during the
+    /// trace.
     values: HashMap<usize, ValueId>,
-    /// A tensor of each value, without the op behind it.
+    /// A tensor of each value, detached from its op.
     pub(super) held: Vec<Tensor>,
-    /// Values whose drop was told.
-    gone: HashSet<ValueId>,
-    /// Named weights and inputs.
+    /// Values whose drop was recorded.
+    dropped: HashSet<ValueId>,
+    /// The weights and inputs that have a name.
     pub(super) sources: HashSet<Source>,
 }
 
 thread_local! {
     static SESSION: RefCell<Option<Session>> = const { RefCell::new(None) };
-    /// Values whose last tensor was dropped since the last event. Apart, as a tensor may be dropped at any time.
+    /// Trace and value of the tensors dropped since the last event. Separate from `SESSION`, because a tensor may be
+    /// dropped while that is borrowed.
     static DROPPED: RefCell<Vec<(u64, ValueId)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Opens a trace on this thread, which lasts as long as what is returned.
+/// Opens a trace on this thread. Dropping the returned guard closes it.
 ///
 /// # Errors
-/// One is open already.
+/// A trace that is open already.
 pub(super) fn open(target: Target) -> Result<Open> {
     if is_tracing() {
         return Err(Error::Order {
@@ -55,7 +57,7 @@ pub(super) fn open(target: Target) -> Result<Open> {
         },
         values: HashMap::new(),
         held: Vec::new(),
-        gone: HashSet::new(),
+        dropped: HashSet::new(),
         sources: HashSet::new(),
     }));
     Ok(Open)
@@ -74,12 +76,12 @@ pub(crate) fn is_tracing() -> bool {
     SESSION.with_borrow(Option::is_some)
 }
 
-/// The open trace, by its number; `None` while none is open.
-pub(crate) fn trace_number() -> Option<u64> {
+/// Returns the id of the open trace, or `None` if none is open.
+pub(crate) fn trace_id() -> Option<u64> {
     SESSION.with_borrow(|session| session.as_ref().map(|session| session.id))
 }
 
-/// What the open trace is for; `None` while none is open.
+/// Returns the target of the open trace, or `None` if none is open.
 pub(crate) fn target() -> Option<Target> {
     SESSION.with_borrow(|session| session.as_ref().map(|session| session.target))
 }
@@ -95,7 +97,7 @@ pub(super) fn with_session<R>(f: impl FnOnce(&mut Session) -> Result<R>) -> Resu
     })
 }
 
-/// The outermost autocast region of this thread has ended.
+/// Records the end of this thread's outermost autocast region.
 pub(crate) fn autocast_ended() {
     SESSION.with_borrow_mut(|session| {
         if let Some(session) = session {
@@ -104,9 +106,9 @@ pub(crate) fn autocast_ended() {
     });
 }
 
-/// Tells the next event that the last tensor of a value was dropped.
-pub(super) fn dropped(trace: u64, value: ValueId) {
-    // A thread that is ending has no trace.
+/// Notes that the last tensor of a value was dropped. The drop is recorded before the next event.
+pub(super) fn note_drop(trace: u64, value: ValueId) {
+    // Fails on a thread that is ending, which has no trace.
     let _ = DROPPED.try_with(|dropped| dropped.borrow_mut().push((trace, value)));
 }
 
@@ -117,18 +119,18 @@ fn address(x: &Tensor) -> usize {
 
 impl Session {
     pub(super) fn push(&mut self, event: TraceEvent) {
-        self.told_drops();
+        self.record_drops();
         self.graph.events.push(event);
     }
 
-    /// Writes down what has been dropped since the last event.
-    pub(super) fn told_drops(&mut self) {
+    /// Records the drops since the last event.
+    pub(super) fn record_drops(&mut self) {
         let mine = DROPPED
             .take()
             .into_iter()
             .filter(|(trace, _)| *trace == self.id);
         for (_, value) in mine {
-            self.gone.insert(value);
+            self.dropped.insert(value);
             self.graph.events.push(TraceEvent::Drop(value));
         }
     }
@@ -138,13 +140,13 @@ impl Session {
         self.values.insert(address(x), id);
         self.held.push(match x.is_variable() {
             true => x.clone(),
-            false => x.detach(), // the storage without the node
+            false => x.detach(), // shares the storage, without candle's node
         });
         self.graph.values.push(value);
         id
     }
 
-    /// [`add`](Self::add) of what an op has made.
+    /// Adds a value that an op makes.
     pub(super) fn add_made(&mut self, x: &Tensor, tracked: bool) {
         let value = Value {
             shape: x.dims().to_vec(),
@@ -155,11 +157,12 @@ impl Session {
         self.add(x, value);
     }
 
-    /// The value whose elements `x` shows. What was never seen is a weight, an input or a constant.
+    /// Returns the value whose data `x` shows. A tensor that the trace has not seen before becomes a weight, an input
+    /// or a constant.
     pub(super) fn value(&mut self, x: &Tensor) -> Result<ValueId> {
         if let Some(id) = self.values.get(&address(x)).copied() {
             let value = &mut self.graph.values[id.0];
-            // Seen first as a detached view of it, for its copy in half precision, say.
+            // The variable was first seen through a detached view, for example when it was cast to half precision.
             if value.source == Source::Constant && x.is_variable() {
                 (value.source, value.tracked) = (Source::Weight(String::new()), true);
                 self.held[id.0] = x.clone();
@@ -179,8 +182,8 @@ impl Session {
             Some(Role::Output) => {
                 return Err(Error::order(
                     "graph::trace",
-                    "a hollow tensor that no op of this trace has made",
-                    "candle's copy makes those, and another trace: pass the tensor itself",
+                    "got a meta tensor that no op of this trace made",
+                    "candle's copy and other traces make such tensors: pass the original",
                 ));
             }
             None if x.is_variable() => Source::Weight(String::new()),
@@ -190,7 +193,7 @@ impl Session {
             && !name.is_empty()
             && !self.sources.insert(source.clone())
         {
-            return Err(twice(name));
+            return Err(duplicate_name(name));
         }
         let value = Value {
             shape,
@@ -212,8 +215,8 @@ impl Session {
             stride: layout.stride().to_vec(),
             offset: layout.start_offset(),
         });
-        // What is read has not gone, whatever its node told.
-        if self.gone.remove(&value) {
+        // The value is still read, so the drop recorded for its node is removed.
+        if self.dropped.remove(&value) {
             let its_drop = TraceEvent::Drop(value);
             self.graph.events.retain(|event| *event != its_drop);
         }
@@ -226,17 +229,17 @@ impl Session {
     }
 }
 
-pub(super) fn twice(name: &str) -> Error {
+pub(super) fn duplicate_name(name: &str) -> Error {
     Error::order(
         "graph::trace",
         format!("{name:?} is the name of two tensors"),
-        "name each once; a copy of a hollow tensor cannot be told from it, so take it itself",
+        "name each once; a copy of a meta tensor is indistinguishable from it, so use the original",
     )
 }
 
-/// What a traced function returns.
+/// The return type of a traced function.
 pub trait Outputs {
-    /// Its tensors, in order.
+    /// Returns the output tensors, in order.
     fn tensors(&self) -> Vec<&Tensor>;
 }
 
@@ -258,29 +261,43 @@ impl Outputs for Vec<Tensor> {
     }
 }
 
-/// What `f` does, on `target`, without doing it: `f` is called once, its ops check their operands' shapes and dtypes as
-/// always, and compute nothing.
+/// Traces `f` for `target`. `f` is called once; its ops check their operands' shapes and dtypes as usual, but compute
+/// nothing.
 ///
-/// Everything that decides what runs is as `f` and its caller have it: [`autocast`](crate::autocast()) regions,
-/// [`no_grad`](crate::no_grad()), the kernel policy. Ops of this crate on real tensors are traced too, and give hollow
-/// ones. Token ids are not read, so that ids outside of the vocabulary are not found.
+/// The caller's settings decide which ops run, as in a real call: [`autocast`](crate::autocast()) regions,
+/// [`no_grad`](crate::no_grad()), the kernel policy. Ops of this crate on real tensors are traced too, and return meta
+/// tensors. Token ids are not read, so ids outside of the vocabulary are not detected.
 ///
-/// Drops are told of values that ops make, as they happen: of what the graph of a gradient keeps, when that graph goes.
-/// A value that is read after its drop was told (a tensor taken out of its graph outlives it) is never dropped.
+/// Drops of values that ops make are recorded when they happen. A value that a gradient's graph holds is dropped with
+/// that graph. If a value is read after its recorded drop (a tensor taken out of its graph outlives it), the recorded
+/// drop is removed.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::graph::{self, Target};
+/// use tallow::ops;
+///
+/// let x = graph::input("x", (2, 3), DType::F32)?;
+/// let graph = graph::trace(Target::Cpu, || ops::sum(&ops::exp(&x)?))?;
+/// let ops: Vec<&str> = graph.nodes().map(|node| node.op).collect();
+/// assert_eq!(ops, ["exp", "sum"]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// Those of `f`; a computation by candle itself on a hollow tensor, with the op before it; a trace inside of a trace.
+/// Errors of `f`; arithmetic by candle itself on a meta tensor (the error names the op before it); a trace inside a
+/// trace.
 pub fn trace<T: Outputs>(target: Target, f: impl FnOnce() -> Result<T>) -> Result<Graph> {
     Ok(trace_with_tensors(target, f)?.graph)
 }
 
-/// A graph, and a tensor of each of its values: of a weight the variable itself, of what ops make a hollow one.
+/// A graph with one tensor per value: the variable itself for a weight, a meta tensor for the output of an op.
 pub(crate) struct Traced {
     pub graph: Graph,
     pub tensors: Vec<Tensor>,
 }
 
-/// As [`trace`].
+/// Same as [`trace`], and also returns a tensor of each value.
 pub(crate) fn trace_with_tensors<T: Outputs>(
     target: Target,
     f: impl FnOnce() -> Result<T>,
@@ -289,11 +306,11 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     impl Listener for Quiet {}
 
     let _listening = probe::listen(Arc::new(Quiet)); // ops have paths only while there is a listener
-    let _root = probe::at_root(); // wherever this is called from
+    let _root = probe::at_root(); // paths start at the root, not at the caller's module
     let _open = open(target)?;
-    let result = f().map_err(explained)?;
+    let result = f().map_err(with_op_path)?;
     with_session(|session| {
-        session.told_drops();
+        session.record_drops();
         for output in result.tensors() {
             let operand = session.operand(output)?;
             session.graph.outputs.push(operand);
@@ -305,8 +322,8 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     })
 }
 
-/// An error of candle's on a hollow tensor in words of the model: candle names the dtype of an empty storage.
-fn explained(error: Error) -> Error {
+/// Rewrites an error of candle's on a meta tensor, which names the dtype F4 of its storage, as one that names the op.
+fn with_op_path(error: Error) -> Error {
     let text = error.to_string();
     if !text.contains("F4") && !text.contains("f4") {
         return error;
@@ -321,18 +338,32 @@ fn explained(error: Error) -> Error {
     Error::Order {
         op: "graph::trace",
         problem: match last.ok().flatten() {
-            Some(path) => format!("after {path}, candle was to compute on a hollow tensor itself"),
-            None => "before any op, candle was to compute on a hollow tensor itself".into(),
+            Some(path) => format!("after {path}, candle's own op was called on a meta tensor"),
+            None => "before any op, candle's own op was called on a meta tensor".into(),
         },
         hint: "use the op of tallow::ops: add for +, cast for to_dtype, contiguous before reshape, say".into(),
     }
 }
 
-/// Calls the weight or input `x` by `name` in the trace that is open: a variable with elements, whose name nothing else
-/// knows.
+/// Names the weight or input `x` in the open trace. Only needed for real variables, which have no name of their own.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::graph::{self, Target};
+/// use tallow::ops;
+///
+/// let w = Var::ones((5, 3), DType::F32, &Device::Cpu)?;
+/// let x = graph::input("x", (2, 3), DType::F32)?;
+/// let graph = graph::trace(Target::Cpu, || {
+///     graph::name(&w, "head.weight")?;
+///     ops::linear(&x, &w)
+/// })?;
+/// assert_eq!(graph.weights().next().map(|(_, name)| name), Some("head.weight"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// No open trace, a name that is another value's, a tensor that an op has made.
+/// No open trace; a name that another value has; a tensor that an op has made.
 pub fn name(x: &Tensor, name: &str) -> Result<()> {
     with_session(|session| {
         let id = session.value(x)?;
@@ -349,7 +380,7 @@ pub fn name(x: &Tensor, name: &str) -> Result<()> {
         };
         let is_new = session.graph.values[id.0].source != named;
         if is_new && !session.sources.insert(named.clone()) {
-            return Err(twice(name));
+            return Err(duplicate_name(name));
         }
         if is_new {
             session.sources.remove(&session.graph.values[id.0].source);

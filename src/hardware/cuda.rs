@@ -1,26 +1,27 @@
-//! What the CUDA driver says of a GPU and of its memory pool, which candle's tensors come from.
+//! Queries of a GPU and of its memory pool through the CUDA driver. candle's tensors are allocated from that pool.
 
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Held while a handle of a GPU is made or dropped, and while a stream is recorded: cudarc waits for the whole context
-/// when it makes a stream, and cuBLAS when its handle goes, which ends every recording in the process.
+/// Locks out changes of CUDA handles while a stream is captured. Hold it while a handle of a GPU is created or dropped,
+/// and while a stream is captured: cudarc waits for the whole context when it creates a stream, and cuBLAS when its
+/// handle is destroyed, which ends every capture in the process.
 pub(crate) fn undisturbed() -> MutexGuard<'static, ()> {
     static UNDISTURBED: Mutex<()> = Mutex::new(());
     UNDISTURBED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Opens the GPU with a stream of its own.
+/// Opens the GPU with a new stream.
 pub(super) fn open(ordinal: usize) -> Result<Device> {
     let device = {
         let _undisturbed = undisturbed();
         Device::new_cuda_with_stream(ordinal)?
     };
     let gpu = device.as_cuda_device()?;
-    // The pool would give what is freed back to the driver at every synchronisation, and ask for it again. A GPU
-    // without a pool has nothing to keep.
+    // By default the pool returns freed memory to the driver at every synchronisation, and then asks for it again. On a
+    // GPU without a pool there is nothing to set.
     if let Ok(pool) = pool(gpu) {
         let mut keep_all = u64::MAX;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -28,14 +29,14 @@ pub(super) fn open(ordinal: usize) -> Result<Device> {
         let _ =
             unsafe { result::mem_pool::set_attribute(pool, attribute, (&raw mut keep_all).cast()) };
     }
-    // SAFETY: everything on this device happens on its one stream (cuBLAS and cuRAND have it too), so that the order of
-    // calls is the order of uses, and the two events a tensor would make and wait for are for nothing. A copy to
-    // another GPU, or to another handle of this one, runs on the other's stream: `device` says to synchronise before.
+    // SAFETY: everything on this device runs on its one stream, including cuBLAS and cuRAND, so the order of calls is
+    // the order of uses, and candle's two events per tensor are not needed. A copy to another GPU, or to another handle
+    // of this one, runs on the other's stream; the docs of `device` require a synchronisation before it.
     unsafe { gpu.disable_event_tracking() };
     Ok(device)
 }
 
-/// Model and memory.
+/// Returns the GPU's model, memory and compute capability.
 #[cfg(feature = "report")]
 pub(super) fn description(device: &Device) -> Option<String> {
     let context = device
@@ -52,7 +53,7 @@ pub(super) fn description(device: &Device) -> Option<String> {
     ))
 }
 
-/// Whether the GPU's tensor cores multiply TF32: compute capability 8.0 and later.
+/// Returns whether the GPU's tensor cores support TF32: compute capability 8.0 and later.
 pub(super) fn has_tf32(device: &Device) -> bool {
     let Ok(gpu) = device.as_cuda_device() else {
         return false;
@@ -61,16 +62,16 @@ pub(super) fn has_tf32(device: &Device) -> bool {
     capability.is_ok_and(|(major, _)| major >= 8)
 }
 
-/// What the driver has left, and what the pool holds unused.
+/// Returns the driver's free memory plus the pool's unused memory, in bytes.
 pub(super) fn available_bytes(device: &Device) -> Option<u64> {
     let gpu = device.as_cuda_device().ok()?;
-    device.synchronize().ok()?; // what was dropped is free once the stream has come by
+    device.synchronize().ok()?; // dropped tensors are freed in stream order
     let (free, _total) = gpu.cuda_stream().context().mem_get_info().ok()?;
     let reserved = counter(gpu, Counter::Reserved)?;
     Some(free as u64 + reserved.saturating_sub(counter(gpu, Counter::Used)?))
 }
 
-/// One of the pool's counters.
+/// A counter of the memory pool.
 #[derive(Clone, Copy)]
 pub(crate) enum Counter {
     Used,
@@ -79,16 +80,16 @@ pub(crate) enum Counter {
     ReservedPeak,
 }
 
-/// What the pool's counter says, in bytes.
+/// Returns a counter of the pool, in bytes.
 pub(crate) fn pool_bytes(device: &Device, which: Counter) -> Option<u64> {
     counter(device.as_cuda_device().ok()?, which)
 }
 
-/// Resets both peaks to what is there now.
+/// Resets both peaks to the current values.
 pub(crate) fn reset_pool_peaks(device: &Device) -> Option<()> {
     let pool = pool(device.as_cuda_device().ok()?).ok()?;
     for which in [Counter::UsedPeak, Counter::ReservedPeak] {
-        let mut zero = 0u64; // the only value that the driver takes
+        let mut zero = 0u64; // the only value that the driver accepts
         // SAFETY: the attribute is a cuuint64_t.
         unsafe { result::mem_pool::set_attribute(pool, which.attribute(), (&raw mut zero).cast()) }
             .ok()?;
@@ -96,11 +97,11 @@ pub(crate) fn reset_pool_peaks(device: &Device) -> Option<()> {
     Some(())
 }
 
-/// Has the pool give back to the driver what is not used, once the stream has come by.
+/// Returns the pool's unused memory to the driver, after waiting for the stream.
 pub(crate) fn trim_pool(device: &Device) -> Result<()> {
     let pool = pool(device.as_cuda_device()?)?;
     device.synchronize()?;
-    // SAFETY: the pool is the device's own.
+    // SAFETY: the pool belongs to the device.
     unsafe { result::mem_pool::trim_to(pool, 0) }.w()
 }
 
@@ -126,11 +127,11 @@ fn counter(gpu: &CudaDevice, which: Counter) -> Option<u64> {
     Some(bytes)
 }
 
-/// The GPU's default pool, which cuMemAllocAsync takes from.
+/// Returns the GPU's default pool, from which cuMemAllocAsync allocates.
 fn pool(gpu: &CudaDevice) -> Result<sys::CUmemoryPool> {
     let stream = gpu.cuda_stream();
     let context = stream.context();
     context.bind_to_thread().w()?;
-    // SAFETY: the device is the context's own.
+    // SAFETY: the device belongs to the context.
     unsafe { result::device::get_default_mem_pool(context.cu_device()) }.w()
 }

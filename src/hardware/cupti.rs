@@ -1,6 +1,6 @@
-//! CUPTI, the interface of CUDA's toolkit for tools: what a program asks of a GPU, and what ran there.
+//! CUPTI, the CUDA toolkit's profiling interface: driver calls, and the work that ran on a GPU.
 //!
-//! It is a library of its own, loaded at the first use and not before: nothing else needs it.
+//! It is a separate library, loaded at the first use.
 
 pub(crate) mod activity;
 pub(crate) mod allocations;
@@ -10,20 +10,20 @@ use std::ffi::{CStr, c_char, c_void};
 
 type ResultString = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
 
-/// From cupti_result.h.
+/// `CUPTI_SUCCESS` of cupti_result.h.
 const SUCCESS: u32 = 0;
 
-/// What CUPTI is used for: for errors.
+/// The purpose that CUPTI is used for, for error texts.
 struct Use {
     /// The function that was called.
     op: &'static str,
-    /// What CUPTI tells of.
+    /// The events that CUPTI reports for it.
     told: &'static str,
-    /// What there is without it.
+    /// The alternative without CUPTI.
     without: &'static str,
 }
 
-/// CUPTI, which stays loaded.
+/// The CUPTI library, which stays loaded.
 struct Library {
     handle: *mut c_void,
     of: &'static Use,
@@ -38,7 +38,7 @@ impl Library {
     #[cfg(unix)]
     fn load(of: &'static Use) -> Result<Self> {
         const NAMES: [&CStr; 3] = [c"libcupti.so", c"libcupti.so.13", c"libcupti.so.12"];
-        // SAFETY: a library that is made to be loaded so.
+        // SAFETY: CUPTI supports being loaded with dlopen.
         let open = |name: &&CStr| unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         let mut libraries = NAMES.iter().map(open);
         match libraries.find(|library| !library.is_null()) {
@@ -52,7 +52,7 @@ impl Library {
         Err(of.refusal("it is not loaded on this system".into()))
     }
 
-    /// The function called `name`, as the type `F` has it.
+    /// Looks up the function called `name`; `F` must be its type.
     #[cfg(unix)]
     fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
         // SAFETY: the library is loaded.
@@ -69,14 +69,14 @@ impl Library {
         Err(self.of.refusal(format!("its library has no {name:?}")))
     }
 
-    /// CUPTI's answer as an error, unless it is success.
+    /// Converts CUPTI's result code to an error, unless it is success.
     fn check(&self, code: u32) -> Result<()> {
         if code == SUCCESS {
             return Ok(());
         }
         let mut text = std::ptr::null();
         let name: ResultString = self.function(c"cuptiGetResultString")?;
-        // SAFETY: as CUPTI declares it; the text is a constant of the library's.
+        // SAFETY: as CUPTI declares it; the text is a static string of the library.
         let text = unsafe {
             match name(code, &mut text) {
                 SUCCESS if !text.is_null() => CStr::from_ptr(text).to_string_lossy(),

@@ -1,14 +1,14 @@
-//! Host memory where the system is not Linux: what it calls total and available.
+//! Host memory on systems other than Linux: total and available, as the system reports them.
 
 use std::path::Path;
 
-/// Bytes in all, and those of them that can still be allocated.
+/// Total bytes, and the bytes of them that can still be allocated.
 pub(super) struct Room {
     pub total_bytes: u64,
     pub available_bytes: u64,
 }
 
-/// `None` if the system does not say.
+/// Returns the machine's memory; `None` if the system does not report it.
 pub(super) fn room(_root: &Path) -> Option<Room> {
     let mut system = sysinfo::System::new().ok()?;
     system.refresh_memory();

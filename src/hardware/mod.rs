@@ -1,4 +1,4 @@
-//! Devices by name, and what a machine has: memory, arithmetic, peak FLOP/s.
+//! Devices by name, and the machine's memory, arithmetic and peak FLOP/s.
 //!
 //! ```
 //! use tallow::hardware;
@@ -37,11 +37,12 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
-/// The device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
+/// Returns the device called `name`: `cpu`, `cuda`, `cuda:1`, `metal`, `metal:0`.
 ///
-/// One device an ordinal: asking again gives the same device, on the same stream. (candle's own constructors give a new
-/// one each time, and its tensors do not mix with the old one's.) Nothing on a GPU waits for another stream:
-/// synchronise ([`Device::synchronize`]) before a tensor is moved to another GPU or another handle of this one.
+/// There is one device per ordinal: the same name returns the same device, on the same stream. (candle's own
+/// constructors return a new one each time, and its tensors cannot be combined with those of the old one.) Nothing on a
+/// GPU waits for another stream: call [`Device::synchronize`] before a tensor is moved to another GPU or another handle
+/// of this one.
 ///
 /// ```
 /// assert!(tallow::device("cpu")?.is_cpu());
@@ -49,9 +50,9 @@ use std::sync::{Mutex, OnceLock};
 /// ```
 ///
 /// # Errors
-/// A name that is none of these; a kind that this build has no support for (the error names the feature); a device that
-/// is not there; an environment variable that asks for more than 4,096 threads (`RAYON_NUM_THREADS`,
-/// `CANDLE_NUM_THREADS`).
+/// [`Error::Device`] for an unknown name, a kind that this build does not support (the error names the feature), or a
+/// missing device; [`Error::Config`] for an environment variable that asks for more than 4,096 threads
+/// (`RAYON_NUM_THREADS`, `CANDLE_NUM_THREADS`).
 pub fn device(name: &str) -> Result<Device> {
     static OPENED: OnceLock<Mutex<HashMap<String, Device>>> = OnceLock::new();
 
@@ -100,7 +101,15 @@ pub fn device(name: &str) -> Result<Device> {
     Ok(device)
 }
 
-/// The name that [`device`] knows a device by.
+/// Returns the name of a device, as [`device`] accepts it.
+///
+/// ```
+/// use tallow::hardware;
+///
+/// let device = hardware::device("cpu")?;
+/// assert_eq!(hardware::device_name(&device), "cpu");
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn device_name(device: &Device) -> String {
     match device.location() {
         DeviceLocation::Cpu => "cpu".into(),
@@ -109,8 +118,14 @@ pub fn device_name(device: &Device) -> String {
     }
 }
 
-/// What a device is, in the words of the machine: the processor's model for the CPU; a GPU's model, memory and compute
-/// capability.
+/// Describes a device: the processor's model and number of threads for the CPU; model, memory and compute capability
+/// for a GPU.
+///
+/// ```
+/// let device = tallow::device("cpu")?;
+/// assert!(tallow::hardware::description(&device).ends_with(" threads"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[cfg(feature = "report")]
 pub fn description(device: &Device) -> String {
     if !device.is_cpu() {
@@ -127,28 +142,46 @@ pub fn description(device: &Device) -> String {
     }
 }
 
-/// The memory of the machine, in bytes, or what this process may have of it where that is less: on Linux the limits of
-/// its control group and of all above it (versions 1 and 2), and `ulimit -v` and `-d`. Read once. `None` where the
-/// system does not say.
+/// Returns the memory of the machine in bytes, or this process's limit if that is less. On Linux the limits are those
+/// of its control group and all of that group's ancestors (versions 1 and 2), and `ulimit -v` and `-d`. Read once.
+/// `None` if the system does not report it.
+///
+/// [`available_bytes`] has an example.
 pub fn total_bytes() -> Option<u64> {
     static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
     *TOTAL.get_or_init(|| Some(host_memory::room(Path::new("/"))?.total_bytes))
 }
 
-/// Host memory that can still be allocated, in bytes: what the system calls available, or what is left of the least
-/// limit that [`total_bytes`] counts.
+/// Returns the host memory that can still be allocated, in bytes: what the system reports as available, or what is left
+/// of the tightest limit that [`total_bytes`] describes.
 ///
-/// Page cache counts as free. `None` where the system does not say.
+/// Page cache counts as free. `None` if the system does not report it.
 ///
-/// A system that overcommits grants more than it has, and ends the process when that is written. So work is refused
-/// beforehand, by what is left here. After `memory::system::reserve_scratch` what threads keep is not in it. Under
-/// `ulimit -v` an allocator may need more addresses than it hands out.
+/// A system that overcommits grants more memory than it has, and kills the process when it writes to it. Work is
+/// therefore refused beforehand if it needs more than this. After `memory::system::reserve_scratch` the buffers that
+/// threads keep are already subtracted. Under `ulimit -v` an allocator may need more address space than it returns.
+///
+/// ```
+/// use tallow::hardware::{available_bytes, total_bytes};
+///
+/// if let (Some(available), Some(total)) = (available_bytes(), total_bytes()) {
+///     assert!(available <= total);
+/// }
+/// ```
 pub fn available_bytes() -> Option<u64> {
     Some(host_memory::room(Path::new("/"))?.available_bytes)
 }
 
-/// As [`available_bytes`], of the memory that tensors on `device` are in. On CUDA, what the driver has left and what
-/// the pool holds unused; waits for the device. Metal shares the host's.
+/// Like [`available_bytes`], for the memory of tensors on `device`. On CUDA it is the driver's free memory plus the
+/// pool's unused memory, after waiting for the device. Metal shares the host's memory.
+///
+/// ```
+/// use tallow::hardware::{available_bytes, available_bytes_on};
+///
+/// let device = tallow::device("cpu")?;
+/// assert_eq!(available_bytes_on(&device).is_some(), available_bytes().is_some());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn available_bytes_on(device: &Device) -> Option<u64> {
     match device {
         Device::Cuda(_) => cuda::available_bytes(device),
@@ -156,7 +189,7 @@ pub fn available_bytes_on(device: &Device) -> Option<u64> {
     }
 }
 
-/// Refuses more memory than is available. Where that is not known, only a count that has saturated is refused.
+/// Refuses more memory than is available. If that is not known, only a saturated count is refused.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -176,7 +209,7 @@ pub(crate) fn check_available(
     }
 }
 
-/// The error of an allocation that was refused.
+/// Returns the error of an allocation that was refused.
 pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
     Error::OutOfMemory {
         what: what.into(),
@@ -185,23 +218,23 @@ pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
     }
 }
 
-/// What matrix products of bf16 run on, on the CPU: AMX-BF16 where the processor and the system grant it, else
-/// AVX512-BF16 on processors of AMD, on which it multiplies at twice f32's rate (on Intel's it gains nothing); `None`
-/// where bf16 is widened and multiplied in f32, as f16 is everywhere.
+/// Returns the unit that runs bf16 matmuls on the CPU. It is AMX-BF16 if the processor and the system grant it, else
+/// AVX512-BF16 on AMD's processors, where it has twice the rate of f32 (on Intel's it gains nothing). `None` means that
+/// bf16 is widened and multiplied in f32, as f16 always is.
 ///
-/// All sum in f32, and results are rounded once, to the nearest, ties to even. All take denormal factors and sums,
-/// those below 2^-126, as zero. AArch64's `bfdot` rounds its sums to odd. Widening takes denormal numbers as they are,
-/// and sums in another order: bits differ from one kind of processor to another, while on one machine they are the same
-/// in every run and for any number of threads.
+/// All units sum in f32 and round results once, to nearest, ties to even; AArch64's `bfdot` rounds its sums to odd.
+/// Units treat denormal factors and sums, those below 2^-126, as zero. Widening keeps denormals, and sums in another
+/// order. Bits therefore differ between kinds of processors; on one machine they are the same in every run and for any
+/// number of threads.
 ///
-/// On AMX-BF16 attention of bf16 multiplies its tiles too, of heads of 64 elements and more. What is computed in f32
-/// there, such as the probabilities, is split into two terms of bf16, which leaves out 2^-15 of a product at most.
-/// Other units would take as long for two terms as f32 takes. A unit that the variable below names multiplies
+/// On AMX-BF16, attention in bf16 also uses the unit for its tiles, for heads of 64 elements and more. Values that are
+/// computed in f32 there, such as the probabilities, are split into two bf16 terms, with an error of at most 2^-15 of a
+/// product. On other units two terms would take as long as f32. A unit that the variable below selects is used for
 /// attention's tiles of any width.
 ///
-/// `TALLOW_BF16_PRODUCTS` in the environment, read once, chooses: `amx-bf16`, `avx512-bf16`, `f32` for widening, or
-/// `neon bf16` on AArch64, where it is never the default: it has run in an emulator alone. A unit that is not there is
-/// not used, and bf16 is widened then.
+/// The environment variable `TALLOW_BF16_PRODUCTS`, read once, selects the unit: `amx-bf16`, `avx512-bf16`, `f32` for
+/// widening, or `neon bf16` on AArch64, where it is never the default, since it has only been tested in an emulator. If
+/// the selected unit is missing, bf16 is widened.
 ///
 /// ```
 /// use tallow::hardware::{bf16_products, half_arithmetic};
@@ -211,12 +244,23 @@ pub fn bf16_products() -> Option<HalfArithmetic> {
     crate::kernels::cpu::gemm::bf16::unit()?.arithmetic()
 }
 
-/// What the CPU's multiply-add units allow in f32, measured: FLOP/s of all threads together, each running independent
-/// fused multiply-adds on registers.
+/// Measures the peak f32 FLOP/s of the CPU's multiply-add units: all threads together, each running independent fused
+/// multiply-adds on registers.
 ///
-/// Takes about 0.1 s. `None` for other dtypes and devices.
+/// It takes about 0.1 s. `None` for other dtypes and devices.
 ///
-/// This is the honest denominator of an MFU on a CPU, where no data sheet knows the clock under vector load.
+/// Use it as the denominator of an MFU on a CPU: no data sheet has the clock rate under vector load.
+///
+/// ```no_run
+/// use candle_core::{DType, Device};
+/// use tallow::hardware::measure_peak_flops;
+///
+/// let (flops, seconds) = (2.5e11, 1.0); // of a measured step
+/// if let Some(peak) = measure_peak_flops(&Device::Cpu, DType::F32) {
+///     println!("MFU {:.1}%", 100.0 * flops / seconds / peak);
+/// }
+/// assert_eq!(measure_peak_flops(&Device::Cpu, DType::BF16), None);
+/// ```
 pub fn measure_peak_flops(device: &Device, dtype: DType) -> Option<f64> {
     let known = device.is_cpu() && dtype == DType::F32;
     known.then(crate::kernels::cpu::simd::measure_multiply_add_rate)

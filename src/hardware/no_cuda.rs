@@ -1,9 +1,9 @@
-//! [`super::cuda`] in a build without CUDA, where no device asks.
+//! [`super::cuda`] in a build without CUDA.
 
 use candle_core::{Device, Result};
 
 pub(super) fn open(ordinal: usize) -> Result<Device> {
-    Device::new_cuda(ordinal) // says why not
+    Device::new_cuda(ordinal) // returns candle's error
 }
 
 #[cfg(feature = "report")]

@@ -1,16 +1,16 @@
-//! The number of threads that the environment asks for.
+//! Limits on the number of threads that the environment requests.
 
 use crate::{Error, Result};
 use std::sync::OnceLock;
 
-/// The most threads that are started. Each thread has scratch memory and looks for work at all others, so tens of
-/// thousands of them come to nothing for hours. Far above the cores of any machine.
+/// The most threads that may be started, far above the cores of any machine. Each thread has scratch memory and looks
+/// for work at all others, so tens of thousands of them make no progress for hours.
 const MOST_THREADS: usize = 4096;
 
 const VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
-/// Checks, before a pool of threads is started, that the environment asks for a number of threads that can work. The
-/// environment is read once.
+/// Checks that the environment requests a usable number of threads, before a thread pool is started. The environment is
+/// read once.
 ///
 /// # Errors
 /// [`Error::Config`] with the variable and its value.
@@ -25,8 +25,8 @@ pub(crate) fn check_threads() -> Result<()> {
     }
 }
 
-/// The first variable that asks for too many threads, with their number. What is not a number is ignored, as rayon and
-/// candle ignore it.
+/// Returns the first variable that requests too many threads, with their number. A value that is not a number is
+/// ignored, as by rayon and candle.
 fn too_many(value: impl Fn(&str) -> Option<String>) -> Option<(&'static str, usize)> {
     VARIABLES.into_iter().find_map(|variable| {
         let threads: usize = value(variable)?.parse().ok()?;

@@ -1,4 +1,4 @@
-//! `config.json`: read into a configuration, and written from one.
+//! Conversion of `config.json` to a [`TransformerConfig`] and back.
 
 use super::settings::Settings;
 use super::{gemma2, gpt2};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-/// The configuration that the text of a `config.json` says. Keys in `ignored` are treated as absent.
+/// Parses the text of a `config.json`. Keys in `ignored` are treated as absent.
 pub(super) fn parse(text: &str, path: &Path, ignored: &[String]) -> Result<TransformerConfig> {
     let values: Value = serde_json::from_str(text).map_err(|e| Error::Format {
         path: path.into(),
@@ -47,7 +47,7 @@ pub(super) fn parse(text: &str, path: &Path, ignored: &[String]) -> Result<Trans
     Ok(config)
 }
 
-/// Names the file in an error about a field of the configuration that was read from it.
+/// Adds the file to an error about a field of the configuration that was read from it.
 fn in_file(error: Error, path: &Path) -> Error {
     match error {
         Error::Config {
@@ -61,7 +61,7 @@ fn in_file(error: Error, path: &Path) -> Error {
     }
 }
 
-/// The families whose layers are Llama's.
+/// The families whose layers are those of Llama.
 #[derive(Clone, Copy, PartialEq)]
 enum Family {
     Llama,
@@ -72,7 +72,7 @@ enum Family {
 
 fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
     let (scaling, theta) = rotary(s)?;
-    // The library's own, of a file that does not have the key.
+    // The defaults of `transformers` for a file without the key.
     let (kv_heads, head_dim) = match family {
         Family::Llama => (None, None),
         Family::Mistral => (Some(8), None),
@@ -82,8 +82,8 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
     let has_bias = s.flag("attention_bias", false)?;
     let (qkv_bias, output_bias) = match family {
         Family::Llama | Family::Qwen3 => (has_bias, has_bias),
-        Family::Mistral => (false, false), // which does not read the setting
-        Family::Qwen2 => (true, false),    // nor does this
+        Family::Mistral => (false, false), // does not read the setting
+        Family::Qwen2 => (true, false),    // does not read it either
     };
     let vocab_size = s.needed("vocab_size", s.size("vocab_size"))?;
     let config = TransformerConfig {
@@ -126,7 +126,7 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
         return s.refuse(format!("a layer is of the type {kind}"));
     }
     for key in ["max_window_layers", "use_sliding_window"] {
-        s.get(key); // the families without windows in some layers do not read them
+        s.get(key); // families without windows in some layers do not read them
     }
     if family != Family::Mistral
         && let Some(window) = window_of_some_layers(s, family, config.num_layers)?
@@ -145,7 +145,7 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
     Ok(config)
 }
 
-/// The token whose embedding the library does not train. A negative id counts from the end, as in PyTorch.
+/// Returns the token whose embedding `transformers` does not train. A negative id counts from the end, as in PyTorch.
 pub(super) fn padding(s: &Settings<'_>, vocab_size: usize) -> Result<Option<u32>> {
     let Some(id) = s.parsed("pad_token_id", "a token id", Value::as_i64)? else {
         return Ok(None);
@@ -162,13 +162,13 @@ pub(super) fn padding(s: &Settings<'_>, vocab_size: usize) -> Result<Option<u32>
     }
 }
 
-/// The window of a Qwen model's last layers, or that a Llama should not have. `None` if no layer has one.
+/// Returns the window of a Qwen model's last layers, or one that a Llama should not have. `None` if no layer has one.
 fn window_of_some_layers(
     s: &Settings<'_>,
     family: Family,
     num_layers: usize,
 ) -> Result<Option<usize>> {
-    // The library's own.
+    // Defaults of `transformers`.
     const FIRST_LAYER: usize = 28;
     const WINDOW: usize = 4096;
     if family == Family::Llama {
@@ -178,16 +178,16 @@ fn window_of_some_layers(
     let is_on = s.flag("use_sliding_window", false)?;
     let first_layer = s.size_or("max_window_layers", Some(FIRST_LAYER))?;
     let window = s.size_or("sliding_window", Some(WINDOW))?;
-    // Where the layers' types are listed, they decide, and none of them has a window.
+    // A list of the layers' types decides, and so far none of its types has a window.
     let is_in_use = is_on
         && s.get("layer_types").is_none()
         && first_layer.is_none_or(|first| first < num_layers);
     Ok(window.filter(|_| is_in_use))
 }
 
-/// How many tokens each attends to in a Mistral or Gemma 2 model; none if they are all.
+/// Returns the sliding window of a Mistral or Gemma 2 model, in tokens; `None` if it is not smaller than the context.
 pub(super) fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
-    const WINDOW: usize = 4096; // the library's own
+    const WINDOW: usize = 4096; // default of `transformers`
     let Some(window) = s.size_or("sliding_window", Some(WINDOW))? else {
         return Ok(None);
     };
@@ -198,10 +198,10 @@ pub(super) fn window(s: &Settings<'_>) -> Result<Option<NonZeroUsize>> {
     Ok((context.is_none_or(|context| window < context)).then_some(keys))
 }
 
-/// How angles are scaled, and their base: under `rope_scaling` or, where that is empty, `rope_parameters`. The library
-/// takes them in this order.
+/// Returns the scaling of rotary angles and their base, from `rope_scaling` or, if that is empty, from
+/// `rope_parameters`. `transformers` reads them in this order.
 pub(super) fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
-    const THETA: f64 = 10_000.0; // the library's own
+    const THETA: f64 = 10_000.0; // default of `transformers`
     let theta = s.number("rope_theta")?;
     let [older, newer] = ["rope_scaling", "rope_parameters"].map(|key| s.get(key));
     let is_set = |given: &&Value| given.as_object().is_none_or(|values| !values.is_empty());
@@ -254,7 +254,7 @@ pub(super) fn rotary(s: &Settings<'_>) -> Result<(RopeScaling, f64)> {
     Ok((scaling, theta))
 }
 
-/// The activation under `key`, by any of the library's names for the two forms of GELU.
+/// Returns the activation under `key`, by any name that `transformers` has for the two versions of GELU.
 pub(super) fn gelu(s: &Settings<'_>, key: &'static str) -> Result<Gelu> {
     match s.text(key)?.as_deref() {
         None | Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_python_tanh") => Ok(Gelu::Tanh),
@@ -265,10 +265,10 @@ pub(super) fn gelu(s: &Settings<'_>, key: &'static str) -> Result<Gelu> {
     }
 }
 
-/// The `config.json` of a model, as `transformers` reads it.
+/// Returns the `config.json` of a model, in the format of `transformers`.
 ///
 /// # Errors
-/// A model that is none of its families'.
+/// [`Error::Config`] for a model that is in none of the families.
 pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> {
     if config.architecture == Architecture::Gpt2 {
         return Ok(gpt2::to_json(config, dtype));
@@ -339,7 +339,7 @@ fn rope_parameters(config: &TransformerConfig) -> Value {
     rope
 }
 
-/// The settings that `common` lacks of the families whose layers are Llama's.
+/// Adds the settings of the families with Llama's layers to `common`.
 fn llama_to_json(config: &TransformerConfig, common: Value) -> Result<Value> {
     let of_gemma = [
         ("attention_scale", config.attention_scale),

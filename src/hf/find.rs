@@ -1,4 +1,4 @@
-//! Where the folder of a name is: a path, or a model in the cache of Hugging Face's hub.
+//! Lookup of a model's folder: a path, or a model in the cache of Hugging Face's hub.
 
 use crate::files::read_to_string;
 use crate::{Error, Result};
@@ -13,18 +13,38 @@ use std::{env, fs};
 /// `XDG_CACHE_HOME/huggingface/hub`, else `~/.cache/huggingface/hub`. In these variables `~`, `$NAME` and `${NAME}` are
 /// expanded.
 ///
+/// ```no_run
+/// use tallow::hf;
+///
+/// let folder = hf::find("HuggingFaceTB/SmolLM2-135M")?;
+/// let model = hf::load(folder, &tallow::device("cpu")?)?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
-/// As [`find_in`].
+/// Those of [`find_in`].
 pub fn find(name: impl AsRef<Path>) -> Result<PathBuf> {
     let cache = cache(env::home_dir(), &|variable| env::var_os(variable));
     find_in(name, cache.as_deref())
 }
 
-/// As [`find`], in the cache `root`; `None` is for a machine that has none.
+/// Like [`find`], in the cache `root`; `None` means that the machine has no cache.
 ///
-/// The revision is `main`: `models--org--name/refs/main` has the commit whose files are in
-/// `models--org--name/snapshots/<commit>`. Where a commit was downloaded by its hash there is no `refs/main`; the
-/// snapshot is then the only one.
+/// The revision is `main`: `models--org--name/refs/main` contains the commit whose files are in
+/// `models--org--name/snapshots/<commit>`. A commit downloaded by its hash has no `refs/main`; its snapshot must then
+/// be the only one.
+///
+/// ```
+/// use tallow::hf;
+///
+/// # let cache = std::env::temp_dir().join(format!("tallow-find-in-{}", std::process::id()));
+/// let snapshot = cache.join("models--org--name/snapshots/1a2b3c");
+/// std::fs::create_dir_all(&snapshot).map_err(|e| tallow::Error::io("write", &snapshot, e))?;
+/// assert_eq!(hf::find_in("org/name", Some(&cache))?, snapshot);
+/// assert!(hf::find_in("org/other", Some(&cache)).is_err());
+/// # let _ = std::fs::remove_dir_all(&cache);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::Data`] if the model is in neither place, with the command that downloads it, and if there are several
@@ -59,7 +79,7 @@ pub fn find_in(name: impl AsRef<Path>, root: Option<&Path>) -> Result<PathBuf> {
     }
 }
 
-/// The snapshot in a cache entry without `refs/main`.
+/// Returns the only snapshot of a cache entry without `refs/main`.
 fn only_snapshot(name: &Path, cached: &Path) -> Result<PathBuf> {
     let folder = cached.join("snapshots");
     let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
@@ -80,7 +100,7 @@ fn only_snapshot(name: &Path, cached: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The error for a model that is not on this machine.
+/// Returns the error for a model that is not on this machine.
 pub(super) fn missing(name: &Path, got: String) -> Error {
     let hint = match repository(name) {
         Some(_) => format!(
@@ -95,20 +115,20 @@ pub(super) fn missing(name: &Path, got: String) -> Error {
     )
 }
 
-/// The parts of `org/name` or `name`, if it has that form.
+/// Splits `org/name` or `name` into its parts; `None` for any other path.
 fn repository(name: &Path) -> Option<Vec<&str>> {
     let parts: Vec<&str> = name.to_str()?.split('/').collect();
     let is_id = parts.len() <= 2 && parts.iter().all(|part| is_one_name(part));
     is_id.then_some(parts)
 }
 
-/// Whether it names one thing in a folder, and nothing above it.
+/// Returns whether `name` is a single path component, and not `..`.
 fn is_one_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name)
 }
 
-/// The hub's cache by the variables of the environment; a variable that is empty counts as not set.
+/// Returns the hub's cache according to environment variables; an empty variable counts as not set.
 fn cache(home: Option<PathBuf>, variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let set = |name: &str| variable(name).filter(|value| !value.is_empty());
     let folder = |name: &str| Some(expanded(set(name)?, home.as_deref(), &set));
@@ -122,8 +142,8 @@ fn cache(home: Option<PathBuf>, variable: &dyn Fn(&str) -> Option<OsString>) -> 
         })
 }
 
-/// The path with its leading `~` and its variables replaced, as Python's `expanduser` and `expandvars` do it. A
-/// variable that is not set stays as it is written, and so does a path that is not UTF-8.
+/// Expands a leading `~` and variables in a path, as Python's `expanduser` and `expandvars` do. Variables that are not
+/// set, and paths that are not UTF-8, stay unchanged.
 fn expanded(
     path: OsString,
     home: Option<&Path>,
@@ -163,7 +183,7 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
-    /// As huggingface_hub 2.4 chooses it, but for empty variables, which name no folder.
+    /// Expected values are those of huggingface_hub 2.4, except that empty variables are ignored.
     #[test]
     fn the_cache_is_chosen_by_the_environment() {
         let of = |variables: &[(&str, &str)]| {

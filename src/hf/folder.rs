@@ -13,21 +13,20 @@ use std::path::{Path, PathBuf};
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// The embedding, by its name here.
+/// The embedding's name in this crate.
 const EMBEDDING: &str = "token_embeddings.weight";
 
-/// The files, and which of them has a weight.
+/// The weight files of a folder, and the file of each weight.
 pub(super) struct Folder {
     path: PathBuf,
     names: &'static Names,
     files: Vec<TensorFile>,
-    /// By our name, or by theirs where it is none of ours: which file, and what it is called there.
+    /// Index of the file and name in that file, by this crate's name; by the file's own name for a weight unknown here.
     places: BTreeMap<String, (usize, String)>,
 }
 
 impl Folder {
-    /// Opens the files of a model of this configuration. A `model.safetensors` goes before an index, as in
-    /// `transformers`.
+    /// Opens the weight files of a model. `model.safetensors` is preferred to an index, as in `transformers`.
     pub fn open(
         path: &Path,
         architecture: Architecture,
@@ -52,9 +51,9 @@ impl Folder {
         Ok(folder)
     }
 
-    /// Decides whether the head is the embedding, as `transformers` does: not if the files have another head, whatever
-    /// the configuration says. A head that equals the embedding in `dtype` is then left out, and one without an
-    /// embedding is taken for it.
+    /// Decides whether the head is tied to the embedding, as `transformers` does: files with a head that differs from
+    /// the embedding are not tied, whatever the configuration says. A head equal to the embedding in `dtype` is
+    /// ignored. A head without an embedding becomes the embedding.
     pub fn tie_head(&mut self, tied: bool, dtype: DType) -> Result<bool> {
         match (tied, self.places.get(HEAD), self.places.get(EMBEDDING)) {
             (false, None, Some(_)) => {
@@ -80,7 +79,7 @@ impl Folder {
         }
     }
 
-    /// Whether two weights are equal in `dtype`.
+    /// Returns whether two weights are equal in `dtype`.
     fn is_same(&self, a: &str, b: &str, dtype: DType) -> Result<bool> {
         let [Some(a), Some(b)] = [self.get(a, &Device::Cpu)?, self.get(b, &Device::Cpu)?] else {
             return Ok(false);
@@ -159,12 +158,12 @@ impl Folder {
     }
 }
 
-/// Whether a folder has a file of this name, or a link that may lead nowhere.
+/// Returns whether a folder has a file of this name, or a link, even a dangling one.
 pub(super) fn is_there(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
-/// What folders have that are not models of this crate's, and how such a model is made of them.
+/// Files of folders that this crate cannot load, each with a hint how to convert the model.
 const OTHERS: [(&str, &str); 8] = [
     (ADAPTER, MERGE),
     ("pytorch_model.bin", CONVERT),
@@ -188,7 +187,7 @@ const OTHERS: [(&str, &str); 8] = [
     ("adapter_model.safetensors", MERGE),
 ];
 
-/// The file that makes a folder an adapter.
+/// The file that marks a folder as an adapter.
 pub(super) const ADAPTER: &str = "adapter_config.json";
 
 const CONVERT: &str = "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder) in transformers";
@@ -196,7 +195,7 @@ const CONVERT: &str = "convert it: AutoModelForCausalLM.from_pretrained(folder).
 const MERGE: &str =
     "merge it into its base model first (merge_and_unload, then save_pretrained, in peft)";
 
-/// The error for a folder without the weights of a model: what it has in their place.
+/// Returns the error for a folder without a model's weights, which names what the folder has in their place.
 pub(super) fn no_weights(folder: &Path) -> Error {
     let other = OTHERS.iter().find(|(name, _)| is_there(&folder.join(name)));
     let got = other.map_or("neither".into(), |(name, _)| match *name {

@@ -1,4 +1,4 @@
-//! The `config.json` of a Gemma 2.
+//! Conversion of the `config.json` of Gemma 2.
 
 use super::config::{gelu, padding, rotary, window};
 use super::settings::Settings;
@@ -10,7 +10,7 @@ use crate::{Error, Result};
 use serde_json::{Value, json};
 use std::num::NonZeroUsize;
 
-/// The configuration that these settings say. Values of absent keys are the library's own.
+/// Parses the settings. Absent keys have the defaults of `transformers`.
 pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     let (rope_scaling, rope_theta) = rotary(s)?;
     let vocab_size = s.needed("vocab_size", s.size("vocab_size"))?;
@@ -65,10 +65,10 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     Ok(config)
 }
 
-/// The types of two layers one after the other.
+/// The types of two consecutive layers.
 const KINDS: [&str; 2] = ["sliding_attention", "full_attention"];
 
-/// Whether blocks 0, 2, 4 and so on have windows, or none has.
+/// Returns whether blocks 0, 2, 4 and so on have windows (true) or none has (false).
 fn has_windows(s: &Settings<'_>, num_layers: usize) -> Result<bool> {
     let Some(kinds) = s.get("layer_types") else {
         return Ok(true);
@@ -86,10 +86,10 @@ fn has_windows(s: &Settings<'_>, num_layers: usize) -> Result<bool> {
     }
 }
 
-/// The settings of a configuration.
+/// Returns the settings of a configuration.
 ///
 /// # Errors
-/// What the family has no setting for.
+/// A configuration that the family's settings cannot express.
 pub(super) fn to_json(config: &TransformerConfig, common: Value) -> Result<Value> {
     if config.qkv_bias != config.output_bias {
         return Err(
@@ -122,7 +122,7 @@ pub(super) fn to_json(config: &TransformerConfig, common: Value) -> Result<Value
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
-        // The library's masks want a number also where no layer has a window.
+        // The masks of `transformers` require a number even if no layer has a window.
         "sliding_window": config.sliding_window.map_or(config.context_length, NonZeroUsize::get),
         "pad_token_id": config.padding_id,
     });

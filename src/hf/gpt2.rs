@@ -1,4 +1,4 @@
-//! The `config.json` of a GPT-2.
+//! Conversion of the `config.json` of GPT-2.
 
 use super::config::gelu;
 use super::settings::Settings;
@@ -9,11 +9,10 @@ use crate::nn::{Architecture, DropoutRates};
 use crate::ops::Gelu;
 use serde_json::{Value, json};
 
-/// The configuration that these settings say.
 pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     let n_positions = s.needed("n_positions", s.size("n_positions"))?;
     let n_embd = s.needed("n_embd", s.size("n_embd"))?;
-    let rate = |key| Result::Ok(s.number(key)?.unwrap_or(0.1)); // the library's own
+    let rate = |key| Result::Ok(s.number(key)?.unwrap_or(0.1)); // default of `transformers`
     let config = TransformerConfig {
         vocab_size: s.needed("vocab_size", s.size("vocab_size"))?,
         context_length: n_positions,
@@ -43,7 +42,6 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
     Ok(config)
 }
 
-/// The settings of a configuration.
 pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
     json!({
         "model_type": "gpt2",

@@ -1,4 +1,4 @@
-//! Saves that are cut short at each point between two changes of the folder, by a kill or by an error.
+//! Tests of saves that are interrupted between any two changes of the folder, by a kill or by an error.
 
 use super::{SaveOptions, load, save_with};
 use crate::files::interrupt::with_hook;
@@ -13,7 +13,7 @@ use std::path::Path;
 use std::rc::Rc;
 use tempfile::{TempDir, tempdir};
 
-/// One model with the folder that its tokenizer comes from.
+/// A model, and the folder that its tokenizer comes from.
 struct Version {
     model: TransformerLM,
     from: TempDir,
@@ -51,7 +51,7 @@ impl Version {
         save_with(&self.model, folder, &options)
     }
 
-    /// Whether a loaded model and a tokenizer's file are this version's.
+    /// Returns whether a loaded model and a folder's tokenizer are those of this version.
     fn is(&self, model: &TransformerLM, folder: &Path) -> bool {
         let weights = |model: &TransformerLM| -> Vec<Vec<f32>> {
             let weights = crate::nn::Layer::weights(model).into_iter();
@@ -92,7 +92,7 @@ fn copy(from: &Path) -> TempDir {
     folder
 }
 
-/// The names in a folder, without the sets that shards are of.
+/// Returns the names in a folder, without the numbers of shard sets.
 fn names(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).unwrap();
     let names = names.map(|file| file.unwrap().file_name().into_string().unwrap());
@@ -120,7 +120,7 @@ fn a_save_that_is_cut_short_leaves_one_model_or_none(
     new.save(empty.path()).unwrap();
     let complete = names(empty.path());
 
-    // Killed: what a process that dies at a point leaves is what is there at that point.
+    // Killed: the state at a point is what a process that dies there leaves behind.
     let folder = tempdir().unwrap();
     old.save(folder.path()).unwrap();
     let before = names(folder.path());
@@ -144,7 +144,7 @@ fn a_save_that_is_cut_short_leaves_one_model_or_none(
         );
         assert!(found != State::Refused || settings_change, "point {i}");
         states.push(found);
-        // The next save makes it whole, and leaves nothing of the one that was cut short.
+        // The next save completes the folder, and removes everything of the interrupted one.
         new.save(snapshot.path()).unwrap();
         assert_eq!(state(snapshot.path(), &old, &new), State::New, "point {i}");
         assert_eq!(names(snapshot.path()), complete, "point {i}");
@@ -156,7 +156,7 @@ fn a_save_that_is_cut_short_leaves_one_model_or_none(
         _ => 2,
     }));
 
-    // Failed, as where the disk is full.
+    // Failed: for example, the disk is full.
     for (point, killed) in states.iter().enumerate() {
         let folder = tempdir().unwrap();
         old.save(folder.path()).unwrap();
@@ -170,7 +170,7 @@ fn a_save_that_is_cut_short_leaves_one_model_or_none(
         };
         let error = with_hook(hook, || new.save(folder.path())).unwrap_err();
         assert!(error.to_string().contains("no storage space"), "{error}");
-        // Before the switch all is as it was; after it only a killed process's states are left.
+        // Before the switch everything is as before; after it only states remain that a killed process can leave too.
         let found = state(folder.path(), &old, &new);
         match found {
             State::Old => assert_eq!(names(folder.path()), before, "point {point}"),
@@ -183,7 +183,7 @@ fn a_save_that_is_cut_short_leaves_one_model_or_none(
     }
 }
 
-/// A new folder is no model until it is complete.
+/// A new folder cannot be loaded until it is complete.
 #[rstest]
 fn a_first_save_that_is_cut_short_is_refused(#[values(false, true)] is_sharded: bool) {
     let new = Version::new(2, 1e4, "new", is_sharded);
@@ -201,7 +201,7 @@ fn a_first_save_that_is_cut_short_is_refused(#[values(false, true)] is_sharded: 
     }
 }
 
-/// What does not fit the dtype of the files is refused, and nothing is left of what was written.
+/// Refuses elements that overflow the dtype of the files, and removes what was written.
 #[test]
 fn a_weight_that_the_dtype_does_not_hold() {
     let version = Version::new(1, 1e4, "old", true);

@@ -1,10 +1,10 @@
-//! Models as Hugging Face's folders have them: `config.json` and safetensors, one file or shards with an index.
+//! Models in Hugging Face's folders: `config.json` and safetensors, one file or shards with an index.
 //!
-//! [`load`] reads such a folder into a [`TransformerLM`], and [`save()`] writes one that the library `transformers`
-//! reads with equal logits. Llama 3.x, SmolLM2, Mistral with its sliding window, Qwen2.5 and Qwen3 without windows,
-//! GPT-2 and Gemma 2 are known; another architecture or setting is an error that names it. Weights are read one at a
-//! time, into the dtype that is asked for. [`find`] says where the folder of a name is, [`Tokenizer`] is the one beside
-//! a model. What does not live here: downloading.
+//! [`load`] reads such a folder into a [`TransformerLM`]; [`save()`] writes one that the library `transformers` reads
+//! with equal logits. Supported are Llama 3.x, SmolLM2, Mistral with its sliding window, Qwen2.5 and Qwen3 without
+//! windows, GPT-2 and Gemma 2. Any other architecture or setting is an error that names it. Weights are read one at a
+//! time and converted to the requested dtype. [`find`] returns the folder of a model's name, and [`Tokenizer`] is a
+//! model's tokenizer. Nothing is downloaded.
 //!
 //! ```
 //! use tallow::hf;
@@ -56,18 +56,30 @@ use weights::Names;
 const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
 
-/// Reads the configuration of the model in a folder: its `config.json`, without a look at the weights. Its attention is
-/// flash where heads are not too wide.
+/// Reads the configuration of the model in a folder from its `config.json`, without reading weights. Its attention is
+/// flash unless heads are too wide.
+///
+/// ```
+/// use tallow::hf;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-hf-config-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 2}"#;
+/// std::fs::write(folder.join("config.json"), text).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// assert_eq!(hf::config(&folder)?.num_layers, 3);
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// A file that cannot be read or is no JSON; an architecture or a setting that is not known (a key that `transformers`
-/// ignores too is known); sizes that make no model. Each names the file.
+/// A file that cannot be read or is not JSON; an unknown architecture or setting (keys that `transformers` ignores are
+/// allowed); sizes that are not those of a valid model. Each error names the file.
 pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
     config_with(folder, &LoadOptions::default())
 }
 
-/// The configuration of the model in a folder, as [`config()`] reads it, without the keys that the options
-/// [ignore](LoadOptions::ignore_keys). The other options change nothing here.
+/// Reads the configuration like [`config()`], without the keys that the options [ignore](LoadOptions::ignore_keys). The
+/// other options have no effect.
 ///
 /// ```
 /// use tallow::hf;
@@ -87,13 +99,13 @@ pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
 /// ```
 ///
 /// # Errors
-/// As [`config()`].
+/// Those of [`config()`].
 pub fn config_with(folder: impl AsRef<Path>, options: &LoadOptions) -> Result<TransformerConfig> {
     let path = folder.as_ref().join(CONFIG);
     config::parse(&config_text(folder.as_ref())?, &path, &options.ignore_keys)
 }
 
-/// The text of a folder's `config.json`.
+/// Reads the text of a folder's `config.json`.
 fn config_text(folder: &Path) -> Result<String> {
     if !folder.is_dir() {
         return Err(find::missing(
@@ -106,18 +118,34 @@ fn config_text(folder: &Path) -> Result<String> {
 }
 
 /// Returns the configuration that [`load_with`] gives the model in a folder. It is that of [`config_with`] unless
-/// `tie_word_embeddings` is set and the files have a head that differs from the embedding: `transformers` then keeps
-/// both, and so does this crate (`tie_embeddings` is false). It reads both weights to compare them.
+/// `tie_word_embeddings` is set and the files have a head that differs from the embedding. `transformers` then keeps
+/// both, and so does this crate (`tie_embeddings` is false). Both weights are read to compare them.
+///
+/// ```
+/// use tallow::hf;
+/// use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-loaded-config-{}", std::process::id()));
+/// let config = TransformerConfig {
+///     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///     rope_pairs: RotaryPairs::Halves, ..Default::default()
+/// };
+/// hf::save(&TransformerLM::new(&config, 0, &tallow::device("cpu")?)?, &folder)?;
+/// assert!(!hf::loaded_config(&folder, &LoadOptions::default())?.tie_embeddings);
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// Those of [`config()`]; files of weights that are missing or not whole.
+/// Those of [`config()`]; weight files that are missing or incomplete.
 pub fn loaded_config(folder: impl AsRef<Path>, options: &LoadOptions) -> Result<TransformerConfig> {
     let folder = folder.as_ref();
     let (config, _) = opened(folder, &config_text(folder)?, options)?;
     Ok(config)
 }
 
-/// The configuration of the model in a folder whose `config.json` is `text`, and the files of its weights.
+/// Returns the configuration of the model in a folder whose `config.json` is `text`, and its weight files.
 fn opened(folder: &Path, text: &str, options: &LoadOptions) -> Result<(TransformerConfig, Folder)> {
     let config = config::parse(text, &folder.join(CONFIG), &options.ignore_keys)?;
     let mut files = Folder::open(folder, config.architecture, &options.strip_prefixes)?;
@@ -129,7 +157,8 @@ fn opened(folder: &Path, text: &str, options: &LoadOptions) -> Result<(Transform
     Ok((config, files))
 }
 
-/// What a weight of a [`TransformerLM`] is called there, or what it is a part of; `None` for what is none.
+/// Returns the name in the files of a [`TransformerLM`] weight, or of the tensor that it is a part of; `None` for other
+/// names.
 ///
 /// ```
 /// use tallow::hf;
@@ -147,22 +176,44 @@ pub fn name_of(architecture: Architecture, weight: &str) -> Option<String> {
 
 /// Loads the model in a folder, in f32.
 ///
+/// The [module](self) has an example.
+///
 /// # Errors
-/// As [`load_with`].
+/// Those of [`load_with`].
 pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<TransformerLM> {
     load_with(folder, &LoadOptions::default(), device)
 }
 
-/// Loads the model in a folder: of `model.safetensors`, else of the shards that an index names. Prefixes are stripped
-/// from the names in the files; `model.` or `transformer.`, which files of a base model lack, may be there or not. The
-/// model remembers the settings of the folder, for [`save()`].
+/// Loads the model in a folder: from `model.safetensors`, else from the shards that an index names. Prefixes are
+/// stripped from the names in the files. The prefix `model.` or `transformer.` may be missing, as in files of a base
+/// model. The model remembers the settings of the folder, for [`save()`].
 ///
-/// The output head is the embedding as [`loaded_config`] has it.
+/// Whether the output head is tied to the embedding is decided as in [`loaded_config`].
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::hf;
+/// use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-load-with-{}", std::process::id()));
+/// let device = tallow::device("cpu")?;
+/// let config = TransformerConfig {
+///     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///     rope_pairs: RotaryPairs::Halves, ..Default::default()
+/// };
+/// hf::save(&TransformerLM::new(&config, 0, &device)?, &folder)?; // in f32
+/// let options = LoadOptions { dtype: DType::BF16, ..Default::default() };
+/// let model = hf::load_with(&folder, &options, &device)?;
+/// assert!(model.parameters().iter().all(|(_, weight)| weight.dtype() == DType::BF16));
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// Those of [`config()`]; a folder that has no safetensors, or an adapter; a file or a shard that is missing or not
-/// whole; an index that names others; a weight that is missing, misshapen, no float, not finite, or (unless the options
-/// allow it) not the model's: each with the file that it is in.
+/// Those of [`config()`]; a folder without safetensors, or with an adapter; a file or shard that is missing or
+/// incomplete; an index that does not match the shards; a weight that is missing, misshapen, not a float, not finite,
+/// or (unless the options allow it) unknown. Each error names the file.
 pub fn load_with(
     folder: impl AsRef<Path>,
     options: &LoadOptions,
@@ -172,14 +223,14 @@ pub fn load_with(
     let origin = origin(folder, &options.ignore_keys)?;
     let (config, files) = opened(folder, &origin.config, options)?;
     let options = LoadOptions {
-        strip_prefixes: Vec::new(), // they were stripped of the names in the files
+        strip_prefixes: Vec::new(), // stripped when the files were opened
         ..options.clone()
     };
     let model = TransformerLM::read_weights(&config, &files, &options, device, |vb| vb)?;
     Ok(model.with_origin(origin))
 }
 
-/// What a folder has besides weights that is saved with its model.
+/// Reads the files of a folder, except weights, that are saved with its model.
 fn origin(folder: &Path, ignored: &[String]) -> Result<Origin> {
     let generation = folder.join(GENERATION);
     Ok(Origin {

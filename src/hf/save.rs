@@ -1,4 +1,4 @@
-//! Folders written: weights, settings and the tokenizer's files, so that a reader never finds two models mixed.
+//! Saving of folders: weights, settings and the tokenizer's files. A reader never finds a mix of two models.
 
 use super::folder::{ADAPTER, INDEX, SINGLE, check_no_adapter, is_there};
 use super::weights::{Names, Theirs};
@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// How [`save_with`] writes a folder.
+/// Options of [`save_with`].
 ///
 /// ```
 /// use candle_core::DType;
@@ -29,19 +29,18 @@ use std::path::{Path, PathBuf};
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SaveOptions {
-    /// A folder whose tokenizer's files, templates of chats and licences are copied. Its `config.json` and
-    /// `generation_config.json` take the place of those that the model was loaded with, for a model that has been
-    /// through a training. `None` copies nothing.
+    /// A folder from which the tokenizer's files, chat templates and licences are copied. Its `config.json` and
+    /// `generation_config.json` replace those that the model was loaded with. A model from a training run's checkpoint
+    /// has neither, so pass the folder that the run began with. `None` copies nothing.
     pub from: Option<PathBuf>,
-    /// Keys of the `config.json` of [`from`](Self::from) that are not known, as in
-    /// [`LoadOptions::ignore_keys`](crate::model::LoadOptions::ignore_keys). They are written as they are there.
+    /// Unknown keys to allow in the `config.json` of [`from`](Self::from), as in
+    /// [`LoadOptions::ignore_keys`](crate::model::LoadOptions::ignore_keys). They are written unchanged.
     pub ignore_keys: Vec<String>,
-    /// The dtype of the weights in the files: f64, f32, f16 or bf16. `None` is that of the parameters.
+    /// The dtype of the weights in the files: f64, f32, f16 or bf16. `None` means that of the parameters.
     pub dtype: Option<DType>,
-    /// Whether a model that is in the folder already, or another file to be written, is replaced. Otherwise it is an
-    /// error.
+    /// Whether an existing model, or another file to be written, is replaced. Otherwise it is an error.
     pub overwrite: bool,
-    /// How many bytes a shard has at most; a weight of more bytes has a shard of its own. 5 GB by default.
+    /// The most bytes of a shard; a larger weight has a shard of its own. The default is 5 GB.
     pub max_shard_bytes: usize,
 }
 
@@ -58,7 +57,7 @@ impl Default for SaveOptions {
     }
 }
 
-/// What is copied of [`SaveOptions::from`].
+/// Files copied from [`SaveOptions::from`].
 const COPIED: [&str; 13] = [
     GENERATION,
     "tokenizer.json",
@@ -75,7 +74,7 @@ const COPIED: [&str; 13] = [
     "LICENSE.txt",
 ];
 
-/// Files of which a folder with one has a model.
+/// Files of which any one shows that a folder contains a model.
 const MODEL_FILES: [&str; 6] = [
     CONFIG,
     SINGLE,
@@ -85,30 +84,50 @@ const MODEL_FILES: [&str; 6] = [
     "pytorch_model.bin.index.json",
 ];
 
-/// Writes a folder that [`load`](super::load) and `transformers` read: `config.json`, and the weights in their dtype,
-/// in shards with an index where they have more than 5 GB.
+/// Writes a folder that [`load`](super::load) and `transformers` read: `config.json`, and the weights in their dtype.
+/// Weights of more than 5 GB are split into shards with an index.
 ///
-/// A model that was loaded from such a folder keeps its settings: those of `config.json` that this crate does not use
-/// (the ids of special tokens, the class of the model) and `generation_config.json` are written as they were read.
+/// A model that was loaded from such a folder keeps its settings: the keys of `config.json` that this crate does not
+/// use (ids of special tokens, the model's class) and `generation_config.json` are written as they were read.
+///
+/// The [module](super) has an example.
 ///
 /// # Errors
-/// As [`save_with`].
+/// Those of [`save_with`].
 pub fn save(model: &TransformerLM, folder: impl AsRef<Path>) -> Result<()> {
     save_with(model, folder, &SaveOptions::default())
 }
 
-/// As [`save()`], in another dtype, with the tokenizer's files, or over a model that is there.
+/// Like [`save()`], with options: another dtype, the tokenizer's files, replacing an existing model.
 ///
-/// All weights are written before anything is replaced; a process that dies then leaves the old model. The switch
-/// itself is one rename where the settings stay the same. Otherwise `config.json` is removed before the switch and
-/// written after it: a process that dies in between leaves a folder that cannot be loaded, never one that mixes two
-/// models. What is left of the old model, and of saves that were cut short, is removed last.
+/// All weights are written before anything is replaced, so a process that dies meanwhile leaves the old model. If the
+/// settings stay the same, the switch is one rename. Otherwise `config.json` is removed before the switch and written
+/// after it. A process that dies in between leaves a folder that cannot be loaded, never a mix of two models. The rest
+/// of the old model and of interrupted saves is removed last.
+///
+/// ```
+/// use tallow::hf::{self, SaveOptions};
+/// use tallow::model::{TransformerConfig, TransformerLM};
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-save-with-{}", std::process::id()));
+/// let config = TransformerConfig {
+///     vocab_size: 50, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32,
+///     rope_pairs: RotaryPairs::Halves, ..Default::default()
+/// };
+/// let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?;
+/// hf::save(&model, &folder)?;
+/// assert!(hf::save(&model, &folder).is_err()); // there is a model already
+/// hf::save_with(&model, &folder, &SaveOptions { overwrite: true, ..Default::default() })?;
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// A folder that has a model, or files that would be replaced, without [`overwrite`](SaveOptions::overwrite); an
-/// adapter there; a symbolic link in place of a file to be written; a path that cannot be written; a model of none of
+/// A folder with a model, or with files that would be replaced, without [`overwrite`](SaveOptions::overwrite); a folder
+/// with an adapter; a symbolic link in place of a file to be written; a path that cannot be written; a model in none of
 /// the families (one that rotates adjacent pairs, for example); a weight with an element that is not finite, or too
-/// large for the dtype. Until all is written the folder keeps what it has.
+/// large for the dtype. Until everything is written, the folder keeps its content.
 pub fn save_with(
     model: &TransformerLM,
     folder: impl AsRef<Path>,
@@ -153,11 +172,24 @@ pub fn save_with(
     Ok(())
 }
 
-/// Checks whether [`save_with`] could write a model of this configuration there, as far as this is known without its
-/// weights, and makes the folder: before a training, not after it.
+/// Creates the folder, and checks whether [`save_with`] could write a model of this configuration there, as far as can
+/// be known without its weights: call it before a training, not after it.
+///
+/// ```
+/// use tallow::hf::{self, SaveOptions};
+/// use tallow::model::TransformerConfig;
+/// use tallow::ops::RotaryPairs;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-check-save-{}", std::process::id()));
+/// let adjacent = TransformerConfig::tiny(); // rotates adjacent pairs, which no family does
+/// let halves = TransformerConfig { rope_pairs: RotaryPairs::Halves, ..adjacent.clone() };
+/// assert!(hf::check_save(&halves, &folder, &SaveOptions::default()).is_ok());
+/// assert!(hf::check_save(&adjacent, &folder, &SaveOptions::default()).is_err());
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// ```
 ///
 /// # Errors
-/// As [`save_with`].
+/// Those of [`save_with`].
 pub fn check_save(
     config: &TransformerConfig,
     folder: impl AsRef<Path>,
@@ -170,10 +202,10 @@ pub fn check_save(
     Staged::new(&folder.join(CONFIG), &[]).map(|_| ())
 }
 
-/// A file's name in the folder, and its content.
+/// A file's name and content.
 type Content = (&'static str, Vec<u8>);
 
-/// What is written besides weights, `config.json` last.
+/// Returns the files to write in addition to weights, `config.json` last.
 fn files(
     config: &TransformerConfig,
     origin: Option<&Origin>,
@@ -202,7 +234,7 @@ fn files(
     Ok(files)
 }
 
-/// The name that `transformers` has for a dtype.
+/// Returns the name of a dtype in `transformers`.
 fn dtype_name(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F16 => Ok("float16"),
@@ -216,13 +248,13 @@ fn dtype_name(dtype: DType) -> Result<&'static str> {
     }
 }
 
-/// What a folder has before a save.
+/// The content of a folder before a save.
 struct Old {
-    /// The shards, those of saves that were cut short among them.
+    /// The shards, including those of interrupted saves.
     shards: BTreeSet<String>,
     /// The numbers of the sets that the shards belong to.
     sets: BTreeSet<usize>,
-    /// Files that have the content to be written already.
+    /// Files that already have the content to be written.
     same: BTreeSet<&'static str>,
 }
 
@@ -245,7 +277,7 @@ impl Old {
             let entry = entry.map_err(|e| Error::io("read", folder, e))?;
             names.extend(entry.file_name().into_string());
         }
-        // A name that only an index has is taken too: its shard is missing, and must not come back as another model's.
+        // A set that only the index names is in use too: its missing shard must not reappear as another model's.
         old.sets
             .extend(names.iter().filter_map(|name| set_of(name)));
         let is_shard = |name: &String| set_of(name).is_some() || in_index.contains(name);
@@ -279,13 +311,13 @@ impl Old {
         Ok(old)
     }
 
-    /// The number of a set of shards that the folder has none of.
+    /// Returns the number of a shard set that the folder does not have.
     fn next_set(&self) -> usize {
         (1..).find(|set| !self.sets.contains(set)).unwrap_or(1)
     }
 }
 
-/// Refuses a symbolic link: the file that it leads to (in the hub's cache, for example) is not the folder's.
+/// Refuses a symbolic link: its target (in the hub's cache, for example) is outside of the folder.
 fn check_no_link(path: &Path) -> Result<()> {
     match fs::read_link(path) {
         Ok(target) => Err(Error::Format {
@@ -297,7 +329,7 @@ fn check_no_link(path: &Path) -> Result<()> {
     }
 }
 
-/// The shards that the folder's index names, whatever they are called.
+/// Returns the shards that the folder's index names, under any names.
 fn indexed(folder: &Path) -> Vec<String> {
     let text = read_to_string(&folder.join(INDEX)).unwrap_or_default();
     let json: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -314,7 +346,7 @@ fn indexed(folder: &Path) -> Vec<String> {
     shards.filter(is_ours).map(String::from).collect()
 }
 
-/// `model-00001-of-00003.safetensors`, or `model-2-00001-of-00003.safetensors` of a second set in the same folder.
+/// Returns `model-00001-of-00003.safetensors`, or `model-2-00001-of-00003.safetensors` for a second set in the folder.
 fn shard_name(set: usize, number: usize, count: usize) -> String {
     let set = match set {
         1 => String::new(),
@@ -323,7 +355,7 @@ fn shard_name(set: usize, number: usize, count: usize) -> String {
     format!("model-{set}{number:05}-of-{count:05}.safetensors")
 }
 
-/// The set of a shard by its name; `None` for another file.
+/// Returns the set of a shard according to its name; `None` for other files.
 fn set_of(name: &str) -> Option<usize> {
     let name = name.strip_prefix("model-")?.strip_suffix(".safetensors")?;
     let (before, count) = name.rsplit_once("-of-")?;
@@ -335,16 +367,16 @@ fn set_of(name: &str) -> Option<usize> {
     (is_number(number) && is_number(count)).then_some(set)
 }
 
-/// A new model next to the old one, complete before it takes its place.
+/// A new model next to the old one, complete before it replaces that.
 struct Replacement<'a> {
     folder: &'a Path,
-    /// Where the new shards are.
+    /// Paths of the new shards.
     paths: &'a [PathBuf],
-    /// The index of several shards.
+    /// The index, if there are several shards.
     index: Option<Staged>,
-    /// The other files that differ from what is there, and `config.json` last if there are any.
+    /// Other files whose content changes, `config.json` last; empty if none changes.
     changed: Vec<Staged>,
-    /// The old `config.json`, if it has to be away during the switch.
+    /// The old `config.json`, if it must be absent during the switch.
     old_config: Option<Staged>,
 }
 
@@ -392,20 +424,20 @@ impl Replacement<'_> {
         Ok(())
     }
 
-    /// Puts the new weights in the place of the old ones. Where other files change too, the folder has no
-    /// `config.json` from here on, and cannot be loaded.
+    /// Replaces the old weights with the new ones. If other files change too, the folder has no `config.json` from here
+    /// on, and cannot be loaded.
     fn switch(&mut self) -> Result<()> {
         let [config, single, index] = [CONFIG, SINGLE, INDEX].map(|name| self.folder.join(name));
         if self.old_config.is_some() {
             remove(&config)?;
         }
         match self.index.take() {
-            // A reader prefers the single file: it is the new model once it is there,
+            // Readers prefer the single file: once it exists they read the new model,
             None => {
                 rename(&self.paths[0], &single)?;
                 remove(&index)
             }
-            // and the old one until it is gone.
+            // and until it is removed they read the old one.
             Some(index) => {
                 index.persist()?;
                 remove(&single)
@@ -413,8 +445,8 @@ impl Replacement<'_> {
         }
     }
 
-    /// Removes what was written, if the old weights are still in their place, and restores the old settings. The error
-    /// that is reported is the one that led here.
+    /// Removes what was written if the old weights are still in place, and restores the old settings. Errors are
+    /// dropped: the one that led here is reported.
     fn undo(self) {
         let is_single = self.paths.len() == 1;
         let [single, index] = [SINGLE, INDEX].map(|name| self.folder.join(name));
@@ -442,16 +474,16 @@ impl Replacement<'_> {
     }
 }
 
-/// A weight there, and what it is made of.
+/// A weight in the files, and the entries that it is made of.
 struct Weight {
     theirs: Theirs,
-    /// One of ours, or the three that are one there.
+    /// One entry of this crate, or the three that are one tensor in the files.
     ours: Vec<Entry>,
-    /// In the file.
+    /// Dtype in the file.
     dtype: DType,
 }
 
-/// The model's weights as they are there, in its order.
+/// Returns the model's weights as they are in the files, in the model's order.
 fn weights(model: &TransformerLM, dtype: Option<DType>) -> Vec<Weight> {
     let names = Names::of(model.config().architecture);
     let mut weights: Vec<Weight> = Vec::new();
@@ -471,7 +503,7 @@ fn weights(model: &TransformerLM, dtype: Option<DType>) -> Vec<Weight> {
     weights
 }
 
-/// The weights in shards of at most so many bytes, of one weight at least.
+/// Splits the weights into shards of at most `max_bytes`, with at least one weight each.
 fn split(weights: &[Weight], max_bytes: usize) -> Vec<&[Weight]> {
     let mut shards = Vec::new();
     let mut rest = weights;
@@ -494,7 +526,7 @@ impl Weight {
         ours.sum::<usize>() * self.dtype.size_in_bytes()
     }
 
-    /// The weight as it is saved to `path`. It is a copy where its layout or dtype is another there.
+    /// Returns the weight as it is saved to `path`: a copy if its layout or dtype differs in the file.
     fn entry(&self, path: &Path) -> Result<Entry> {
         let tensors: Vec<Tensor> = self.ours.iter().map(|entry| entry.tensor.clone()).collect();
         let joined = self.theirs.joined(&tensors)?;

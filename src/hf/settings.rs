@@ -1,4 +1,4 @@
-//! The settings of a `config.json`. Every key must be read, or known to change nothing.
+//! Settings of a `config.json`. Every key must be read, or be known to have no effect.
 
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Keys that change nothing in training, whatever their value. `transformers` does not read them in the models of these
+/// Keys that do not affect training, whatever their value. `transformers` does not read them in the models of these
 /// families, or reads them for text generation, for heads of other tasks, or for the output format. Its releases from
 /// 4.30 to 5.24 were compared.
 const INERT: &[&str] = &[
@@ -24,7 +24,7 @@ const INERT: &[&str] = &[
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
-    // Which implementation computes, and what a forward returns.
+    // Selection of implementations, and contents of a forward's result.
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
@@ -47,7 +47,7 @@ const INERT: &[&str] = &[
     "use_cache",
     "xla_device",
     "cache_implementation",
-    // Where weights start, which a file of weights decides.
+    // Initial values of weights, which a weight file replaces.
     "initializer_range",
     // Other tasks and other kinds of model.
     "_num_labels",
@@ -110,7 +110,7 @@ const INERT: &[&str] = &[
     "typical_p",
 ];
 
-/// Keys that change nothing while they have this value.
+/// Keys that have no effect if they have this value.
 fn usual_values() -> [(&'static str, Value); 5] {
     [
         ("add_cross_attention", json!(false)),
@@ -121,7 +121,7 @@ fn usual_values() -> [(&'static str, Value); 5] {
     ]
 }
 
-/// The settings of one file, each of which has to be asked for.
+/// The settings of one file; each key must be asked for.
 pub(super) struct Settings<'a> {
     pub path: &'a Path,
     values: &'a Map<String, Value>,
@@ -140,7 +140,7 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// Settings inside of these: the value of one of their keys.
+    /// Returns nested settings: the value of one of the keys.
     pub fn inside<'b>(&self, values: &'b Map<String, Value>) -> Settings<'b>
     where
         'a: 'b,
@@ -159,7 +159,7 @@ impl<'a> Settings<'a> {
         Err(Error::format(self.path, problem, hint))
     }
 
-    /// Whether the file has this key, be its value null.
+    /// Returns whether the file has this key, even with the value null.
     pub fn has(&self, key: &'static str) -> bool {
         self.values.contains_key(key) && !self.is_ignored(key)
     }
@@ -168,7 +168,7 @@ impl<'a> Settings<'a> {
         self.ignored.iter().any(|ignored| ignored == key)
     }
 
-    /// What is there under `key`, unless it is null.
+    /// Returns the value of `key`, unless it is null.
     pub fn get(&self, key: &'static str) -> Option<&'a Value> {
         self.asked.borrow_mut().insert(key);
         let value = self.values.get(key).filter(|value| !value.is_null());
@@ -195,7 +195,7 @@ impl<'a> Settings<'a> {
         self.parsed(key, "a size", parse)
     }
 
-    /// `absent` is the size where the file does not have the key. Null is `None`.
+    /// Returns the size under `key`; `absent` if the file does not have the key, `None` if it is null.
     pub fn size_or(&self, key: &'static str, absent: Option<usize>) -> Result<Option<usize>> {
         match self.has(key) {
             true => self.size(key),
@@ -207,7 +207,7 @@ impl<'a> Settings<'a> {
         self.parsed(key, "a number", Value::as_f64)
     }
 
-    /// `default` is what the library takes where the file says nothing.
+    /// Returns the flag under `key`; `default` is the default of `transformers`.
     pub fn flag(&self, key: &'static str, default: bool) -> Result<bool> {
         let given = self.parsed(key, "true or false", Value::as_bool)?;
         Ok(given.unwrap_or(default))
@@ -224,7 +224,7 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// Refuses what nothing has asked for, and what is set but would change what is computed.
+    /// Refuses keys that were not asked for, and settings in `wanted` with another value than the one supported.
     pub fn check_rest(&self, wanted: &[(&'static str, Value)]) -> Result<()> {
         for (key, wanted) in wanted.iter().chain(&usual_values()) {
             if let Some(value) = self.get(key)
@@ -248,7 +248,7 @@ impl<'a> Settings<'a> {
     }
 }
 
-/// Whether both are one value: numbers by what they are, `0` as `0.0`.
+/// Returns whether two values are equal; numbers are compared by value, so `0` equals `0.0`.
 fn is_same(value: &Value, wanted: &Value) -> bool {
     match (value.as_f64(), wanted.as_f64()) {
         (Some(value), Some(wanted)) => value == wanted,

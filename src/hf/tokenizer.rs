@@ -1,4 +1,4 @@
-//! The tokenizer beside a model: its `tokenizer.json`.
+//! The tokenizer of a model, from its `tokenizer.json`.
 
 use crate::files::read_to_string;
 use crate::model::TransformerConfig;
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 
 const FILE: &str = "tokenizer.json";
 
-/// Text to ids and back, as the library `tokenizers` does it.
+/// Conversion of text to ids and back, by the library `tokenizers`.
 ///
-/// No special token is put around a text; one that stands in it, `<|endoftext|>` say, is its own id. What the file says
-/// of cutting and padding texts is not followed: a text is encoded whole.
+/// No special tokens are added around a text; a special token in the text, such as `<|endoftext|>`, becomes its id. The
+/// file's settings for truncation and padding are ignored: a text is encoded completely.
 ///
 /// ```no_run
 /// use tallow::hf::Tokenizer;
@@ -32,7 +32,8 @@ impl Tokenizer {
     /// Reads the `tokenizer.json` of a folder.
     ///
     /// # Errors
-    /// [`Error::Io`] if it is not there or cannot be read; [`Error::Format`] if it is no tokenizer, or has no id.
+    /// [`Error::Io`] if the file is missing or cannot be read; [`Error::Format`] if it is not a tokenizer, or has no
+    /// token.
     pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
         let path = folder.as_ref().join(FILE);
         let refuse = |problem: String| Error::Format {
@@ -55,20 +56,21 @@ impl Tokenizer {
         })
     }
 
-    /// The ids of a text, all of which are under [`vocab_size`](Self::vocab_size).
+    /// Returns the ids of a text, all of them less than [`vocab_size`](Self::vocab_size).
     ///
     /// # Errors
-    /// [`Error::Data`] for a text that the tokenizer has no ids for: one of words, say, without an id for others.
+    /// [`Error::Data`] for a text that the tokenizer cannot encode, such as unknown words without an id for them.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoded = guarded(|| self.inner.encode_fast(text, false));
         let encoded = encoded.map_err(|e| self.refuse("a text that it has ids for", e))?;
         Ok(encoded.get_ids().to_vec())
     }
 
-    /// The text of ids, special tokens too. What is no UTF-8 (half a letter at the end, say) is U+FFFD.
+    /// Returns the text of ids, including special tokens. Bytes that are not UTF-8 (an incomplete character at the end,
+    /// for example) become U+FFFD.
     ///
     /// # Errors
-    /// [`Error::TokenId`] for an id that it has not; [`Error::Data`] for ids that it makes no text of.
+    /// [`Error::TokenId`] for an unknown id; [`Error::Data`] for ids that cannot be decoded.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let is_unknown = |id: &u32| self.inner.id_to_token(*id).is_none();
         if let Some(position) = ids.iter().position(is_unknown) {
@@ -83,15 +85,15 @@ impl Tokenizer {
         decoded.map_err(|e| self.refuse("ids that make a text", e))
     }
 
-    /// One more than its largest id, added tokens among them. A model's embedding may have more rows.
+    /// Returns the largest id, added tokens included, plus one. A model's embedding may have more rows.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// Whether the model has a row of its embedding for each id.
+    /// Checks that the model's embedding has a row for each id.
     ///
     /// # Errors
-    /// [`Error::Format`] if it has not.
+    /// [`Error::Format`] if it has fewer.
     pub fn check_fits(&self, model: &TransformerConfig) -> Result<()> {
         let (ids, rows) = (self.vocab_size, model.vocab_size);
         if ids <= rows {
@@ -122,7 +124,7 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// What the library answers. It panics on some files (a broken table of characters, say): that too is an error here.
+/// Calls the library. It panics on some files (a broken table of characters, for example); a panic becomes an error.
 fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> std::result::Result<T, String> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(answer) => answer.map_err(|e| e.to_string()),

@@ -1,26 +1,26 @@
-//! Which weight there each one here is, or is a part of.
+//! Mapping between weights in the files and weights of this crate.
 
 use crate::Result;
 use crate::nn::Architecture;
 use candle_core::Tensor;
 
-/// A weight there, as one here is made of it.
+/// A weight in the files, and how one of this crate is made from it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Theirs {
     pub name: String,
-    /// Which third of its outputs, where it has those of q, k and v one after another.
+    /// Index of its third of the outputs, if the tensor has those of q, k and v one after another.
     pub third: Option<usize>,
-    /// Whether it is (in, out), where ours is (out, in).
+    /// Whether it is stored (in, out), while this crate has (out, in).
     pub transposed: bool,
 }
 
 impl Theirs {
-    /// One that lies there as here.
+    /// A weight with the same layout in the files.
     pub fn as_here(name: String) -> Self {
         Self::new(name, Same, true)
     }
 
-    /// `is_matrix` is false of a bias, which has outputs alone.
+    /// `is_matrix` is false for a bias, which has outputs only.
     fn new(name: String, kind: Kind, is_matrix: bool) -> Self {
         Self {
             name,
@@ -32,7 +32,7 @@ impl Theirs {
         }
     }
 
-    /// The shape there of a weight of this shape here.
+    /// Returns the shape in the files of a weight with this crate's shape.
     pub fn shape(&self, ours: &[usize]) -> Vec<usize> {
         let mut shape = ours.to_vec();
         if let (Some(_), Some(outputs)) = (self.third, shape.first_mut()) {
@@ -44,7 +44,7 @@ impl Theirs {
         shape
     }
 
-    /// The weight here, of the one there.
+    /// Returns this crate's weight, from the tensor in the files.
     pub fn part_of(&self, theirs: &Tensor) -> Result<Tensor> {
         let whole = match self.transposed {
             true => theirs.t()?,
@@ -57,14 +57,14 @@ impl Theirs {
             }
             None => whole,
         };
-        // Without the rest, which a view would keep alive.
+        // A copy: a view would keep the whole tensor alive.
         match self.transposed || self.third.is_some() {
             true => Ok(part.force_contiguous()?),
             false => Ok(part),
         }
     }
 
-    /// The weight there, of those here: one, or three.
+    /// Returns the tensor in the files, from one or three weights of this crate.
     pub fn joined(&self, ours: &[Tensor]) -> Result<Tensor> {
         let whole = match ours {
             [one] => one.clone(),
@@ -77,32 +77,31 @@ impl Theirs {
     }
 }
 
-/// A layer: its name here, its name there, and how its weight lies there.
+/// A layer: its name in this crate, its name in the files, and the layout of its weight in the files.
 type Row = (&'static str, &'static str, Kind);
 
-/// How a layer's weights lie there.
+/// The layout of a layer's weights in the files.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
-    /// As here.
+    /// Stored as in this crate.
     Same,
-    /// (in, out).
+    /// Transposed: (in, out).
     Turned,
-    /// The same, and this third of the outputs.
+    /// Transposed, and only this third of the outputs.
     Third(usize),
 }
 use Kind::{Same, Third, Turned};
 
-/// The names of an architecture's weights.
 pub(super) struct Names {
-    /// What all names but the head's begin with, except in files of a base model, which leave it out.
+    /// The prefix of all names but the head's; files of a base model omit it.
     prefix: &'static str,
-    /// What blocks begin with, after it.
+    /// The prefix of a block's names, after `prefix`.
     blocks: &'static str,
-    /// Outside of blocks.
+    /// Layers outside of blocks.
     ends: &'static [Row],
-    /// A block's.
+    /// Layers of a block.
     parts: &'static [Row],
-    /// How names of tables end that older files have beside weights: of angles, or of what is masked.
+    /// Suffixes of tables that older files contain in addition to weights: of angles, or of masks.
     tables: &'static [&'static str],
 }
 
@@ -167,7 +166,7 @@ const GPT2: Names = Names {
     tables: &[".attn.bias", ".attn.masked_bias"],
 };
 
-/// The head, in all of them and here.
+/// The head, under the same name in all files and in this crate.
 pub(super) const HEAD: &str = "lm_head.weight";
 
 impl Names {
@@ -179,7 +178,7 @@ impl Names {
         }
     }
 
-    /// `model.layers.3.mlp.up_proj.weight` of `layers.3.ffn.w3.weight`.
+    /// Returns the weight in the files: `model.layers.3.mlp.up_proj.weight` for `layers.3.ffn.w3.weight`.
     pub fn theirs(&self, ours: &str) -> Option<Theirs> {
         if ours == HEAD {
             return Some(Theirs::as_here(ours.into()));
@@ -197,7 +196,7 @@ impl Names {
         Some(Theirs::new(name, *kind, is_matrix))
     }
 
-    /// The weights here that one there is, or has: none if it is not the model's.
+    /// Returns the weights of this crate that a tensor in the files contains; empty if it is not the model's.
     pub fn ours(&self, theirs: &str) -> Vec<String> {
         if theirs == HEAD {
             return vec![theirs.into()];
@@ -221,13 +220,13 @@ impl Names {
         found().unwrap_or_default()
     }
 
-    /// Whether a tensor there is no weight, but a table that the library once wrote beside them.
+    /// Returns whether a tensor in the files is a table that older versions of `transformers` wrote, not a weight.
     pub fn is_table(&self, theirs: &str) -> bool {
         self.tables.iter().any(|end| theirs.ends_with(end))
     }
 }
 
-/// `3` and `mlp.up_proj` of `3.mlp.up_proj`.
+/// Splits `3.mlp.up_proj` into `3` and `mlp.up_proj`.
 fn in_block(layer: &str) -> Option<(usize, &str)> {
     let (number, part) = layer.split_once('.')?;
     Some((number.parse().ok()?, part))

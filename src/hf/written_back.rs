@@ -1,4 +1,4 @@
-//! The `config.json` of a saved model: what was read and has not changed is written back.
+//! The `config.json` of a saved model: settings that were read and have not changed are written back.
 
 use super::{CONFIG, config};
 use crate::model::{Origin, TransformerConfig};
@@ -7,14 +7,14 @@ use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Settings that have a second name, and what is removed when they change.
+/// Settings with a second name, which is removed when they change.
 const SECOND_NAMES: [(&str, &str); 3] = [
     ("rope_parameters", "rope_scaling"),
     ("rope_theta", "rope_scaling"),
     ("n_positions", "n_ctx"),
 ];
 
-/// Settings that belong to the tokenizer or to training, whatever the architecture.
+/// Settings of the tokenizer or of training, independent of the architecture.
 const NEUTRAL: [&str; 4] = [
     "bos_token_id",
     "eos_token_id",
@@ -22,11 +22,11 @@ const NEUTRAL: [&str; 4] = [
     "initializer_range",
 ];
 
-/// The settings of a model whose weights are saved in `dtype`. `origin` has the `config.json` that the model
-/// comes from, or that of another model, of which then only the tokens and `initializer_range` are kept.
+/// Returns the settings of a model whose weights are saved in `dtype`. `origin` has the `config.json` that the model
+/// comes from. If it is of another model, only its token ids and `initializer_range` are kept.
 ///
 /// # Errors
-/// A model that is none of the families'; a text that is no JSON object.
+/// A model that is in none of the families; a text that is not a JSON object.
 pub(super) fn settings(
     model: &TransformerConfig,
     dtype: &str,
@@ -58,7 +58,7 @@ pub(super) fn settings(
         && let Ok(was) = config::to_json(&was, dtype)
     {
         let changed = changed(&read, &was, &now, dtype);
-        // What was read may contradict what has changed since: a list of the layers' types, for example.
+        // Settings that were read may contradict ones that have changed, for example a list of the layers' types.
         if is_same(&changed) {
             return Ok(changed);
         }
@@ -74,12 +74,12 @@ pub(super) fn settings(
     Ok(settings)
 }
 
-/// The settings that a configuration of this text is written with.
+/// Returns the settings as written for the configuration that is parsed from this text.
 fn parsed_again(text: &str, dtype: &str, ignored: &[String]) -> Result<Value> {
     config::to_json(&config::parse(text, Path::new(CONFIG), ignored)?, dtype)
 }
 
-/// The settings as they were read, but for those in which `now` differs from `was`.
+/// Returns the settings that were read, updated where `now` differs from `was`.
 fn changed(read: &Map<String, Value>, was: &Value, now: &Value, dtype: &str) -> Value {
     let mut settings = read.clone();
     let keys = [was, now].map(|settings| settings.as_object().into_iter().flat_map(Map::keys));
@@ -88,7 +88,7 @@ fn changed(read: &Map<String, Value>, was: &Value, now: &Value, dtype: &str) -> 
         if was.get(key) == now.get(key) {
             continue;
         }
-        // Null: without the setting the library has a default of its own.
+        // Null, since an absent key means the default of `transformers`.
         settings.insert(key.clone(), now.get(key).cloned().unwrap_or(Value::Null));
         for (_, second) in SECOND_NAMES.iter().filter(|(first, _)| first == key) {
             settings.remove(*second);
@@ -105,7 +105,7 @@ fn changed(read: &Map<String, Value>, was: &Value, now: &Value, dtype: &str) -> 
             settings.insert(name.into(), dtype.into());
         }
     }
-    // What is saved has a head, also where the folder was a base model's.
+    // A saved model has a head, even if it was loaded from a base model's folder.
     let is_with_head = |class: &Value| {
         let class = class.as_str().unwrap_or_default();
         class.ends_with("ForCausalLM") || class.ends_with("LMHeadModel")
@@ -117,7 +117,7 @@ fn changed(read: &Map<String, Value>, was: &Value, now: &Value, dtype: &str) -> 
     Value::Object(settings)
 }
 
-/// The class of a model with a head, for its `model_type`.
+/// Returns the class of a model with a head, for its `model_type`.
 fn class_of(settings: &Map<String, Value>, now: &Value) -> Value {
     let class = match settings.get("model_type").and_then(Value::as_str) {
         Some("llama") => "LlamaForCausalLM",

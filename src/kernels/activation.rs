@@ -1,6 +1,6 @@
-//! Activations by name.
+//! Elementwise activations and gates.
 
-/// A function of one element.
+/// An elementwise activation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// tanh(x).
@@ -9,19 +9,19 @@ pub enum Activation {
     Sigmoid,
     /// x sigmoid(x).
     Silu,
-    /// x times the standard normal distribution's share below x.
+    /// `x Phi(x)`, where Phi is the standard normal distribution function.
     Gelu,
-    /// x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GELU by the tanh of u.
+    /// `x sigmoid(2 u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: the tanh approximation of GELU.
     GeluTanh,
 }
 
-/// The function of a gate's elements, f in `f(gate) * up`.
+/// The activation f of a gated layer, `f(gate) * up`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
     /// [`Activation::Silu`]: SwiGLU.
     Silu,
     /// [`Activation::Gelu`]: GeGLU.
     Gelu,
-    /// [`Activation::GeluTanh`]: GeGLU by tanh.
+    /// [`Activation::GeluTanh`]: GeGLU with the tanh approximation.
     GeluTanh,
 }

@@ -1,38 +1,38 @@
-//! The sizes of attention, and which keys its queries see.
+//! Attention sizes and the range of keys that each query attends to.
 
 use super::Mask;
 use std::ops::Range;
 
-/// The sizes of one call, and how it attends, as kernels on every device take them.
+/// The sizes and options of one attention call, shared by the kernels of every device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sizes {
-    /// B.
+    /// B: the batch size.
     pub batch: usize,
-    /// H: heads of q.
+    /// H: the number of heads of q.
     pub heads: usize,
-    /// Hkv: heads of k and v; each serves H / Hkv heads of q in a row.
+    /// Hkv: the number of heads of k and v. Each serves H / Hkv consecutive heads of q.
     pub kv_heads: usize,
-    /// Tq.
+    /// Tq: the number of queries.
     pub queries: usize,
-    /// Tk.
+    /// Tk: the number of keys.
     pub keys: usize,
-    /// Dh, of q and k.
+    /// Dh: the head dimension of q and k.
     pub head_dim: usize,
-    /// Dv, of v and the output; flash attention has it equal to Dh.
+    /// Dv: the head dimension of v and the output. Flash attention requires Dv = Dh.
     pub value_dim: usize,
-    /// Which keys a query sees.
+    /// The mask: the keys that each query attends to.
     pub mask: Mask,
-    /// What scores are multiplied by.
+    /// The factor of the scores.
     pub scale: f64,
-    /// The soft cap of the scaled scores, `cap tanh(score / cap)`.
+    /// The soft cap C of the scaled scores, `C tanh(score / C)`.
     pub soft_cap: Option<f64>,
 }
 
 impl Sizes {
-    /// Which keys the queries of sequence `batch` see; `first_keys` are (B, Tq), or nothing where the mask says it all.
-    pub fn seen<'a>(&self, first_keys: &'a [u32], batch: usize) -> Seen<'a> {
+    /// Returns the key ranges of sequence `batch`. `first_keys` is (B, Tq), or empty if the mask alone decides.
+    pub fn key_ranges<'a>(&self, first_keys: &'a [u32], batch: usize) -> KeyRanges<'a> {
         let first = batch * self.queries;
-        Seen {
+        KeyRanges {
             mask: self.mask,
             queries: self.queries,
             keys: self.keys,
@@ -42,35 +42,35 @@ impl Sizes {
         }
     }
 
-    /// How many heads of q share a head of k and v.
+    /// Returns the number of heads of q that share a head of k and v.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads.max(1)
     }
 
-    /// B H: matrices of q.
+    /// Returns B H, the number of matrices of q.
     pub fn matrices(&self) -> usize {
         self.batch * self.heads
     }
 
-    /// B Hkv: matrices of k and v.
+    /// Returns B Hkv, the number of matrices of k and v.
     pub fn kv_matrices(&self) -> usize {
         self.batch * self.kv_heads
     }
 }
 
-/// Which keys the queries of one sequence see. Neither end of what a query sees lies before that of the one before it.
+/// The range of keys of each query of one sequence. Neither end decreases from a query to the next.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen<'a> {
+pub struct KeyRanges<'a> {
     mask: Mask,
     queries: usize,
-    /// Tk.
+    /// Tk: the number of keys.
     pub keys: usize,
-    /// (Tq), the first key that each query sees, which never falls; or nothing, where each begins at the first.
+    /// The first key of each query, (Tq), never decreasing. Empty if the mask alone decides.
     first_keys: &'a [u32],
 }
 
-impl Seen<'_> {
-    /// What the mask leaves, of so many queries and keys.
+impl KeyRanges<'_> {
+    /// Returns the key ranges of a mask, without first keys.
     pub fn by_mask(mask: Mask, queries: usize, keys: usize) -> Self {
         Self {
             mask,
@@ -80,9 +80,9 @@ impl Seen<'_> {
         }
     }
 
-    /// Of them, what lies not before these first keys, (Tq).
-    pub fn from_first_keys<'b>(&self, first_keys: &'b [u32]) -> Seen<'b> {
-        Seen {
+    /// Returns these ranges, limited to start at `first_keys` (Tq) or later.
+    pub fn from_first_keys<'b>(&self, first_keys: &'b [u32]) -> KeyRanges<'b> {
+        KeyRanges {
             mask: self.mask,
             queries: self.queries,
             keys: self.keys,
@@ -90,15 +90,15 @@ impl Seen<'_> {
         }
     }
 
-    /// The keys that row `row` of matrices (.., Tq, Tk) sees, one below the other.
+    /// Returns the keys of row `row`, counted through matrices (.., Tq, Tk).
     #[inline(always)]
-    pub fn by_row(&self, row: usize) -> Range<usize> {
-        self.by(row % self.queries)
+    pub fn of_row(&self, row: usize) -> Range<usize> {
+        self.of_query(row % self.queries)
     }
 
-    /// The keys that query `query` sees.
+    /// Returns the keys of query `query`.
     #[inline(always)]
-    pub fn by(&self, query: usize) -> Range<usize> {
+    pub fn of_query(&self, query: usize) -> Range<usize> {
         let Range { start, end } = self.mask.visible(query, self.queries, self.keys);
         let first = self
             .first_keys
@@ -107,8 +107,8 @@ impl Seen<'_> {
         first.clamp(start, end)..end
     }
 
-    /// The keys from the first that a query in `queries` sees to the last.
-    pub fn by_all_of(&self, queries: &Range<usize>) -> Range<usize> {
-        self.by(queries.start).start..self.by(queries.end - 1).end
+    /// Returns the smallest range that contains the keys of all `queries`, which must not be empty.
+    pub fn of_queries(&self, queries: &Range<usize>) -> Range<usize> {
+        self.of_query(queries.start).start..self.of_query(queries.end - 1).end
     }
 }

@@ -1,33 +1,33 @@
-//! Which elements are dropped, and what the others are multiplied by.
+//! Dropout masks: a function of the key, the site and the position of an element.
 
 use super::cpu::{Real, simd};
 use super::philox::{BLOCK_HALVES, HALVES, Stream};
 use std::ops::Range;
 
-/// What dropout takes beside elements.
+/// The parameters of a dropout call, except the key.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// p, from 0 to under 1.
+    /// p, the probability that an element is dropped: at least 0 and under 1.
     pub probability: f64,
-    /// Which of a step's masks, under 2^24.
+    /// The number of the mask within a step, under 2^24.
     pub site: u32,
 }
 
-/// Values of an element's 16 random bits.
+/// The number of values of an element's 16 random bits.
 const VALUES: f64 = 65_536.0;
 
 impl Dropout {
-    /// An element stays if its 16 random bits are at least this: p 2^16, rounded.
+    /// Returns the threshold: an element is kept if its 16 random bits are at least p 2^16, rounded.
     pub fn threshold(&self) -> u16 {
         (self.probability * VALUES).round().min(VALUES - 1.0) as u16
     }
 
-    /// 1 / (1 - p), with p as the threshold has it.
+    /// Returns the factor of kept elements, 1 / (1 - p), with p rounded to a multiple of 2^-16 by the threshold.
     pub fn scale(&self) -> f64 {
         VALUES / (VALUES - f64::from(self.threshold()))
     }
 
-    /// Which elements of rows of `width` stay in the step that `key` says: seed, seed >> 32, step, micro-batch.
+    /// Returns the mask of rows of `width` elements. `key` has four words: seed, seed >> 32, step, micro-batch.
     pub fn mask(&self, key: &[u32], width: usize) -> DropoutMask {
         let mut words = [0; 4];
         words.copy_from_slice(key);
@@ -40,34 +40,34 @@ impl Dropout {
     }
 }
 
-/// Which elements of rows stay: a row has half words from a counter of its own on, one for each element.
+/// The mask of rows. Each element uses one half word of the random stream; each row begins at a new counter.
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutMask {
     stream: Stream,
     threshold: u16,
     scale: f64,
-    /// Half words from row to row.
+    /// Half words from a row to the next.
     row: usize,
 }
 
-/// Elements of one call of [`DropoutMask::stay`].
-pub(crate) const SIDE_BY_SIDE: usize = HALVES;
+/// Elements per call of [`DropoutMask::kept`].
+pub(crate) const ELEMENTS_PER_CALL: usize = HALVES;
 
 impl DropoutMask {
-    /// What elements that stay are multiplied by.
+    /// Returns the factor of kept elements.
     pub fn scale(&self) -> f64 {
         self.scale
     }
 
-    /// Whether the elements of row `row` stay from `column` on, a multiple of 8. (Where rows are as long as a multiple
-    /// of 8, the next row's follow.)
+    /// Returns whether each element of row `row` is kept, from `column` on, a multiple of 8. Past the end of a row
+    /// whose length is a multiple of 8, the elements of the next row follow.
     #[inline(always)]
-    pub(crate) fn stay(&self, row: usize, column: usize) -> [bool; SIDE_BY_SIDE] {
+    pub(crate) fn kept(&self, row: usize, column: usize) -> [bool; ELEMENTS_PER_CALL] {
         let halves = self.stream.halves(row * self.row + column);
         halves.map(|half| half >= self.threshold)
     }
 
-    /// What the elements of some columns of a row are multiplied by: 1 / (1 - p), or 0.
+    /// Writes the factors of a range of columns of a row: 1 / (1 - p) for kept elements, 0 for dropped ones.
     pub fn factors<T: Real>(&self, row: usize, columns: Range<usize>, factors: &mut Vec<T>) {
         let scale = T::real(self.scale);
         factors.resize(columns.len(), T::ZERO);
@@ -81,13 +81,13 @@ impl DropoutMask {
         );
     }
 
-    /// Calls `f(i, stays)` for the elements of some columns of a row, `i` counted from the first of them.
+    /// Calls `f(i, is_kept)` for each element of a range of columns, where `i` counts from the start of the range.
     #[inline(always)]
     pub fn each(&self, row: usize, columns: Range<usize>, mut f: impl FnMut(usize, bool)) {
         let first = columns.start - columns.start % BLOCK_HALVES;
-        for start in (first..columns.end).step_by(SIDE_BY_SIDE) {
-            let stay = self.stay(row, start);
-            let part = start.max(columns.start)..columns.end.min(start + SIDE_BY_SIDE);
+        for start in (first..columns.end).step_by(ELEMENTS_PER_CALL) {
+            let stay = self.kept(row, start);
+            let part = start.max(columns.start)..columns.end.min(start + ELEMENTS_PER_CALL);
             for column in part {
                 f(column - columns.start, stay[column - start]);
             }

@@ -1,30 +1,29 @@
-//! Which keys a query may look at.
+//! Attention masks.
 
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
-/// Which keys each query of an attention sees, for `Tq` queries and `Tk` keys.
+/// The keys that each query attends to, for `Tq` queries and `Tk` keys.
 ///
-/// A query that sees no key at all (possible where `Tq != Tk`) gets zeros: zero probabilities, zero output, zero
-/// gradients.
+/// A query without any key (possible where `Tq != Tk`) has zero probabilities, a zero output and zero gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mask {
-    /// Every query sees every key.
+    /// Every query attends to every key.
     #[default]
     Full,
-    /// Query `i` sees the keys `j <= i`: aligned at the first key. For `Tq = Tk` this is the causal mask of training.
+    /// Query `i` attends to the keys `j <= i`, aligned at the first key: the causal mask of training, where `Tq = Tk`.
     Causal,
-    /// Query `i` sees the keys `j <= i + Tk - Tq`: aligned at the last key, as when the queries are the newest
-    /// tokens and the keys a whole cache.
+    /// Query `i` attends to the keys `j <= i + Tk - Tq`, aligned at the last key. This is the mask of decoding, where
+    /// the queries are the newest tokens and the keys are the whole cache.
     CausalEnd,
-    /// Query `i` sees this many keys up to its own, `i - n < j <= i`: a sliding window, as Mistral's.
+    /// Query `i` attends to `n` keys up to its own, `i - n < j <= i`: a sliding window, as in Mistral.
     Window(NonZeroUsize),
 }
 
 impl Mask {
-    /// The keys that query `query` sees.
+    /// Returns the keys that query `query` attends to.
     ///
     /// ```
     /// use tallow::attention::Mask;
@@ -46,7 +45,7 @@ impl Mask {
         }
     }
 
-    /// Query i sees no key after i + this, of so many queries and keys.
+    /// Returns the offset of the diagonal: query i attends to no key after `i + offset`.
     #[cfg(feature = "cuda")]
     pub(crate) fn offset(self, queries: usize, keys: usize) -> i64 {
         match self {
@@ -56,15 +55,15 @@ impl Mask {
         }
     }
 
-    /// [`window`](Self::window) as kernels on a GPU take it: 0 where it is not limited.
+    /// Returns [`window`](Self::window) as the CUDA kernels expect it: 0 means no limit.
     #[cfg(feature = "cuda")]
     pub(crate) fn window_or_0(self) -> i32 {
         self.window().map_or(0, |keys| {
-            i32::try_from(keys.get()).unwrap_or(i32::MAX) // more than there are
+            i32::try_from(keys.get()).unwrap_or(i32::MAX) // at least the number of keys
         })
     }
 
-    /// How many keys before its own a query sees at most, where that is limited.
+    /// Returns the window length, if the mask has one.
     #[cfg(feature = "cuda")]
     pub(crate) fn window(self) -> Option<NonZeroUsize> {
         match self {

@@ -1,8 +1,7 @@
-//! Plain compute, which knows nothing of graphs: inputs in, preallocated outputs out, sizes as arguments.
+//! Kernels: computation on buffers, with preallocated outputs and sizes as arguments, without tensors or graphs.
 //!
-//! What lives here: what every device shares ([`Mask`], [`attention::Sizes`], [`Activation`], [`Gate`], [`Update`]),
-//! and one folder a device ([`cpu`]). What does not: anything that knows a candle `Tensor` or its gradient (that is
-//! [`crate::ops`]), or when to compute what.
+//! [`Mask`], [`attention::Sizes`], [`Activation`], [`Gate`] and [`Update`] are shared by all devices; [`cpu`] and
+//! `cuda` hold the kernels of one. [`crate::ops`] wraps them for candle tensors and adds gradients.
 
 mod activation;
 pub mod attention;

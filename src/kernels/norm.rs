@@ -1,18 +1,18 @@
-//! RMSNorm and LayerNorm as a parameter of kernels.
+//! The norms that the kernels compute.
 
-/// A norm over rows of D elements.
+/// A norm of rows of D elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
     /// RMSNorm: `y = w x / sqrt(mean(x^2) + eps)`.
     Rms,
-    /// RMSNorm with the weights counted from 1: `y = (1 + w) x / sqrt(mean(x^2) + eps)`.
+    /// RMSNorm with an offset of 1 on the weights, as in Gemma: `y = (1 + w) x / sqrt(mean(x^2) + eps)`.
     OffsetRms,
     /// LayerNorm: `y = w (x - mean) / sqrt(mean((x - mean)^2) + eps) + b`.
     Layer,
 }
 
 impl Norm {
-    /// Returns how many statistics a row has: rstd, after the mean for LayerNorm.
+    /// Returns the number of statistics per row: rstd, preceded by the mean for LayerNorm.
     pub const fn statistics(self) -> usize {
         match self {
             Self::Rms | Self::OffsetRms => 1,
@@ -20,7 +20,7 @@ impl Norm {
         }
     }
 
-    /// Returns how many parameters have gradients that are summed over rows.
+    /// Returns the number of parameters whose gradients are sums over rows: w, and b for LayerNorm.
     pub const fn sums(self) -> usize {
         self.statistics()
     }

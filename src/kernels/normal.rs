@@ -1,16 +1,16 @@
-//! Normal numbers of random words: the same bits on every device.
+//! Truncated normal numbers from random words, with the same bits on every device.
 
 use super::philox::Stream;
 
-/// Normal numbers lie within this many standard deviations.
+/// The bound of the absolute value of a number, in standard deviations.
 #[cfg(test)]
 pub(crate) const CUT: f64 = 3.0;
 
-/// erf(3 / sqrt(2)): the probability of what is not cut off.
+/// erf(3 / sqrt(2)): the probability that a normal number is within 3 standard deviations.
 const INSIDE: f64 = 0.997_300_203_936_739_8;
 
-// The quantile of x in (-INSIDE, INSIDE) is x P(t) / Q(t) with t = 1 - x^2, within 2.4e-8 of itself: a minimax rational
-// function of sqrt(2) erfinv(x) / x, lowest power first. All coefficients are positive, so that nothing cancels.
+// The quantile of x in (-INSIDE, INSIDE) is x P(t) / Q(t) with t = 1 - x^2, a minimax rational approximation with a
+// relative error of 2.4e-8. Coefficients begin with the lowest power; all are positive, so nothing cancels.
 const P: [f64; 8] = [
     4.916153204249713e-8,
     4.671128001711748e-5,
@@ -32,8 +32,8 @@ const Q: [f64; 8] = [
     1.0,
 ];
 
-/// A standard normal number, cut at 3 standard deviations, from a random word: `F^-1((word + 1/2) / 2^32)` with F its
-/// distribution. Each operation is rounded as IEEE 754 says, so that devices agree to the bit.
+/// Returns a standard normal number, truncated at 3 standard deviations: `F^-1((word + 1/2) / 2^32)`, F being its
+/// distribution function. Operations are rounded as in IEEE 754, so the bits are the same on every device.
 #[inline(always)]
 pub(crate) fn quantile(word: u32) -> f64 {
     const UNIT: f64 = 1.0 / (1u64 << 31) as f64;
@@ -47,12 +47,12 @@ pub(crate) fn quantile(word: u32) -> f64 {
     x * p / q
 }
 
-/// The stream of numbers that a seed and a name have.
+/// Returns the random stream of a seed and a name.
 pub(crate) fn stream(seed: u64, name: &str) -> Stream {
     Stream::named(seed, fnv1a(name))
 }
 
-/// The 64-bit FNV-1a hash: stable across versions and platforms, which std's is not.
+/// Returns the 64-bit FNV-1a hash. Unlike std's hash, it is stable across versions and platforms.
 fn fnv1a(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -63,7 +63,7 @@ fn fnv1a(text: &str) -> u64 {
 mod tests {
     use super::*;
 
-    /// The distribution function, by its series: F(z) - 1/2 = phi(z) (z + z^3 / 3 + z^5 / 15 + ..).
+    /// Returns F(z) - 1/2 for the normal distribution function F, by the series phi(z) (z + z^3 / 3 + z^5 / 15 + ..).
     fn above_half(z: f64) -> f64 {
         let (mut term, mut sum) = (z, z);
         for n in 1..200 {
@@ -81,7 +81,7 @@ mod tests {
             let wanted = ((f64::from(word) + 0.5) / 2f64.powi(32) - 0.5) * INSIDE;
             let z = quantile(word);
             assert!(z.abs() < CUT, "{word}: {z}");
-            // dF = phi(z) dz, and the quantile is 2.4e-8 off itself at most.
+            // dF = phi(z) dz, and the relative error of the quantile is at most 2.4e-8.
             let bound = 3e-8 * z.abs() * 0.4 * (-0.5 * z * z).exp() + 1e-15;
             let error = (above_half(z) - wanted).abs();
             assert!(

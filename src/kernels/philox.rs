@@ -1,7 +1,7 @@
-//! Random bits that are a function of a key and a counter alone: Philox4x32-10.
+//! Philox4x32-10: a counter-based random generator, whose bits are a function of a key and a counter.
 //!
-//! The same on every device, for any number of threads, and again in backward, which keeps nothing. Streams of
-//! different counters do not overlap.
+//! The bits are the same on every device and for any number of threads. Backward computes them again instead of saving
+//! them. Streams with different counters do not overlap.
 //!
 //! Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3.
 
@@ -11,27 +11,28 @@ const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
 const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 const ROUNDS: usize = 10;
 
-/// Words of one counter.
+/// Words per counter.
 const BLOCK: usize = 4;
-/// Counters computed side by side: a vector of 512 bits of each word.
+/// Counters computed together: each of the four words fills a vector of 512 bits.
 const LANES: usize = 16;
-/// Words of one call.
+/// Words per call of [`Stream::words`].
 pub(crate) const WORDS: usize = BLOCK * LANES;
-/// Half words of one call.
+/// Half words per call of [`Stream::halves`].
 pub(crate) const HALVES: usize = 2 * WORDS;
-/// Half words of one counter.
+/// Half words per counter.
 pub(crate) const BLOCK_HALVES: usize = 2 * BLOCK;
 
-/// A stream of words, for the elements of a tensor: one each, or half a word.
+/// A stream of random words. Each element of a tensor uses one word or half a word.
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     key: [u32; 2],
-    /// The upper three words of the counter, whose lowest counts blocks. (The second counts them beyond 2^32, too.)
+    /// The upper three words of the counter. Bits of the block number above 2^32 go to the first of them.
     counter: [u32; 3],
 }
 
 impl Stream {
-    /// Of a step's `words` ([seed, seed >> 32, step, micro-batch]) and a site under 2^24. Of at most 2^42 words.
+    /// Returns the stream of a step and a site. `words` are seed, seed >> 32, step and micro-batch; `site` is under
+    /// 2^24. The stream has 2^42 words.
     pub fn new(words: [u32; 4], site: u32) -> Self {
         let [seed, seed_high, step, micro_batch] = words;
         Self {
@@ -40,7 +41,7 @@ impl Stream {
         }
     }
 
-    /// Of a seed and a name's hash.
+    /// Returns the stream of a seed and the hash of a name.
     pub fn named(seed: u64, hash: u64) -> Self {
         Self {
             key: [seed as u32, (seed >> 32) as u32],
@@ -48,14 +49,14 @@ impl Stream {
         }
     }
 
-    /// As kernels on a GPU take them.
+    /// Returns the key and the upper three words of the counter, as the CUDA kernels expect them.
     #[cfg(feature = "cuda")]
     pub fn key_and_counter(&self) -> [u32; 5] {
         let ([k0, k1], [c0, c1, c2]) = (self.key, self.counter);
         [k0, k1, c0, c1, c2]
     }
 
-    /// The words of the elements from `first` on, a multiple of 4.
+    /// Returns the words from index `first` on, a multiple of 4.
     #[inline(always)]
     pub fn words(&self, first: usize) -> [u32; WORDS] {
         let block = |lane: usize| (first / BLOCK + lane) as u64;
@@ -82,7 +83,7 @@ impl Stream {
         words
     }
 
-    /// The half words from `first` on, a multiple of 8: of each word the lower half and then the upper.
+    /// Returns the half words from index `first` on, a multiple of 8: of each word the lower, then the upper half.
     #[inline(always)]
     pub fn halves(&self, first: usize) -> [u16; HALVES] {
         let words = self.words(first / 2);
@@ -98,7 +99,7 @@ impl Stream {
 mod tests {
     use super::*;
 
-    /// The generator's known answers (Random123's kat_vectors).
+    /// The known answers of Random123's `kat_vectors`.
     #[test]
     fn known_answers() {
         let answer = |counter: [u32; 4], key: [u32; 2]| {
@@ -138,7 +139,7 @@ mod tests {
         for first in [0, 8, 120, 128] {
             assert_eq!(stream.halves(first), halves[first..first + HALVES]);
         }
-        let beyond = 1 << 34; // the first block whose number has more than 32 bits
+        let beyond = 1 << 34; // the first block number of more than 32 bits
         assert_ne!(stream.words(beyond), stream.words(0));
     }
 }

@@ -1,6 +1,8 @@
-//! Compiled CUDA sources on the disk, in the user's cache folder. A GPU runs what is read here, so only files that only
-//! this user can have written are: the folders and the file belong to the user, none else may write to them, and the
-//! file's content is what its name says.
+//! Compiled CUDA sources on disk, in the user's cache directory.
+//!
+//! A GPU runs the code that is read here. A file is therefore read only if no other user can have written it: the
+//! directories and the file belong to the user, nobody else has write permission, and the file name contains the
+//! SHA-256 of the content.
 
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;
@@ -8,14 +10,15 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// A folder `tallow/kernels` of files `{key}-{SHA-256 of the content}.ptx`.
+/// A directory `tallow/kernels` of files `{key}-{SHA-256 of the content}.ptx`.
 pub(crate) struct PtxCache {
     cache: PathBuf,
 }
 
 impl PtxCache {
-    /// In `XDG_CACHE_HOME`, else in `.cache` in the home folder. A relative path is none. `None` without both.
-    pub fn of_user() -> Option<Self> {
+    /// Returns the cache in `XDG_CACHE_HOME`, or else in `.cache` of the home directory. Relative paths are ignored.
+    /// Returns `None` if neither variable holds an absolute path.
+    pub fn for_user() -> Option<Self> {
         Self::of(std::env::var_os("XDG_CACHE_HOME"), std::env::var_os("HOME"))
     }
 
@@ -29,20 +32,20 @@ impl PtxCache {
         Some(Self { cache })
     }
 
-    /// The two folders that are ours alone.
+    /// Returns the directories that belong to tallow: `tallow` and `tallow/kernels`.
     fn folders(&self) -> [PathBuf; 2] {
-        let ours = self.cache.join("tallow");
-        let kernels = ours.join("kernels");
-        [ours, kernels]
+        let root = self.cache.join("tallow");
+        let kernels = root.join("kernels");
+        [root, kernels]
     }
 
-    /// What was kept under `key`, if it is trusted and whole.
+    /// Returns the text stored under `key`, if the file is trusted and intact.
     pub fn read(&self, key: &str) -> Option<String> {
-        let [ours, kernels] = self.folders();
+        let [root, kernels] = self.folders();
         let trusted = |folder: &Path| {
             fs::symlink_metadata(folder).is_ok_and(|is| is.is_dir() && is_private(&is))
         };
-        if !trusted(&ours) || !trusted(&kernels) {
+        if !trusted(&root) || !trusted(&kernels) {
             return None;
         }
         let mut files = fs::read_dir(kernels).ok()?.flatten();
@@ -57,11 +60,11 @@ impl PtxCache {
         })
     }
 
-    /// Writes `text` under `key`.
+    /// Stores `text` under `key`.
     ///
     /// # Errors
-    /// The disk's, and folders that are another user's.
-    pub fn keep(&self, key: &str, text: &str) -> io::Result<()> {
+    /// I/O errors, and a directory of another user.
+    pub fn store(&self, key: &str, text: &str) -> io::Result<()> {
         let folders = self.folders();
         if let Some(parent) = folders[0].parent() {
             fs::create_dir_all(parent)?;
@@ -70,7 +73,7 @@ impl PtxCache {
             make_private(folder)?;
         }
         let [_, kernels] = folders;
-        // Private as temporary files are. Not synced: what is not whole is not read.
+        // Temporary files are private. There is no fsync: a truncated file fails its hash and is not read.
         let mut file = tempfile::NamedTempFile::new_in(&kernels)?;
         file.write_all(text.as_bytes())?;
         file.persist(kernels.join(format!("{key}-{}.ptx", hash(&[text]))))?;
@@ -78,7 +81,7 @@ impl PtxCache {
     }
 }
 
-/// SHA-256 of texts, in hexadecimal: of their lengths too, so that none runs into the next.
+/// Returns the SHA-256 of the texts in hexadecimal. Lengths are hashed too, so that texts cannot run into each other.
 pub(crate) fn hash(texts: &[&str]) -> String {
     let mut hasher = Sha256::new();
     for text in texts {
@@ -92,7 +95,7 @@ pub(crate) fn hash(texts: &[&str]) -> String {
         .collect()
 }
 
-/// A folder that is ours alone; one of ours that others may write to is closed to them.
+/// Creates a directory with mode 0700, or removes the write permission of others from the user's existing one.
 fn make_private(folder: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     #[cfg(unix)]
@@ -113,7 +116,7 @@ fn make_private(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A regular file that no other user may write to, not a link to one.
+/// Reads a regular file that no other user may write to. Symbolic links are refused.
 fn read_private(path: &Path) -> io::Result<String> {
     let mut file = open(path)?;
     let is = file.metadata()?;
@@ -128,7 +131,7 @@ fn read_private(path: &Path) -> io::Result<String> {
 fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
-    #[cfg(unix)] // a pipe is not waited for
+    #[cfg(unix)] // does not block on a pipe
     std::os::unix::fs::OpenOptionsExt::custom_flags(
         &mut options,
         libc::O_NOFOLLOW | libc::O_NONBLOCK,
@@ -136,7 +139,7 @@ fn open(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Whether it is this user's, and no other may write to it.
+/// Returns whether the file belongs to this user and no other user may write to it.
 #[cfg(unix)]
 fn is_private(is: &fs::Metadata) -> bool {
     is_own(is) && std::os::unix::fs::MetadataExt::mode(is) & 0o022 == 0
@@ -144,11 +147,11 @@ fn is_private(is: &fs::Metadata) -> bool {
 
 #[cfg(unix)]
 fn is_own(is: &fs::Metadata) -> bool {
-    // SAFETY: takes nothing and cannot fail.
+    // SAFETY: geteuid has no arguments and cannot fail.
     std::os::unix::fs::MetadataExt::uid(is) == unsafe { libc::geteuid() }
 }
 
-/// Where there are no such modes, the profile that the cache is in is the user's.
+/// Returns `true`: without Unix modes, the user's profile directory protects the cache.
 #[cfg(not(unix))]
 fn is_private(_: &fs::Metadata) -> bool {
     true
@@ -187,9 +190,9 @@ mod tests {
     fn what_is_kept_is_read_again() {
         let (_folder, cache) = cache();
         assert_eq!(cache.read("a"), None);
-        cache.keep("a", "text").unwrap();
-        cache.keep("a-b", "other").unwrap();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
+        cache.store("a-b", "other").unwrap();
+        cache.store("a", "text").unwrap();
         assert_eq!(cache.read("a").as_deref(), Some("text"));
         assert_eq!(cache.read("a-b").as_deref(), Some("other"));
         for missing in ["", "b", "a-", "text"] {
@@ -212,29 +215,29 @@ mod tests {
             assert_eq!(of(relative, Some("/h")).as_deref(), Some("/h/.cache"));
             assert_eq!(of(relative, relative), None);
         }
-        let own = PtxCache::of_user().map(|cache| cache.cache);
+        let own = PtxCache::for_user().map(|cache| cache.cache);
         assert!(own.is_none_or(|cache| cache.is_absolute()));
     }
 
     #[test]
     fn a_changed_file_is_not_read() {
         let (_folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         let file = only_file(&cache);
         for damaged in ["", "texT", "text ", "\u{0}"] {
             fs::write(&file, damaged).unwrap();
             assert_eq!(cache.read("a"), None, "{damaged}");
         }
-        fs::write(&file, [0xff]).unwrap(); // no text
+        fs::write(&file, [0xff]).unwrap(); // not UTF-8
         assert_eq!(cache.read("a"), None);
-        cache.keep("a", "text").unwrap(); // over the damaged one
+        cache.store("a", "text").unwrap(); // replaces the damaged file
         assert_eq!(cache.read("a").as_deref(), Some("text"));
     }
 
     #[test]
     fn what_others_may_write_is_not_read() {
         let (_folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         let file = only_file(&cache);
         for mode in [0o620, 0o602, 0o666] {
             set_mode(&file, mode);
@@ -247,7 +250,7 @@ mod tests {
                 set_mode(&folder, mode);
                 assert_eq!(cache.read("a"), None, "{mode:o}");
             }
-            cache.keep("a", "text").unwrap(); // closes it
+            cache.store("a", "text").unwrap(); // removes the permissions
             assert!(cache.read("a").is_some());
         }
     }
@@ -255,7 +258,7 @@ mod tests {
     #[test]
     fn links_are_not_followed() {
         let (folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
+        cache.store("a", "text").unwrap();
         let file = only_file(&cache);
         let elsewhere = folder.path().join("elsewhere");
         fs::rename(&file, &elsewhere).unwrap();
@@ -267,14 +270,14 @@ mod tests {
         fs::rename(&kernels, &elsewhere).unwrap();
         symlink(&elsewhere, &kernels).unwrap();
         assert_eq!(cache.read("a"), None);
-        assert!(cache.keep("a", "text").is_err());
+        assert!(cache.store("a", "text").is_err());
     }
 
     #[test]
     fn another_users_folder_is_not_used() {
         let (_folder, cache) = cache();
-        cache.keep("a", "text").unwrap();
-        // Only root can give a folder away.
+        cache.store("a", "text").unwrap();
+        // Only root can give a file to another user.
         for path in [only_file(&cache), cache.folders()[1].clone()] {
             if std::os::unix::fs::chown(&path, Some(12_345), None).is_ok() {
                 assert_eq!(cache.read("a"), None);

@@ -1,17 +1,16 @@
-//! Rounding up or down at random, so that on average nothing is lost: what is added to a number in bf16 is mostly
-//! smaller than the distance to the next one.
+//! Stochastic rounding to bf16: on average, updates smaller than the spacing of bf16 numbers are not lost.
 //!
-//! The random bits are a function of a key and an element's number alone: the same on every device and for any number
-//! of threads. The mixing is that of a 32-bit hash of two rounds of shift, exclusive or and multiplication.
+//! The random bits are a function of a key and an element's index: the same on every device, for any number of threads.
+//! The hash has two rounds of shift, exclusive or and multiplication, with the constants of `lowbias32`.
 
-/// The key of a step's parameter.
+/// Returns the key of a parameter in a step.
 pub(crate) fn key(seed: u64, step: usize, parameter: usize) -> u32 {
     [seed >> 32, step as u64, parameter as u64]
         .into_iter()
         .fold(mixed(seed as u32), |key, word| mixed(key ^ word as u32))
 }
 
-/// 32 random bits of an element.
+/// Returns the 32 random bits of an element.
 #[inline(always)]
 pub(crate) fn bits(key: u32, element: u32) -> u32 {
     mixed(key ^ element.wrapping_mul(0x9e37_79b9))
@@ -24,12 +23,13 @@ fn mixed(x: u32) -> u32 {
     x ^ (x >> 16)
 }
 
-/// The number in bf16 below x or above it (in magnitude), x itself if it is one: above with the probability that makes
-/// x the mean. `random` has 16 bits.
+/// Rounds x to a bf16 neighbour, up in magnitude with the probability that makes the mean x. A bf16 number is returned
+/// as it is. `random` has 16 bits.
 #[inline(always)]
 pub(crate) fn round_to_bf16(x: f32, random: u32) -> f32 {
     let bits = x.to_bits();
-    let rounded = (bits + random) & 0xffff_0000; // no overflow: a finite number's sum is at most infinity's
+    // Only the bits of a NaN can overflow: the sum of a finite number is at most infinity's.
+    let rounded = bits.wrapping_add(random) & 0xffff_0000;
     f32::from_bits(if x.is_finite() { rounded } else { bits })
 }
 
@@ -62,6 +62,7 @@ mod tests {
             assert_eq!(bf16::from_f32(x).to_f32().to_bits(), f32::to_bits(x));
         }
         assert!(round_to_bf16(f32::NAN, 0xffff).is_nan());
+        assert!(round_to_bf16(f32::from_bits(u32::MAX), 0xffff).is_nan());
     }
 
     #[test]
@@ -71,6 +72,6 @@ mod tests {
             .collect();
         keys.sort();
         keys.dedup();
-        assert!(keys.len() > 9_990, "{}", keys.len()); // of 10,000 draws of 2^32, hardly one twice
+        assert!(keys.len() > 9_990, "{}", keys.len()); // of 10,000 draws from 2^32 values, hardly any occurs twice
     }
 }

@@ -1,21 +1,21 @@
-//! Places of elements as kernels for GPUs take them: few dimensions, the last one fastest.
+//! Dimensions of strided copies and sums, as the CUDA kernels expect them: few, with the innermost last.
 
-/// The most dimensions that the kernels take, once those are joined that can be.
+/// The most dimensions that the kernels accept, after [`merged_dims`].
 pub(crate) const RANK: usize = 6;
 
-/// One dimension of what is moved.
+/// A dimension of a strided copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dim {
     pub size: usize,
-    /// Elements from one index to the next, in what is read.
+    /// The stride of the source, in elements.
     pub from: usize,
-    /// As `from`, in what is written.
+    /// The stride of the destination, in elements.
     pub to: usize,
 }
 
-/// The same elements in the same order by fewer dimensions: without those of one index, and with those joined of which
-/// the inner ends where the outer goes on.
-pub(crate) fn joined(dims: impl Iterator<Item = Dim>) -> Vec<Dim> {
+/// Returns fewer dimensions with the same elements in the same order. Dimensions of size 1 are dropped, and neighbours
+/// are merged where both are contiguous with each other.
+pub(crate) fn merged_dims(dims: impl Iterator<Item = Dim>) -> Vec<Dim> {
     let mut joined: Vec<Dim> = Vec::new();
     for dim in dims.filter(|dim| dim.size != 1) {
         match joined.last_mut() {
@@ -31,11 +31,11 @@ pub(crate) fn joined(dims: impl Iterator<Item = Dim>) -> Vec<Dim> {
     joined
 }
 
-/// Whether each index writes a place of its own, but for dimensions that write one place again and again.
-pub(crate) fn writes_apart(dims: &[Dim]) -> bool {
+/// Returns whether no two indices write the same element, apart from dimensions with `to` 0.
+pub(crate) fn writes_are_disjoint(dims: &[Dim]) -> bool {
     let mut dims: Vec<&Dim> = dims.iter().filter(|dim| dim.to > 0).collect();
     dims.sort_by_key(|dim| dim.to);
-    let mut last = 0; // the last place of the dimensions before
+    let mut last = 0; // the largest offset that the dimensions so far reach
     dims.iter().all(|dim| {
         let is_apart = dim.to > last;
         last += dim.size.saturating_sub(1) * dim.to;
@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn dimensions_are_joined() {
-        let all = |of: &[[usize; 3]]| joined(dims(of).into_iter());
+        let all = |of: &[[usize; 3]]| merged_dims(dims(of).into_iter());
         assert_eq!(
             all(&[[2, 12, 12], [3, 4, 4], [4, 1, 1]]),
             dims(&[[24, 1, 1]])
@@ -77,10 +77,10 @@ mod tests {
             dims(&[[3, 1, 1], [4, 3, 3]]),
             dims(&[[7, 0, 0], [4, 1, 2]]),
         ] {
-            assert!(writes_apart(&apart), "{apart:?}");
+            assert!(writes_are_disjoint(&apart), "{apart:?}");
         }
         for overlapping in [dims(&[[3, 3, 3], [4, 1, 1]]), dims(&[[2, 1, 1], [2, 1, 1]])] {
-            assert!(!writes_apart(&overlapping), "{overlapping:?}");
+            assert!(!writes_are_disjoint(&overlapping), "{overlapping:?}");
         }
     }
 }

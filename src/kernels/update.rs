@@ -1,30 +1,30 @@
-//! One step of AdamW, in numbers.
+//! The coefficients of an AdamW step.
 
-/// The numbers of one step that all elements share.
+/// The coefficients of a step, the same for all elements of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
-    /// What moments in bf16 are rounded by: the parameter's random bits in this step.
-    pub rounding: u32, // first: updates are told apart by it, where all differ
-    /// What gradients are clipped to, element by element: from minus this to this. Infinity does not clip.
+    /// The key of the stochastic rounding of bf16 moments, which depends on the parameter and the step.
+    pub rounding: u32, // first: with bf16 moments all updates differ in it, so `==` stops here
+    /// The bound of gradients: each element is clamped to `[-clip_value, clip_value]`. Infinity does not clip.
     pub clip_value: f64,
-    /// What decay leaves of a parameter: `1 - lr * weight_decay`.
+    /// The factor of a parameter by weight decay: `1 - lr * weight_decay`.
     pub decay: f64,
-    /// The gradient's share of the first moment: `1 - beta1`.
-    pub first_share: f64,
-    /// What stays of the second moment.
+    /// The weight of the gradient in the first moment: `1 - beta1`.
+    pub one_minus_beta1: f64,
+    /// The decay rate of the second moment.
     pub beta2: f64,
-    /// The squared gradient's share of the second moment: `1 - beta2`.
-    pub second_share: f64,
+    /// The weight of the squared gradient in the second moment: `1 - beta2`.
+    pub one_minus_beta2: f64,
     /// `lr / (1 - beta1^t)`.
     pub step_size: f64,
     /// `sqrt(1 - beta2^t)`.
     pub second_correction: f64,
-    /// Added to the root of the corrected second moment.
+    /// A term of the denominator: it is added to the root of the corrected second moment.
     pub eps: f64,
 }
 
 impl Update {
-    /// The numbers of step `step`, the first being 1.
+    /// Returns the coefficients of step `step`, counted from 1, without clipping.
     pub fn new(lr: f64, betas: (f64, f64), eps: f64, weight_decay: f64, step: usize) -> Self {
         let (beta1, beta2) = betas;
         let step = step as f64;
@@ -32,9 +32,9 @@ impl Update {
             rounding: 0,
             clip_value: f64::INFINITY,
             decay: 1.0 - lr * weight_decay,
-            first_share: 1.0 - beta1,
+            one_minus_beta1: 1.0 - beta1,
             beta2,
-            second_share: 1.0 - beta2,
+            one_minus_beta2: 1.0 - beta2,
             step_size: lr / (1.0 - beta1.powf(step)),
             second_correction: (1.0 - beta2.powf(step)).sqrt(),
             eps,

@@ -1,49 +1,50 @@
-//! The room that a GPU's kernels work in, known before there is a GPU: upper bounds, by shape alone.
+//! Scratch sizes of CUDA kernels: upper bounds that depend on shapes only, available without a GPU.
 
 use super::attention::Sizes;
 use super::norm::Norm;
 use candle_core::DType;
 
-/// What cuBLASLt may work in, in bytes: what NVIDIA advises for Hopper; GPUs before it take less.
-pub(crate) const PRODUCTS_BYTES: usize = 32 << 20;
+/// The workspace of cuBLASLt, in bytes: NVIDIA's recommendation for Hopper. Older GPUs need less.
+pub(crate) const CUBLASLT_WORKSPACE_BYTES: usize = 32 << 20;
 
-/// The most blocks that [a norm's backward](norm_partials) is spread over, each with a row of each partial sum.
+/// The most blocks of a [norm's backward](norm_partials). Each block writes a row of each partial sum.
 pub(crate) const NORM_BLOCKS: usize = 1024;
 
-/// Positions that the embedding's backward finds room for by id.
+/// Positions per id in the buckets of the embedding's backward.
 pub(crate) const EMBEDDING_CAPACITY: usize = 32;
 
-/// Positions of an id that a warp adds up by itself in the embedding's backward.
+/// The most positions of an id that one warp sums in the embedding's backward.
 pub(crate) const EMBEDDING_FEW: usize = 8;
 
-/// Elements of a block of AdamW's, and of the sums of squares.
+/// Elements per block of AdamW and of the sums of squares.
 pub(crate) const CHUNK: usize = 8192;
 
-/// What pieces of a workspace begin at a multiple of, in words.
+/// The alignment of the parts of a workspace, in words.
 const ALIGNMENT_WORDS: usize = 64;
 
-/// Partial sums of the gradients of a norm's weight and, if it has one, bias, f32.
+/// Returns the number of partial sums, f32, of a norm's backward: gradients of the weight and, for LayerNorm, the bias.
 pub(crate) fn norm_partials(norm: Norm, rows: usize, width: usize) -> usize {
     rows.min(NORM_BLOCKS) * norm.sums() * width
 }
 
-/// Parts that the rows are cut into, each summed by itself, for a bias's gradient.
+/// Returns the number of parts into which the rows are split for a bias's gradient. Each part is summed separately.
 pub(crate) fn bias_parts(rows: usize) -> usize {
     rows.div_ceil(128).clamp(1, 256)
 }
 
-/// Partial sums of a bias's gradient, f32.
+/// Returns the number of partial sums, f32, of a bias's gradient.
 pub(crate) fn bias_backward(rows: usize, width: usize) -> usize {
     bias_parts(rows) * width
 }
 
-/// Parts of a buffer that are summed by themselves, f64: what a GPU's sum works in.
+/// Returns the number of partial sums, f64, of a sum over a buffer.
 pub(crate) fn sum_parts(elements: usize) -> usize {
     elements.div_ceil(8192).clamp(1, 1024)
 }
 
-/// What the embedding's backward sorts positions in, in words: how often each id was found (and two counters), the
-/// positions by id, the ids with many, the positions of those with more than there is room for.
+/// Returns the lengths, in words, of the four buffers of the embedding's backward: the count of each id and two
+/// counters, the buckets of positions by id, the ids with more than [`EMBEDDING_FEW`] positions, and the positions of
+/// ids that exceed [`EMBEDDING_CAPACITY`].
 pub(crate) fn embedding_backward(count: usize, vocab_size: usize) -> [usize; 4] {
     let buckets = vocab_size * EMBEDDING_CAPACITY;
     [
@@ -55,21 +56,22 @@ pub(crate) fn embedding_backward(count: usize, vocab_size: usize) -> [usize; 4] 
     .map(aligned)
 }
 
-/// How many numbers flash attention keeps of a query's log-sum-exp, on any device: itself, and what rounding took from
-/// it. Of half precision the first alone: probabilities are rounded to it, or their gradients.
+/// Returns the number of f32 values that flash attention saves per query for the log-sum-exp, on any device. In f32
+/// there are two: the log-sum-exp and its rounding error. In half precision there is one, since the probabilities and
+/// their gradients are rounded to half precision anyway.
 pub(crate) fn flash_lse_parts(dtype: DType) -> usize {
     if dtype.size_in_bytes() < 4 { 1 } else { 2 }
 }
 
-/// Where flash attention's blocks draw their numbers, in words.
+/// Returns the scratch of flash attention's forward, in words: the counter from which blocks draw their tiles.
 pub(crate) fn flash_forward() -> usize {
     2 * ALIGNMENT_WORDS
 }
 
-/// What flash attention's backward keeps for all of its blocks, in words: three statistics a query, dq's sums, and
-/// whose turn it is to add to them.
+/// Returns the scratch of flash attention's backward, in words: three statistics per query, the sums of dq, and the
+/// turns in which blocks add to them.
 pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
-    const MOST_QUERIES: usize = 128; // of a tile
+    const MOST_QUERIES: usize = 128; // queries per tile
     const FEWEST_QUERIES: usize = 32;
     let heads = sizes.batch.saturating_mul(sizes.heads);
     let whole_tiles = sizes.queries.div_ceil(MOST_QUERIES);
@@ -86,43 +88,43 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
         rows.saturating_mul(most_columns),
         tiles.saturating_mul(2).saturating_add(1),
     ];
-    // One piece more of each, for a workspace that begins anywhere.
+    // One alignment unit is added to each part, because the workspace may begin at any word.
     parts.iter().fold(0, |sum: usize, words| {
         sum.saturating_add(aligned(*words))
             .saturating_add(ALIGNMENT_WORDS)
     })
 }
 
-/// What the scores of naive attention may take in f32, in bytes: a head of T 16,384, or several that together fill a
-/// GPU as well.
+/// The bound of naive attention's scores in f32, in bytes: one head of T 16,384, or more heads that fill a GPU as well.
 const SCORES_BYTES: usize = 1 << 30;
 
-/// In half precision, where they are read once and then kept otherwise: what a level-2 cache may hold until then.
+/// The bound of the f32 scores in half precision, in bytes. They are read once and then saved in half precision, so a
+/// level-2 cache should hold them until then.
 const WIDE_SCORES_BYTES: usize = 32 << 20;
 
-/// The heads (of k and v) whose scores, or their gradients, naive attention has on a GPU at once beside the
-/// probabilities: as many as there is room for, and one at least. `of_head` is how many elements one has, `dtype` that
-/// of q, k and v.
-pub(crate) fn naive_heads_at_once(heads: usize, of_head: usize, dtype: DType) -> usize {
+/// Returns how many heads of k and v naive attention computes together on a GPU, at least one. It bounds the memory of
+/// their scores, or of the scores' gradients, in addition to the probabilities. `scores_per_head` is the number of scores of a
+/// head; `dtype` is that of q, k and v.
+pub(crate) fn naive_heads_per_pass(heads: usize, scores_per_head: usize, dtype: DType) -> usize {
     let bytes = match dtype {
         DType::F32 => SCORES_BYTES,
         _ => WIDE_SCORES_BYTES,
     };
-    let most = bytes / of_head.saturating_mul(size_of::<f32>()).max(1);
+    let most = bytes / scores_per_head.saturating_mul(size_of::<f32>()).max(1);
     let turns = heads.div_ceil(most.max(1));
     heads.div_ceil(turns.max(1))
 }
 
-/// Sums of squares of pieces of a gradient, f64.
+/// Returns the number of chunks of a gradient; each has a sum of squares in f64.
 pub(crate) fn chunks(elements: usize) -> usize {
     elements.div_ceil(CHUNK)
 }
 
-/// What AdamW's kernel knows of a parameter, in words of 8 bytes.
+/// The size of the AdamW kernel's entry for a parameter, in words of 8 bytes.
 pub(crate) const UPDATE_WORDS: usize = 7;
 
-/// The tables by which one launch updates parameters of so many elements each, in bytes: what is known of each, and a
-/// word for each chunk.
+/// Returns the size, in bytes, of the tables of one update: an entry per parameter and a word per chunk. `parameters`
+/// are element counts.
 pub(crate) fn update_tables_bytes(parameters: impl Iterator<Item = usize>) -> usize {
     let words = parameters.map(|elements| UPDATE_WORDS + chunks(elements));
     words.sum::<usize>() * size_of::<u64>()

@@ -1,4 +1,5 @@
-//! The memory of attention alone, and of its layer: forward is traced, and followed through backward.
+//! Memory of attention alone, and of the self-attention layer. Forward is traced, and the trace is followed through
+//! backward.
 
 use super::letters::{Letter, Letters, other_head_dim};
 use super::lifetimes::{Buffer, Lifetimes, elements};
@@ -12,31 +13,33 @@ use crate::precision::{Precision, outside};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 
-/// One attention, forward and backward: q, k, v (B, H, T, Dh).
+/// The sizes of one attention, forward and backward: q, k, v (B, H, T, Dh).
+///
+/// [`attention_breakdown`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionWorkload {
-    /// What computes it.
+    /// The algorithm that computes it.
     pub algorithm: Algorithm,
-    /// B.
+    /// Batch size B.
     pub batch_size: usize,
-    /// H.
+    /// Number of heads H.
     pub heads: usize,
-    /// T.
+    /// Sequence length T.
     pub sequence_length: usize,
-    /// Dh.
+    /// Width of a head, Dh.
     pub head_dim: usize,
-    /// Which keys a query sees.
+    /// The mask: the keys that each query attends to.
     pub mask: Mask,
-    /// How many documents, as long as each other as can be, are packed into a sequence, each of which attends to itself
-    /// alone; 1 is none but the sequence, and at most there are as many as tokens.
+    /// Number of documents packed into a sequence, of lengths as equal as possible; each attends only to itself. 1
+    /// means that the sequence is not packed. At most T: larger numbers count as T.
     pub documents: usize,
-    /// The probability with which probabilities are dropped; 0 drops none.
+    /// Probability with which attention probabilities are dropped; 0 means no dropout.
     pub dropout: f64,
-    /// Of q, k and v.
+    /// Dtype of q, k and v.
     pub dtype: DType,
 }
 
-/// The attention that CS336 begins with: naive, batch 8, one head of 64, 1,024 tokens, every key seen, in f32.
+/// The attention that CS336 begins with: naive, batch 8, one head of width 64, 1,024 tokens, no mask, f32.
 impl Default for AttentionWorkload {
     fn default() -> Self {
         Self {
@@ -63,7 +66,7 @@ impl AttentionWorkload {
         ]
     }
 
-    /// What the letters of its breakdowns stand for.
+    /// Returns the sizes as text, for breakdowns.
     pub(super) fn sizes(&self) -> String {
         let [b, h, t, dh] = self.shape();
         let width = self.dtype.size_in_bytes();
@@ -82,21 +85,21 @@ impl AttentionWorkload {
         }
     }
 
-    /// It, of q, k and v that a gradient reaches, to be traced.
+    /// Runs forward on q, k and v that are weights, to be traced.
     pub(super) fn forward(&self) -> Result<Tensor> {
         let leaves = graph::weights(self.dtype);
         let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
-        let hollow = || FirstKeys::hollow(self.batch_size, self.sequence_length); // takes no memory
+        let meta = || FirstKeys::meta(self.batch_size, self.sequence_length); // uses no memory
         self.algorithm
-            .attend(&q?, &k?, &v?, &self.config_with(hollow)?)
+            .attend(&q?, &k?, &v?, &self.config_with(meta)?)
     }
 
-    /// The configuration of its attention: with first keys, if there are several documents, and the key of dropout, on
-    /// the CPU.
+    /// Returns the configuration of the attention: first keys if there are several documents, and the dropout key, all
+    /// on the CPU.
     ///
     /// # Errors
-    /// [`Error::Config`] for no document, and for more tokens than first keys count; [`Error::OutOfMemory`] and
-    /// [`Error::Shape`] for more first keys than fit in memory.
+    /// [`Error::Config`] for 0 documents, or for sequences too long for u32 first keys; [`Error::OutOfMemory`] and
+    /// [`Error::Shape`] for first keys that do not fit in memory.
     pub fn config(&self) -> Result<AttentionConfig> {
         self.config_with(|| self.first_keys())
     }
@@ -145,7 +148,7 @@ impl AttentionWorkload {
         FirstKeys::new(&sequence.broadcast_as((batch, length))?.contiguous()?)
     }
 
-    /// The lengths of a sequence's documents, with how many of each there are: as equal as can be.
+    /// Returns the two lengths of a sequence's documents, each with the number of documents of that length.
     pub(crate) fn document_lengths(&self) -> [(usize, usize); 2] {
         let length = self.sequence_length;
         let documents = self.documents.clamp(1, length.max(1));
@@ -153,30 +156,28 @@ impl AttentionWorkload {
         [(shorter, documents - longer), (shorter + 1, longer)]
     }
 
-    /// Scores and probabilities B H T^2 each and the output, as CS336's handout counts: what composed ops would keep.
-    /// [`attention_breakdown`] says what the implementation here does keep.
+    /// Returns the bytes of the scores, the probabilities (B H T^2 each) and the output, as CS336's handout counts:
+    /// what composed ops would save. [`attention_breakdown`] counts what this crate's implementation saves.
     pub fn composed_bytes(&self) -> u64 {
         let elements = 2.0 * self.scores() + elements(&self.shape());
         (elements * self.dtype.size_in_bytes() as f64) as u64
     }
 }
 
-/// What one attention holds at its worst moment, with its inputs, where `kernels` compute it: predicted, for deciding
-/// whether it fits. Predicted from its trace, as
-/// [`estimate_graph`](super::estimate_graph()) does for any function.
+/// Predicts the peak memory of one attention, inputs included, on `kernels`: use it to decide whether a size fits. It
+/// follows the trace, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
-/// Naive keeps the probabilities, not the scores. On the CPU a thread has keys and values of a head, in backward their
-/// gradients too, and the scores of 64 queries, and where there are few heads each part of one has sums of its own; in
-/// half precision the probabilities are f32 all the same. On a GPU
-/// probabilities are in the dtype of q, k and v, and backward takes matrices of (T, T) for as many of B H as 1 GiB
-/// holds in f32, one at least; in half precision forward and backward as many as 32 MiB hold in f32, and backward half
-/// as much again.
+/// Naive attention saves the probabilities, not the scores. On the CPU each thread holds the keys and values of a head,
+/// in backward their gradients too, and the scores of 64 queries. Where there are few heads, each part of a head has
+/// sums of its own. Probabilities are f32 even in half precision. On a GPU probabilities have the dtype of q, k and v.
+/// Backward needs (T, T) matrices for as many of the B H heads as fit in 1 GiB of f32, at least one. In half precision
+/// forward and backward need as many as fit in 32 MiB of f32, and backward half as much again.
 ///
-/// Flash keeps the log-sum-exp instead, two numbers a row, one in half precision; its backward takes a few tiles a
-/// thread, and where dq is rounded its sums for two heads a thread, on a GPU for all of them.
+/// Flash attention saves the log-sum-exp instead: two numbers a row, one in half precision. Its backward needs a few
+/// tiles a thread. Where dq is rounded, it also needs f32 sums of dq: for two heads a thread on the CPU, for all heads
+/// on a GPU.
 ///
-/// In f64 a GPU has no kernels. Naive is composed of candle's ops there, and this counts less than half of what they
-/// take.
+/// A GPU has no kernels in f64. Naive is then composed of candle's ops, which use more than twice what this counts.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
@@ -190,7 +191,7 @@ impl AttentionWorkload {
 /// ```
 ///
 /// # Errors
-/// What the algorithm does not take: heads too wide for flash, a Dh of 0, a dtype that is no float.
+/// Sizes that the algorithm does not support: heads too wide for flash, a Dh of 0, a dtype that is not a float.
 pub fn attention_breakdown(
     workload: &AttentionWorkload,
     kernels: Kernels,
@@ -227,22 +228,25 @@ pub fn attention_breakdown(
     })
 }
 
-/// One [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x (B, T, D).
+/// The sizes of one [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x
+/// (B, T, D).
+///
+/// [`self_attention_breakdown`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SelfAttentionWorkload {
-    /// What computes attention.
+    /// The algorithm that computes attention.
     pub algorithm: Algorithm,
-    /// B.
+    /// Batch size B.
     pub batch_size: usize,
-    /// T.
+    /// Sequence length T.
     pub sequence_length: usize,
-    /// D.
+    /// Model width D.
     pub d_model: usize,
-    /// H.
+    /// Number of heads H.
     pub heads: usize,
-    /// Of weights and inputs.
+    /// Dtype of weights and inputs.
     pub dtype: DType,
-    /// The region that forward runs in: f32 for none.
+    /// The autocast region that forward runs in; f32 means none.
     pub precision: Precision,
 }
 
@@ -262,7 +266,7 @@ impl Default for SelfAttentionWorkload {
 }
 
 impl SelfAttentionWorkload {
-    /// The same in `precision`: weights and input in its dtype for parameters, forward in its region.
+    /// Returns the same sizes in `precision`: weights and input in its parameter dtype, forward in its region.
     pub fn with_precision(self, precision: Precision) -> Self {
         Self {
             dtype: precision.parameter_dtype(),
@@ -271,7 +275,7 @@ impl SelfAttentionWorkload {
         }
     }
 
-    /// The attention inside it.
+    /// Returns the sizes of the attention inside the layer.
     pub fn attention(&self) -> AttentionWorkload {
         AttentionWorkload {
             algorithm: self.algorithm,
@@ -286,7 +290,7 @@ impl SelfAttentionWorkload {
         }
     }
 
-    /// It, of hollow weights, and its input, to be traced.
+    /// Returns the layer with meta weights, and its input, to be traced.
     pub(super) fn layer(&self) -> Result<(CausalSelfAttention, Tensor)> {
         let shape = (self.batch_size, self.sequence_length, self.d_model);
         let weights = graph::weights(self.dtype);
@@ -300,7 +304,7 @@ impl SelfAttentionWorkload {
         self.precision.run(|| layer.forward(&x))
     }
 
-    /// Elements of the weights, of x, and of the largest tensor.
+    /// Returns the number of elements of the weights, of x, and of the largest tensor.
     pub(super) fn elements(&self) -> [f64; 3] {
         let [b, t, d] = [self.batch_size, self.sequence_length, self.d_model];
         let (weight, x) = (elements(&[d, d]), elements(&[b, t, d]));
@@ -311,7 +315,7 @@ impl SelfAttentionWorkload {
         ]
     }
 
-    /// What projections and attention are computed in: a region leaves f64 alone.
+    /// Returns the dtype that projections and attention compute in; a region leaves f64 alone.
     pub(crate) fn compute_dtype(&self) -> DType {
         match self.precision.policy() {
             Some(_) if self.dtype != DType::F64 => self.precision.dtype(),
@@ -320,14 +324,12 @@ impl SelfAttentionWorkload {
     }
 }
 
-/// What one self-attention layer holds on the CPU at its worst moment, with its weights and its input: predicted, for
-/// deciding whether it fits.
+/// Predicts the peak memory of one self-attention layer on the CPU, weights and input included: use it to decide
+/// whether a size fits. It follows the trace, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
-/// It is predicted from its trace, as [`estimate_graph`](super::estimate_graph()) does for any function.
-///
-/// The worst moment is the backward of attention or, where D is large beside B T, that of the last weight, when the
-/// other three's gradients exist already. In an autocast region weights, x and the weights' gradients are f32, and
-/// copies of weights and x are there in half precision.
+/// The peak is in the backward of attention or, where D is large compared with B T, in that of the last weight, when
+/// the gradients of the other three exist already. In an autocast region weights, x and the weights' gradients are f32,
+/// and half-precision copies of weights and x exist in addition.
 ///
 /// ```
 /// use tallow::memory::{SelfAttentionWorkload, self_attention_breakdown};
@@ -338,7 +340,7 @@ impl SelfAttentionWorkload {
 /// ```
 ///
 /// # Errors
-/// What the layer does not take: a D that H does not divide, heads too wide for flash.
+/// Sizes that the layer does not support: a D that H does not divide, heads too wide for flash.
 pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<MemoryBreakdown> {
     let w = workload;
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
@@ -388,7 +390,7 @@ struct Layer<'a, W> {
     sizes: String,
 }
 
-/// What a layer holds at the worst moment of forward and backward.
+/// Returns the peak memory of a layer's forward and backward.
 ///
 /// # Errors
 /// Those of forward.
@@ -409,17 +411,17 @@ fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
     let mut breakdown = letters.breakdown(&graph, layer.sizes, &lifetimes);
     for part in &mut breakdown.parts {
         if part.kind == MemoryKind::Logits {
-            part.kind = MemoryKind::Activations; // a layer returns none
+            part.kind = MemoryKind::Activations; // a layer has no logits
         }
     }
     Ok(breakdown)
 }
 
-/// By how much a tensor of the other workload is larger: naive attention's scores, B H T^2, by 3 7 5^2 and at most 4
-/// for heads of an odd width.
+/// How much larger a tensor of `other` can be: naive attention's scores, B H T^2, grow by 3 * 7 * 5^2, and at most 4
+/// times more for heads of odd width.
 const MOST_SCALED: f64 = 2100.0;
 
-/// The graph of `forward` on these kernels, whatever region or policy the caller is in.
+/// Returns the graph of `forward` on these kernels, whatever autocast region or kernel policy the caller is in.
 pub(super) fn traced(
     kernels: Kernels,
     keeps_graph: bool,

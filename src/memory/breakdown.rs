@@ -1,4 +1,4 @@
-//! A sum of bytes with its terms.
+//! A breakdown of memory into terms, whose sum is the peak.
 
 use crate::report::{Column, Report, format_mib};
 use serde::Serialize;
@@ -6,33 +6,33 @@ use serde_json::json;
 use std::borrow::Cow;
 use std::fmt;
 
-/// What a term of an [`MemoryBreakdown`] is there for, in the order in which they come to be.
+/// The use of a term of a [`MemoryBreakdown`], in the order in which the memory is allocated in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum MemoryKind {
-    /// The parameters.
+    /// Parameters.
     Weights,
-    /// What the optimizer keeps from step to step.
+    /// Optimizer state, which is kept from step to step.
     Optimizer,
-    /// What comes from outside: inputs, token ids, tables of positions.
+    /// Data from outside: inputs, token ids, tables of positions.
     Inputs,
-    /// What forward computes; with a graph, what it keeps for backward (residuals).
+    /// Outputs of forward; with a graph, those saved for backward (residuals).
     Activations,
-    /// Weights in half precision beside those in f32, in an autocast region.
+    /// Half-precision copies of f32 weights in an autocast region.
     WeightCasts,
-    /// The logits, and what the loss keeps.
+    /// Logits, and what the loss saves.
     Logits,
-    /// The weights' gradients.
+    /// Gradients of the weights.
     Gradients,
-    /// What one op takes for itself, and gradients on their way.
+    /// Scratch memory of a single op, and gradients between ops.
     Scratch,
-    /// What belongs to no kind, where memory is measured: taken outside of a step, or too small to be recorded.
+    /// Memory of no known use where memory is measured: allocated outside of a step, or too small to be recorded.
     Other,
 }
 
 impl MemoryKind {
-    /// All of them, in order.
+    /// All kinds, in order.
     pub const ALL: [Self; 9] = [
         Self::Weights,
         Self::Optimizer,
@@ -45,7 +45,7 @@ impl MemoryKind {
         Self::Other,
     ];
 
-    /// As tables name it.
+    /// Returns the name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Weights => "weights",
@@ -67,8 +67,8 @@ impl fmt::Display for MemoryKind {
     }
 }
 
-/// What is alive at the worst moment of a forward and backward, term by term: the breakdown that is written beside a
-/// row that ran out of memory.
+/// The memory alive at the peak of a forward and backward, term by term. Benchmarks write it for rows that run out of
+/// memory.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
@@ -80,34 +80,33 @@ impl fmt::Display for MemoryKind {
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MemoryBreakdown {
-    /// The sizes that the terms' letters stand for.
+    /// The sizes that the letters in formulas stand for.
     pub sizes: String,
     /// The terms; their sum is the peak.
     pub parts: Vec<Part>,
-    /// The bytes alive when backward begins: inputs and weights, and what forward leaves behind. Some of them are freed
-    /// before the worst moment.
+    /// Bytes alive when backward begins: inputs, weights, and what forward saves. Some of it is freed before the peak.
     pub before_backward_bytes: u64,
 }
 
-/// One term: `count` buffers of one size.
+/// A term: `count` buffers of one size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Part {
-    /// What it is there for.
+    /// The use of the buffers.
     pub kind: MemoryKind,
-    /// What it is.
+    /// The name of the buffers.
     pub what: Cow<'static, str>,
-    /// How many elements one has, in letters.
+    /// Number of elements of one buffer, as a formula.
     pub formula: Cow<'static, str>,
-    /// How many there are: one a layer, say.
+    /// Number of buffers: one a layer, for example.
     pub count: u64,
-    /// The size of an element.
+    /// Bytes of an element.
     pub element_bytes: usize,
-    /// How many bytes all of them have.
+    /// Bytes of all `count` buffers.
     pub bytes: u64,
 }
 
 impl MemoryBreakdown {
-    /// The sum of `parts`. What is there for forward is taken as alive when backward begins.
+    /// Creates a breakdown. Parts of kinds that forward allocates count as alive when backward begins.
     pub(super) fn new(sizes: String, parts: Vec<Part>) -> Self {
         let of_forward = parts
             .iter()
@@ -119,17 +118,17 @@ impl MemoryBreakdown {
         }
     }
 
-    /// The bytes of all terms that are there for this.
+    /// Returns the bytes of all terms of this kind.
     pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
         sum_bytes(self.parts.iter().filter(|part| part.kind == kind))
     }
 
-    /// The most bytes alive at once.
+    /// Returns the peak, in bytes: the sum of all terms.
     pub fn peak_bytes(&self) -> u64 {
         sum_bytes(&self.parts)
     }
 
-    /// The terms as a table, the formula beside each line, their sum at the end.
+    /// Returns the terms as a table with their formulas, the sum in the last row.
     pub fn report(&self) -> Report {
         let parts = self.parts.iter().map(|part| {
             let (kind, what, formula) = (part.kind.name(), &part.what, &part.formula);
@@ -164,7 +163,7 @@ fn sum_bytes<'a>(parts: impl IntoIterator<Item = &'a Part>) -> u64 {
 }
 
 impl Part {
-    /// One buffer. Elements are counted in f64: exact to 2^53, and no overflow beyond.
+    /// Creates a term of one buffer. Elements are counted in f64: exact to 2^53, without overflow beyond.
     pub(super) fn new(
         kind: MemoryKind,
         what: impl Into<Cow<'static, str>>,
@@ -183,7 +182,7 @@ impl Part {
     }
 }
 
-/// `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`.
+/// Writes one line: `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`.
 impl fmt::Display for MemoryBreakdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.sizes)?;
@@ -196,8 +195,20 @@ impl fmt::Display for MemoryBreakdown {
     }
 }
 
-/// The smallest power of two whose breakdown wants more than `available_bytes`, with the breakdown: the first
-/// configuration that does not fit. `None` if one before it has no breakdown.
+/// Returns the smallest power of two whose breakdown needs more than `available_bytes`, with the breakdown: the first
+/// configuration that does not fit. Returns `None` if a smaller power of two has no breakdown.
+///
+/// ```
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown, smallest_beyond};
+///
+/// let breakdown = |sequence_length| {
+///     let workload = AttentionWorkload { sequence_length, ..Default::default() };
+///     attention_breakdown(&workload, Kernels::Cuda).ok()
+/// };
+/// let (sequence_length, breakdown) = smallest_beyond(16 << 30, breakdown).unwrap();
+/// assert_eq!(sequence_length, 32_768);
+/// assert!(breakdown.peak_bytes() > 16 << 30);
+/// ```
 pub fn smallest_beyond(
     available_bytes: u64,
     breakdown: impl Fn(usize) -> Option<MemoryBreakdown>,

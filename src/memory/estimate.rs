@@ -1,4 +1,4 @@
-//! The memory of a pass or a step, from its sizes alone.
+//! The memory of a pass or step, estimated from its sizes alone.
 
 use super::letters::Letters;
 use super::lifetimes::{Buffer, Lifetimes, What, elements};
@@ -12,78 +12,76 @@ use crate::{Error, Result};
 use serde::Serialize;
 use std::fmt;
 
-/// Bytes of an eager pass or step, by what they hold: when each buffer of the run is alive in forward and backward,
-/// from its size alone.
+/// Estimated memory of an eager pass or step, in bytes, by use.
 ///
-/// The pass is traced ([`Workload::trace`]), as [`estimate_graph`] takes the trace of any function, and every value of
-/// the graph has a lifetime by a few rules: a value lives until its last read, its drop, or the backward of the last op
-/// that holds it. Parameters of 2^47 bytes, as many as a process has addresses, or a tensor of 2^63 make the peak
-/// `u64::MAX`.
+/// The pass is traced ([`Workload::trace`]), and each value of the graph gets a lifetime: a value lives until its last
+/// read, its drop, or the backward of the last op that saved it. [`estimate_graph`] does the same for the trace of any
+/// function. The peak is `u64::MAX` if the parameters have 2^47 bytes, the address space of a process, or if a tensor
+/// has 2^63.
 ///
-/// What forward of [`TransformerLM`](crate::model::TransformerLM) leaves for backward, in elements: N = B T; S is what
-/// attention keeps beside its inputs and output, the probabilities, B H T^2 in f32, if it is naive; if it is flash, the
-/// log-sum-exp of their rows, B H T in f32, and what rounding took from it, as much again, or in half precision what
-/// rounding took from its output, N D in half.
+/// The following formulas count what forward of [`TransformerLM`](crate::model::TransformerLM) saves for backward, in
+/// elements. N = B T. S is what attention saves in addition to its inputs and output. For naive attention S is the
+/// probabilities, B H T^2 in f32. For flash attention it is the log-sum-exp, B H T in f32, and its rounding error, as
+/// much again; in half precision the latter is the rounding error of the output instead, N D in half precision.
 ///
-/// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, every op's input and output once each.
-/// - Half precision throughout: the same in half, but for S and the norms' N; and `L 2 T D / H` for the rotary tables,
-///   in f32.
-/// - Autocast: the residual stream, the norms' outputs and the sums' second operands are f32,
-///   `L (6 N D + 2 N) + 2 N D + N`; all between in half, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
-///   and both branches' outputs. S as above, and tables for all layers, `T D / H`. And the linear weights' casts, 2
-///   bytes a weight: they stay until the graph goes or, without one, the region ends; if dropped, until their op is
-///   done, and each layer has tables of its own, as above.
+/// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, the input and output of every op once each.
+/// - Half precision throughout: the same number of elements in half precision, except that S and the N of the norms
+///   stay f32. The rotary tables add `L 2 T D / H` in f32.
+/// - Autocast: the residual stream, the outputs of the norms and the second operands of sums are f32,
+///   `L (6 N D + 2 N) + 2 N D + N`. Everything between is half precision, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
+///   and the outputs of both branches. S is as above, and all layers share tables, `T D / H`. In addition there are
+///   casts of the linear weights, 2 bytes a weight. They live until the graph is freed or, without a graph, until the
+///   region ends. With casts dropped, they live until their op is done, and each layer has its own tables, as above.
 ///
-/// Of [GPT-2](crate::nn::Architecture::Gpt2) in f32 it is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`. Of
-/// [Gemma 2](crate::nn::Architecture::Gemma2) it is counted from the trace alone.
+/// For [GPT-2](crate::nn::Architecture::Gpt2) in f32 the formula is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`. For
+/// [Gemma 2](crate::nn::Architecture::Gemma2) there is no formula, only the trace.
 ///
-/// On a GPU ([`Kernels`](super::Kernels)) S of naive attention is in the dtype of q, and products pack nothing.
+/// On a GPU ([`Kernels`](super::Kernels)) S of naive attention has the dtype of q, and matmuls need no packing buffers.
 ///
-/// That is with the whole graph. With [checkpointing](crate::nn::Checkpointing), a segment that is recomputed leaves
-/// its input, `N D`; its graph, as above with a copy of its input, is there in forward until the segment is done and in
-/// backward until it is through, one at a time, and with it its weights' casts.
+/// These formulas are of the whole graph. With [checkpointing](crate::nn::Checkpointing), a segment that is recomputed
+/// saves only its input, `N D`. Its graph, as above with a copy of its input, is alive in forward until the segment is
+/// done, and in backward from recomputation to the end of the segment's backward, one segment at a time. The casts of
+/// its weights live as long as its graph.
 ///
-/// Nothing is dropped: a step with dropout is [traced](estimate_graph).
+/// Dropout is not counted: [trace](estimate_graph) a step that has it.
 ///
-/// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). Gradients of f16 parameters are
-/// divided by the scale into f32, once the graph is gone: 4 bytes a parameter then, and the head's gradient in f16
-/// beside them.
+/// A training step in f16 scales its loss ([`GradScaler`](crate::optim::GradScaler)). After the graph is freed,
+/// gradients of f16 parameters are divided by the scale into f32: 4 bytes a parameter, and in addition the head's
+/// gradient in f16.
 ///
-/// It displays as a table with the formula beside each line. Kernels' scratch is counted for all threads of the pool
-/// that asks: the blocks that matrix products pack, attention's tiles.
-/// Threads that find no work hold none, so with more threads than a small step keeps busy this is a bound. Left out:
-/// the records of tensors and ops, a few hundred bytes each; what kernels keep from call to call; and, before the first
-/// step, the drawing of the weights, the largest of which exists once more. [`measure()`](crate::memory::measure())
-/// runs it and counts.
+/// `Display` writes a table with a formula in each row. Kernels' scratch (packing buffers of matmuls, attention's
+/// tiles) is counted for all threads of the current pool. Threads without work allocate none, so this is an upper bound
+/// where a small step has too little work for all threads. Not counted are the records of tensors and ops, a few
+/// hundred bytes each; memory that kernels keep from call to call; and, before the first step, a second copy of the
+/// largest weight while weights are drawn. [`measure()`](crate::memory::measure()) runs the step and counts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     /// P: the weights.
     pub parameter_bytes: u64,
-    /// P, with a backward: one gradient a weight, in its dtype, when backward is done.
+    /// P with a backward, else 0: when backward is done there is one gradient a weight, in its dtype.
     pub gradient_bytes: u64,
-    /// 2 P in f32, with the optimizer: AdamW's exp_avg and exp_avg_sq; 3 P where it keeps an f32 copy of weights in
-    /// half.
+    /// With the optimizer, 2 P in f32: AdamW's exp_avg and exp_avg_sq. 3 P if it keeps an f32 copy of half-precision
+    /// weights.
     pub optimizer_bytes: u64,
-    /// What the blocks' graph holds when forward is done, as above; without a graph, what of it is alive at the worst
-    /// moment.
+    /// Memory of the blocks' graph when forward is done, as above; without a graph, the part that is alive at the peak.
     pub activation_bytes: u64,
-    /// Copies of weights in half precision, at the same moment.
+    /// Half-precision copies of weights, at the same point in time.
     pub weight_cast_bytes: u64,
-    /// N V: the logits, 2 N V with a [cap](TransformerConfig::logit_soft_cap); with a loss also the loss and what it
-    /// keeps beside them, 2 N + 1 in f32. At the same moment.
+    /// N V at the same point in time: the logits, or 2 N V with a [cap](TransformerConfig::logit_soft_cap). With a loss
+    /// also the loss and what it saves, 2 N + 1 in f32.
     pub logit_bytes: u64,
-    /// What comes and goes at the worst moment, beyond the above and the gradients that exist by then.
+    /// Scratch memory and gradients between ops that are alive at the peak.
     pub transient_bytes: u64,
-    /// What is alive when forward is done: what backward begins with.
+    /// Memory alive when forward is done and backward begins.
     pub after_forward_bytes: u64,
-    /// The most that is alive at once.
+    /// The peak.
     pub peak_bytes: u64,
-    /// What is alive at the worst moment, term by term; its sum is the peak.
+    /// Memory alive at the peak, term by term; the sum is the peak.
     pub breakdown: MemoryBreakdown,
 }
 
-/// The breakdown of one pass or step, before anything is allocated. A model of a shorter context than the workload's
-/// sequences is taken for one that reaches as far.
+/// Estimates the memory of one pass or step, before anything is allocated. If the workload's sequences are longer than
+/// the model's context, the estimate is of a model with a longer context.
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -109,8 +107,8 @@ pub struct Estimate {
 /// ```
 ///
 /// # Errors
-/// A configuration that is no model's, or not one of the workload's attention; more than 4,096 blocks; no sequences, or
-/// empty ones.
+/// An invalid model configuration, or one that does not support the workload's attention; more than 4,096 blocks; a
+/// batch size or sequence length of 0.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
     check_pass(config, workload)?;
     let (graph, lifetimes) = workload::lifetimes(config, workload)?;
@@ -130,14 +128,13 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
     ))
 }
 
-/// The breakdown of one pass or step of any traced function, as far as `mode` says: its forward, backward from its
+/// Estimates the memory of one pass or step of any traced function, as far as `mode` goes: forward, backward from the
 /// first output, and AdamW for the weights that get a gradient.
 ///
-/// It is of what was traced: whether forward keeps a graph, autocast regions, segments that are checkpointed, what is
-/// dropped when; on the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs
-/// and constants that the function reads are there from the beginning, each once. Ops that are composed of candle's own
-/// count for what they take and return; what several of candle's keep between them is left out, so where a kernel is
-/// missing this is too low.
+/// The estimate follows the trace: whether forward keeps a graph, autocast regions, checkpointed segments, when values
+/// are dropped, and the kernels of the trace's [`Target`](crate::graph::Target). Weights, inputs and constants that the
+/// function reads are alive from the beginning, and count once each. Ops composed of candle's own ops count only their
+/// inputs and outputs, not candle's intermediate tensors, so the estimate is too low where a kernel is missing.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -162,7 +159,7 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
 /// ```
 ///
 /// # Errors
-/// A mode with a backward of a graph whose first output no gradient leaves.
+/// [`Error::Order`] for a mode with backward if the first output is not tracked.
 pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
     let output = graph.outputs.first();
     let is_tracked = output.is_some_and(|output| output.tracked);
@@ -188,7 +185,8 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
     Ok(Estimate::of(&lifetimes, parameter_bytes, mode, breakdown))
 }
 
-/// What is there before the function is called: what it reads from outside and, for a step, the optimizer's state.
+/// Returns the buffers that exist before the function is called: what it reads from outside and, for a step, the
+/// optimizer's state.
 fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
     let mut residents = Vec::new();
     for (i, value) in graph.values.iter().enumerate() {
@@ -221,7 +219,7 @@ impl Estimate {
         mode: Mode,
         breakdown: MemoryBreakdown,
     ) -> Self {
-        // Without a graph nothing is left when forward is done.
+        // Without a graph nothing is alive when forward is done.
         let forwards = match mode {
             Mode::Forward => &lifetimes.at_peak,
             _ => &lifetimes.after_forward,

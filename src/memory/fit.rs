@@ -1,4 +1,4 @@
-//! What fits: the estimate asked the other way round.
+//! Estimates inverted: the largest batch, the longest sequence and the cheapest checkpointing that fit in memory.
 
 use super::workload::{check, check_pass, check_some, lifetimes, optimizer_state};
 use super::{Mode, Workload};
@@ -8,11 +8,11 @@ use crate::nn::Checkpointing;
 use std::iter::{once, successors};
 use std::num::NonZeroUsize;
 
-/// A quarter of all sizes: no 64 bits count the bytes of as many tokens.
+/// A quarter of all sizes. The bytes of larger token tensors do not fit in 64 bits.
 const LARGEST: usize = usize::MAX / 4 + 1;
 
-/// The largest batch that `available_bytes` hold; `None` if not even one sequence fits. The workload's own batch size
-/// is not read.
+/// Returns the largest batch size that fits in `available_bytes`, or `None` if one sequence does not fit. The
+/// workload's own batch size is ignored.
 ///
 /// ```
 /// use tallow::memory::{Workload, largest_batch_size};
@@ -29,7 +29,7 @@ const LARGEST: usize = usize::MAX / 4 + 1;
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn largest_batch_size(
     config: &TransformerConfig,
     workload: &Workload,
@@ -44,8 +44,8 @@ pub fn largest_batch_size(
     })
 }
 
-/// The smallest T that `available_bytes` do not hold. The workload's own T and the configuration's context length are
-/// of no breakdown.
+/// Returns the smallest T that does not fit in `available_bytes`. The workload's own T and the configuration's context
+/// length are ignored.
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -62,7 +62,7 @@ pub fn largest_batch_size(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn smallest_sequence_beyond(
     config: &TransformerConfig,
     workload: &Workload,
@@ -78,8 +78,8 @@ pub fn smallest_sequence_beyond(
     Ok(largest.unwrap_or(0) + 1)
 }
 
-/// The largest size, of a batch, a length or anything of which more takes no less, whose peak `available_bytes` hold;
-/// `None` if theirs of size 1 is beyond.
+/// Returns the largest size whose peak fits in `available_bytes`, or `None` if size 1 does not fit. The size may be a
+/// batch size, a length, or anything else whose peak does not shrink as it grows.
 ///
 /// ```
 /// use tallow::compile::{Batch, Step, StepConfig, Target};
@@ -89,8 +89,8 @@ pub fn smallest_sequence_beyond(
 /// // The largest batch of planned steps on a GPU, which need not be there.
 /// let config = TransformerConfig::small();
 /// let batch_size = largest_that_fits(8 << 30, |batch_size| {
-///     let batch = Batch::hollow(batch_size, 256)?;
-///     let (plan, _) = Step::plan_of(Target::Cuda, &config, &StepConfig::default(), batch)?;
+///     let batch = Batch::meta(batch_size, 256)?;
+///     let (plan, _) = Step::plan_for_model(Target::Cuda, &config, &StepConfig::default(), batch)?;
 ///     Ok(plan.total_bytes())
 /// })?;
 /// assert!(batch_size.is_some_and(|batch_size| batch_size > 8));
@@ -106,7 +106,7 @@ pub fn largest_that_fits(
     largest(|size| Ok(peak_bytes(size)? <= available_bytes))
 }
 
-/// The largest size from 1 on that fits, as all before it do.
+/// Returns the largest size that fits, by bisection: if a size fits, all smaller ones do.
 fn largest(mut fits: impl FnMut(usize) -> Result<bool>) -> Result<Option<usize>> {
     let mut largest = 0; // known to fit
     let mut beyond = 1;
@@ -127,18 +127,17 @@ fn largest(mut fits: impl FnMut(usize) -> Result<bool>) -> Result<Option<usize>>
     Ok(Some(largest).filter(|size| *size > 0))
 }
 
-/// The most that a pass has alive at once. In f64, which goes on where bytes in 64 bits end.
+/// Returns the peak, in f64: sums of bytes beyond 64 bits do not overflow.
 fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Result<f64> {
     Ok(lifetimes(config, workload)?.1.peak_bytes)
 }
 
-/// The checkpointing with which `available_bytes` hold the workload at the least cost.
+/// Returns the cheapest checkpointing with which the workload fits in `available_bytes`, or `None` if none fits. The
+/// workload's own checkpointing is ignored.
 ///
-/// It recomputes the fewest blocks, and among those that recompute as many, takes the least memory; `None` if not even
-/// the most frugal fits. The workload's own checkpointing is not read.
-///
-/// All but the last segment of blocks are recomputed, so long segments cost less and take more. Where the graph as a
-/// whole fits, it is that ([`Checkpointing::None`]); then segments, of every length up to 256 blocks and of lengths
+/// The cheapest recomputes the fewest blocks and, of those equal in this, needs the least memory. All but the last
+/// segment of blocks are recomputed, so long segments cost less time and need more memory. If the whole graph fits, the
+/// result is [`Checkpointing::None`]. Otherwise segments are tried: of every length up to 256 blocks, and of lengths
 /// 1/128 apart beyond.
 ///
 /// ```
@@ -160,7 +159,7 @@ fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Result<f64> {
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn recommend(
     config: &TransformerConfig,
     workload: &Workload,
@@ -189,8 +188,8 @@ pub fn recommend(
     Ok(best.map(|(_, _, strategy)| strategy))
 }
 
-/// The checkpointing that takes the least memory of those that [`recommend`] tries, whatever it costs, and its peak in
-/// bytes.
+/// Returns the checkpointing that needs the least memory of those that [`recommend`] tries, whatever its cost, and its
+/// peak in bytes.
 ///
 /// ```
 /// use tallow::memory::{Workload, most_frugal, recommend};
@@ -205,7 +204,7 @@ pub fn recommend(
 /// ```
 ///
 /// # Errors
-/// As [`estimate`](crate::memory::estimate()).
+/// Those of [`estimate`](crate::memory::estimate()).
 pub fn most_frugal(
     config: &TransformerConfig,
     workload: &Workload,
@@ -223,7 +222,8 @@ pub fn most_frugal(
     Ok((best.0, best.1 as u64)) // saturates
 }
 
-/// What no checkpointing changes: weights, and as far as the mode has them gradients and the optimizer's state.
+/// Returns the bytes that no checkpointing changes: weights and, depending on the mode, gradients and the optimizer's
+/// state.
 fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
     let width = workload.precision.parameter_dtype().size_in_bytes();
     let gradients = match workload.mode.has_backward() {
@@ -241,8 +241,8 @@ fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
     config.num_parameters() as f64 * (width + gradients) as f64 + state
 }
 
-/// None, and segments that leave something to run again: of every length up to 256 blocks, of lengths 1/128 apart
-/// beyond.
+/// Yields no checkpointing, then segments that leave something to recompute: of every length up to 256 blocks, and of
+/// lengths 1/128 apart beyond.
 fn strategies(layers: usize) -> impl Iterator<Item = Checkpointing> {
     let longer = |length: &usize| Some(length + (length / 128).max(1));
     let lengths = successors(Some(1), longer).take_while(move |length| *length < layers);

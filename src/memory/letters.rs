@@ -1,7 +1,8 @@
-//! What the dimensions of traced values are called, `B`, `T` or `D`: found by tracing again with other sizes.
+//! Letters of the dimensions of traced values (`B`, `T`, `D`), found with a second trace of other sizes.
 //!
-//! Each size is multiplied by a prime of its own (or divided by it), and the primes by which a dimension grows say
-//! which sizes it is made of. So names follow from what depends on what, and never from numbers that are equal.
+//! In the second trace each size is multiplied or divided by a prime of its own. The primes by which a dimension grows
+//! tell which sizes are its factors. Letters therefore follow from dependencies, never from numbers that happen to be
+//! equal.
 
 use super::lifetimes::{Buffer, Formula, Lifetimes, What};
 use super::{MemoryBreakdown, MemoryKind, Part};
@@ -14,11 +15,12 @@ use std::fmt::Write;
 pub(super) struct Letter {
     pub name: &'static str,
     pub size: usize,
-    /// What it is multiplied by in the other trace: primes, and their powers.
+    /// The factors of the size in the other trace: primes and their powers.
     pub by: Vec<(usize, i32)>,
 }
 
-/// Another width of heads: half, as kernels have a widest head, unless RoPE's pairs would not come out.
+/// Returns another head width and its factor: half, as kernels limit the width, unless RoPE could not pair the
+/// dimensions.
 pub(super) fn other_head_dim(head_dim: usize) -> (usize, (usize, i32)) {
     match head_dim.is_multiple_of(4) {
         true => (head_dim / 2, (2, -1)),
@@ -38,14 +40,14 @@ impl Letter {
 
 #[derive(Default)]
 pub(super) struct Letters {
-    /// One that is a product of others before these: D before H and Dh.
+    /// Letters that are products of others come first: D before H and Dh.
     letters: Vec<Letter>,
     other: Option<Graph>,
 }
 
 impl Letters {
-    /// Of `graph`. Without another trace, or if it has other ops (of widths that kernels do not take), all stays
-    /// numbers.
+    /// Creates the letters of `graph`. Without another trace, or if it has other ops (head widths without a kernel),
+    /// formulas are plain numbers.
     pub fn new(graph: &Graph, mut letters: Vec<Letter>, other: Option<Graph>) -> Self {
         letters.sort_by_key(|letter| Reverse(letter.by.len()));
         let ops = |graph: &Graph| graph.nodes().map(|node| node.op).collect::<Vec<_>>();
@@ -57,7 +59,7 @@ impl Letters {
         }
     }
 
-    /// How many elements a value of `graph` has: `BHT^2`; `4 x 256` where no size has a letter.
+    /// Returns the number of elements of a value of `graph` as a formula: `BHT^2`, or `4 x 256` without letters.
     pub fn formula(&self, graph: &Graph, id: ValueId) -> String {
         let shape = &graph.value(id).shape;
         if self.letters.is_empty() && !shape.is_empty() {
@@ -89,7 +91,7 @@ impl Letters {
             let _ = match power {
                 1 => write!(text, "{name}"),
                 _ => write!(text, "{name}^{power}"),
-            }; // a string takes all that is written
+            }; // writing to a string cannot fail
         }
         match number == 1.0 && !text.is_empty() {
             true => text,
@@ -98,7 +100,7 @@ impl Letters {
     }
 }
 
-/// A dimension here and in the other trace without a letter that it has as a factor.
+/// Divides a dimension, here and in the other trace, by a letter; `None` if the letter is not a factor of it.
 fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> {
     let mut grown = other;
     let mut here = dim;
@@ -125,7 +127,7 @@ fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> 
 type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 
 impl Letters {
-    /// The peak of a pass as terms: buffers that are alike as one.
+    /// Returns the peak of a pass as terms: equal buffers are one term.
     pub fn breakdown(
         &self,
         graph: &Graph,
@@ -158,7 +160,7 @@ impl Letters {
                 )),
             }
         }
-        terms.sort_by_key(|(part, _)| part.kind); // stable: within each, as they came to be
+        terms.sort_by_key(|(part, _)| part.kind); // stable: within a kind, in order of allocation
         let parts = terms.into_iter().map(|(part, bytes)| Part {
             bytes: (part.count as f64 * bytes) as u64, // saturates
             ..part
@@ -188,7 +190,7 @@ fn named(graph: &Graph, what: What) -> Cow<'static, str> {
     }
 }
 
-/// `layers` of `layers.3`: what is alike has one name.
+/// Removes numbers: `layers.3` becomes `layers`, so that equal buffers of all layers have one name.
 fn without_numbers(name: &str) -> String {
     let parts = name.split('.');
     let named = parts.filter(|part| part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()));
@@ -202,7 +204,7 @@ mod tests {
     use crate::ops;
     use candle_core::DType;
 
-    /// B and H are as large as each other, and D is H Dh.
+    /// B and H have the same size, and D is H Dh.
     #[test]
     fn sizes_that_are_equal_have_names_of_their_own() {
         let traced = |b: usize, t: usize, h: usize, dh: usize| {

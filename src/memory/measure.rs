@@ -1,4 +1,4 @@
-//! Memory measured while a step runs: by the counter of a device, and by a run of what is predicted.
+//! Memory measured while a step runs: by a device's counters, and by a run of what the estimate predicts.
 
 use super::{Mode, Workload, estimate, tracker};
 use crate::hardware::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
@@ -8,11 +8,11 @@ use crate::{Error, Result, backward, hardware, nn, no_grad, ops};
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
-/// The counters of a device's memory, in bytes; `None` without counters.
+/// Reads the counters of a device's memory, in bytes; each is `None` without counters.
 ///
-/// On the CPU they are the [`tracker`]'s, where it is installed: all of the process's allocations. On CUDA they are
-/// those of the GPU's memory pool, which tensors of this process come from: what PyTorch calls `memory_allocated`,
-/// `max_memory_allocated` and `max_memory_reserved`. cuBLAS's workspace is not among them.
+/// On the CPU they are those of the [`tracker`], if it is installed: all allocations of the process. On CUDA they are
+/// those of the GPU's memory pool, from which tensors of this process are allocated: PyTorch's `memory_allocated`,
+/// `max_memory_allocated` and `max_memory_reserved`. cuBLAS's workspace is not included.
 ///
 /// ```
 /// use candle_core::Device;
@@ -29,14 +29,14 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// The meter of `device`.
+    /// Creates the meter of `device`.
     pub fn new(device: &Device) -> Self {
         let device = device.clone();
         Self { device }
     }
 
-    /// Waits until what was dropped is given back, to the driver too: what was held for an earlier run is not in the
-    /// next one's peaks, and not missing where the driver is asked for memory past the pool.
+    /// Waits until dropped tensors are freed, and returns the pool's unused memory to the driver. The next run's peaks
+    /// then exclude memory of an earlier run, and memory is free for allocations outside of the pool.
     pub(crate) fn settle(&self) -> Result<()> {
         match &self.device {
             Device::Cuda(_) => Ok(trim_pool(&self.device)?),
@@ -44,17 +44,17 @@ impl Meter {
         }
     }
 
-    /// What is taken now.
+    /// Returns the bytes in use now.
     pub fn current_bytes(&self) -> Option<u64> {
         self.counter(tracker::current_bytes, Counter::Used)
     }
 
-    /// The most that was taken at once since [`reset_peak`](Self::reset_peak).
+    /// Returns the peak of bytes in use since [`reset_peak`](Self::reset_peak).
     pub fn peak_bytes(&self) -> Option<u64> {
         self.counter(tracker::peak_bytes, Counter::UsedPeak)
     }
 
-    /// The most that the pool held, used or not, since [`reset_peak`](Self::reset_peak): CUDA only.
+    /// Returns the peak of bytes reserved by the pool, used or not, since [`reset_peak`](Self::reset_peak): CUDA only.
     pub fn reserved_peak_bytes(&self) -> Option<u64> {
         self.counter(|| None, Counter::ReservedPeak)
     }
@@ -67,34 +67,34 @@ impl Meter {
         }
     }
 
-    /// Resets the peaks to what is taken now.
+    /// Resets the peaks to the bytes in use now.
     pub fn reset_peak(&self) {
         match &self.device {
             Device::Cpu => tracker::reset_peak(),
-            // Where the pool has no counters the peak is `None` too.
+            // Without the pool's counters `peak_bytes` is `None` too.
             Device::Cuda(_) => drop(reset_pool_peaks(&self.device)),
             Device::Metal(_) => {}
         }
     }
 }
 
-/// What [`measure`] counted, in bytes requested of the allocator: weights, optimizer state and inputs included.
+/// Memory counted by [`measure`], in bytes requested of the allocator: weights, optimizer state and inputs included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Measured {
-    /// Alive when forward was done, before backward.
+    /// Bytes alive when forward was done, before backward.
     pub after_forward_bytes: u64,
-    /// The most that was alive at once.
+    /// The peak.
     pub peak_bytes: u64,
 }
 
 /// Runs on the CPU what [`estimate`](crate::memory::estimate()) predicts, and counts its memory.
 ///
-/// It runs a new model, on tokens that are all the same (no size depends on their values). As in the estimate,
-/// attention and checkpointing are the workload's, and drawing the weights is not counted. Whatever else the process
-/// allocates meanwhile is: run nothing beside it.
+/// It creates a new model and runs it on equal tokens (no size depends on their values). As in the estimate, attention
+/// and checkpointing are those of the workload, and drawing the weights is not counted. All other allocations of the
+/// process count too, so run nothing else meanwhile.
 ///
-/// It runs until a run leaves nothing behind, and counts the last: what kernels keep for their next calls (0.75 MiB a
-/// thread for packing, 2.5 in half precision) is no part of a step.
+/// Runs are repeated until one leaves nothing allocated, 3 times at most, and then once more to count. Memory that
+/// kernels keep for later calls (0.75 MiB a thread for packing, 2.5 in half precision) is therefore not counted.
 ///
 /// ```
 /// use std::alloc::System;
@@ -112,8 +112,8 @@ pub struct Measured {
 /// ```
 ///
 /// # Errors
-/// A binary without a [`Tracker`](tracker::Tracker), more than is available by the estimate, whatever that refuses,
-/// and what the run meets.
+/// [`Error::Order`] in a binary without a [`Tracker`](tracker::Tracker); [`Error::OutOfMemory`] if the estimate exceeds
+/// the available memory; the errors of `estimate` and of the run.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
     check_room(config, workload)?;
     ops::reserve_scratch(workload.precision.dtype() != DType::F32)?;
@@ -138,7 +138,7 @@ pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measur
     })
 }
 
-/// Runs at most before the one that counts. Threads meet a kernel's buffers one after another.
+/// The most warm-up runs. Threads allocate their buffers of a kernel one after another.
 const WARM_UPS: usize = 3;
 
 fn current_bytes() -> Result<u64> {
@@ -149,13 +149,14 @@ fn current_bytes() -> Result<u64> {
     })
 }
 
-/// Refuses what would end in the system's killing of the process.
+/// Refuses a run that does not fit, which the system would end by killing the process.
 fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let wanted_bytes = estimate(config, workload)?.peak_bytes;
     hardware::check_available("memory::measure", wanted_bytes, hardware::available_bytes())
 }
 
-/// A run on what is there before it; returns the bytes that are alive when forward is done.
+/// Returns a closure that runs a step and returns the bytes alive when forward is done. Model and optimizer exist
+/// before.
 fn step(
     config: &TransformerConfig,
     workload: &Workload,

@@ -1,13 +1,13 @@
 //! The memory of a training step: predicted from sizes before a run, measured and recorded during it.
 //!
-//! - Predicted: [`estimate`] for a model, [`estimate_graph`] for any traced function, [`attention_breakdown`],
-//!   [`self_attention_breakdown`] and [`planned_attention_breakdown`] for attention, for the kernels of the CPU or of a
-//!   GPU ([`Kernels`]), [`planned_breakdown`] for any plan, [`saved_tensors`] for what forward leaves for backward;
-//!   from these [`largest_batch_size`], [`smallest_sequence_beyond`], [`recommend`] and [`most_frugal`].
-//! - Measured: [`tracker`] counts what the allocator is asked for, [`measure()`] is a step's peak by it, [`Meter`]
-//!   reads the counters of any device, and [`system`] the process's resident memory.
-//! - Recorded: [`record()`] and [`record_on()`] record every block with its origin ([`MemoryRecording`]), from which
-//!   a picture ([`timeline()`]) and PyTorch's snapshot ([`Snapshot`]) are made.
+//! - Predicted: [`estimate`] for a model, [`estimate_graph`] for any traced function; [`attention_breakdown`],
+//!   [`self_attention_breakdown`] and [`planned_attention_breakdown`] for attention on the kernels of the CPU or of a
+//!   GPU ([`Kernels`]); [`planned_breakdown`] for any plan; [`saved_tensors`] for what forward saves for backward.
+//!   [`largest_batch_size`], [`smallest_sequence_beyond`], [`recommend`] and [`most_frugal`] use these.
+//! - Measured: [`tracker`] counts allocations, [`measure()`] returns a step's peak by these counts, [`Meter`] reads the
+//!   counters of any device, and [`system`] the process's resident memory.
+//! - Recorded: [`record()`] and [`record_on()`] record every block with its origin ([`MemoryRecording`]). A chart
+//!   ([`timeline()`]) and PyTorch's snapshot ([`Snapshot`]) are made from the recording.
 //!
 //! ```
 //! use tallow::memory::{Mode, Workload, estimate};

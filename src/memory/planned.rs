@@ -1,4 +1,4 @@
-//! The memory of plans: of any, of attention alone and of its layer.
+//! The memory of plans: of any plan, and of plans of attention or a self-attention layer.
 
 use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, Part, SelfAttentionWorkload};
@@ -7,17 +7,28 @@ use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
-/// The memory that a [`Step`] of attention alone, whose parameters are q, k and v, holds for forward and
-/// [backward](Step::forward_backward_from) where `kernels` compute it.
+/// Returns the peak memory of forward and [backward](Step::forward_backward_from) of a planned [`Step`] of attention
+/// alone, whose parameters are q, k and v, on `kernels`.
 ///
-/// It is what the plan says, exactly; on a GPU also the 32 MiB that cuBLASLt works in, on the CPU what its
-/// kernels take for themselves, if all threads of the pool that asks find work.
+/// The plan's sizes are exact. On a GPU the 32 MiB workspace of cuBLASLt is included. On the CPU the kernels' workspace
+/// is included, for all threads of the current pool.
 ///
-/// The arena is there as a whole from the first run on: what of it is needed before backward is an activation, the rest
-/// scratch.
+/// The whole arena is allocated from the first run on. The part of it that is used before backward counts as
+/// activations, the rest as scratch.
+///
+/// ```
+/// use tallow::attention::Algorithm;
+/// use tallow::memory::{AttentionWorkload, Kernels, planned_attention_breakdown};
+///
+/// let naive = AttentionWorkload { sequence_length: 512, ..Default::default() };
+/// let flash = AttentionWorkload { algorithm: Algorithm::Flash, ..naive };
+/// let [naive, flash] = [naive, flash].map(|workload| planned_attention_breakdown(&workload, Kernels::Cpu));
+/// assert!(flash?.before_backward_bytes < naive?.before_backward_bytes);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// As [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
+/// Those of [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor larger than the address space.
 pub fn planned_attention_breakdown(
     workload: &AttentionWorkload,
     kernels: Kernels,
@@ -30,7 +41,7 @@ pub fn planned_attention_breakdown(
     let inputs = plan.category_bytes(leaves) + plan.category_bytes(d_out);
     let kept = plan.category_bytes(Category::Activation);
     let out = plan
-        .alive_bytes(plan.backward_begins())
+        .live_bytes_before(plan.backward_begins())
         .saturating_sub(kept);
     let rest = plan.peak_bytes().saturating_sub(kept + out);
     let width = w.dtype.size_in_bytes();
@@ -75,21 +86,32 @@ pub fn planned_attention_breakdown(
             Part::new(Scratch, workspace.what, workspace.formula, elements, width)
         }));
     } else if plan.workspace_bytes() > 0 {
-        // There before backward too.
+        // It is allocated before backward too.
         let bytes = plan.workspace_bytes() as f64;
         parts.push(Part::new(Activations, "workspace", "32 Mi", bytes, 1));
     }
     Ok(MemoryBreakdown::new(w.sizes(), parts))
 }
 
-/// The memory of forward and [backward](Step::forward_backward_from) of a [`Step`] of the layer on `device`, from its
-/// output's gradient.
+/// Returns the peak memory of forward and [backward](Step::forward_backward_from) of a planned [`Step`] of a
+/// self-attention layer on `device`; backward starts from its output's gradient.
 ///
-/// It is what the plan says, with the weights, which are in f32, the input and that gradient; on a GPU also the 32 MiB
-/// that cuBLASLt works in. There is no optimizer: nothing is updated. What products pack on the CPU is not included.
+/// The plan's sizes are exact. Weights (f32), the input and the output's gradient are included, and on a GPU the 32 MiB
+/// workspace of cuBLASLt. There is no optimizer. The packing buffers of matmuls on the CPU are not included.
+///
+/// ```
+/// use tallow::memory::{SelfAttentionWorkload, planned_self_attention_breakdown};
+///
+/// let device = tallow::device("cpu")?;
+/// let short = SelfAttentionWorkload { sequence_length: 64, ..Default::default() };
+/// let long = SelfAttentionWorkload { sequence_length: 256, ..short };
+/// let [short, long] = [short, long].map(|workload| planned_self_attention_breakdown(&workload, &device));
+/// assert!(short?.peak_bytes() < long?.peak_bytes());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// As [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor that cannot be addressed.
+/// Those of [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor larger than the address space.
 pub fn planned_self_attention_breakdown(
     workload: &SelfAttentionWorkload,
     device: &Device,
@@ -107,7 +129,7 @@ pub fn planned_self_attention_breakdown(
         layer.forward(&inputs.get("x")?)
     })?;
     let width = w.compute_dtype().size_in_bytes();
-    let kept = plan.alive_bytes(plan.backward_begins());
+    let kept = plan.live_bytes_before(plan.backward_begins());
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let rest_name = "the rest of the arena: gradients, scratch";
@@ -130,10 +152,11 @@ pub fn planned_self_attention_breakdown(
     ))
 }
 
-/// What a plan's memory holds ([`Plan::total_bytes`]): of the arena, the buffers that are alive at the call at which
-/// the most are, and the rest of it; beside it parameters, the optimizer's state and what else lies elsewhere. It is
-/// exact, before anything runs, for whatever the plan is of: a model's step on one of several ranks, with accumulation,
-/// within a memory budget. Left out is what kernels take for themselves on the CPU while they run.
+/// Returns the memory of a plan ([`Plan::total_bytes`]), by category. For the arena it lists the buffers alive at the
+/// call where most bytes are alive, and the rest of the arena. Outside of the arena are parameters, the optimizer's
+/// state and other separate buffers. All sizes are exact and known before anything runs, for any plan: a model's step
+/// on one of several ranks, with accumulation, within a memory budget. The workspace of kernels on the CPU is not
+/// included.
 ///
 /// ```
 /// use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};
@@ -144,8 +167,8 @@ pub fn planned_self_attention_breakdown(
 /// let own = Shard { rank: 0, world_size: 8 };
 /// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), own);
 /// let config = StepConfig { ranks, ..Default::default() };
-/// let batch = Batch::hollow(4, 256)?;
-/// let (plan, _) = Step::plan_of(Target::Cuda, &TransformerConfig::small(), &config, batch)?;
+/// let batch = Batch::meta(4, 256)?;
+/// let (plan, _) = Step::plan_for_model(Target::Cuda, &TransformerConfig::small(), &config, batch)?;
 /// let breakdown = planned_breakdown(&plan);
 /// assert_eq!(breakdown.peak_bytes(), plan.total_bytes());
 /// let state = breakdown.bytes_of(MemoryKind::Optimizer);
@@ -155,7 +178,7 @@ pub fn planned_self_attention_breakdown(
 /// ```
 pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     let buffers = || plan.buffers().iter();
-    let moment = plan.busiest_call();
+    let moment = plan.max_live_call();
     let is_alive = |buffer: &&Buffer| buffer.live.contains(&moment);
     let mut in_arena = 0;
     let mut parts = Vec::new();
@@ -190,7 +213,7 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     ));
     let beside_arena = plan.total_bytes() - plan.peak_bytes();
     MemoryBreakdown {
-        before_backward_bytes: beside_arena + plan.alive_bytes(plan.backward_begins()),
+        before_backward_bytes: beside_arena + plan.live_bytes_before(plan.backward_begins()),
         ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), parts)
     }
 }
@@ -208,7 +231,6 @@ fn kind_of(category: Category) -> MemoryKind {
     }
 }
 
-/// An error for a tensor of so many bytes that no address reaches its end.
 fn check_addressable(largest_bytes: f64, device: &Device) -> Result<()> {
     if largest_bytes < isize::MAX as f64 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What a pass saves for backward, tensor by tensor.
+//! Tensors that a pass saves for backward.
 
 use super::lifetimes::after_forward;
 use crate::graph::{Graph, Source, ValueId};
@@ -6,22 +6,22 @@ use crate::report::{Column, Report};
 use candle_core::DType;
 use serde_json::json;
 
-/// A tensor that is there for backward.
+/// A tensor that is alive for backward.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SavedTensor {
-    /// The op that makes it, with its place: `layers.0/attn/q_proj/linear`; a parameter's name.
+    /// The path of the op that makes it, `layers.0/attn/q_proj/linear`; a parameter's name.
     pub path: String,
-    /// The outermost module that the op is in, `layers.0`; in none, the op's name.
+    /// The outermost module around the op, `layers.0`; outside of modules, the op's name.
     pub block: String,
     /// The op's name; empty for a parameter.
     pub op: &'static str,
-    /// `output`, `parameter`, or what the op calls what it keeps beside its output: `probabilities`, `lse`.
+    /// `output`, `parameter`, or the op's name for what it saves in addition to its output: `probabilities`, `lse`.
     pub what: &'static str,
-    /// Its shape.
+    /// The tensor's shape.
     pub shape: Vec<usize>,
-    /// Its dtype.
+    /// Dtype of its elements.
     pub dtype: DType,
-    /// The bytes of its elements.
+    /// Size of its elements, in bytes.
     pub bytes: u64,
 }
 
@@ -29,38 +29,38 @@ pub struct SavedTensor {
 const PARAMETER: &str = "parameter";
 
 impl SavedTensor {
-    /// A [`Var`](candle_core::Var), which is there without a graph too.
+    /// Returns whether it is a parameter (a [`Var`](candle_core::Var)), which is alive without a graph too.
     pub fn is_parameter(&self) -> bool {
         self.what == PARAMETER
     }
 }
 
-/// What a pass saves for backward, each tensor once, in the order of forward.
+/// Tensors that a pass saves for backward, each once, in the order of forward.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SavedTensors {
-    /// All of it, parameters included.
+    /// All tensors, parameters included.
     pub tensors: Vec<SavedTensor>,
 }
 
 impl SavedTensors {
-    /// What is there because of the graph: all but the parameters.
+    /// Yields the tensors that are alive because of the graph: all but the parameters.
     pub fn residuals(&self) -> impl Iterator<Item = &SavedTensor> {
         self.tensors.iter().filter(|tensor| !tensor.is_parameter())
     }
 
-    /// The size of the residuals.
+    /// Returns the bytes of the residuals.
     pub fn residual_bytes(&self) -> u64 {
         self.residuals().map(|tensor| tensor.bytes).sum()
     }
 
-    /// The size of the parameters that the graph ends in.
+    /// Returns the bytes of the parameters that the graph depends on.
     pub fn parameter_bytes(&self) -> u64 {
         let parameters = self.tensors.iter().filter(|tensor| tensor.is_parameter());
         parameters.map(|tensor| tensor.bytes).sum()
     }
 
-    /// Returns the number and size of the residuals of each part of the model ([`SavedTensor::block`]), in the order of
-    /// forward.
+    /// Returns name, number and bytes of the residuals of each part of the model ([`SavedTensor::block`]), in the order
+    /// of forward.
     pub fn by_block(&self) -> Vec<(String, usize, u64)> {
         let mut sums: Vec<(String, usize, u64)> = Vec::new();
         for SavedTensor { block, bytes, .. } in self.residuals() {
@@ -72,7 +72,7 @@ impl SavedTensors {
         sums
     }
 
-    /// The `count` largest residuals, the largest first.
+    /// Returns the `count` largest residuals, the largest first.
     pub fn largest(&self, count: usize) -> Vec<&SavedTensor> {
         let mut tensors: Vec<&SavedTensor> = self.residuals().collect();
         tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes)); // stable: of equals the first
@@ -80,7 +80,7 @@ impl SavedTensors {
         tensors
     }
 
-    /// The five largest, and the sum of each part of the model, as a table.
+    /// Returns a table of the five largest residuals and the sums of the model's parts.
     pub fn report(&self) -> Report {
         let largest = self.largest(5).into_iter().map(|tensor| {
             let shape = format!("{:?}", tensor.shape);
@@ -114,10 +114,10 @@ impl SavedTensors {
     }
 }
 
-/// What a traced function saves for backward: parameters that it reads, and what it makes that is still there when
-/// forward is done. Views of a tensor are that tensor. Inputs and constants are no part of it.
+/// Returns what a traced function saves for backward: parameters that it reads, and values that it makes and that are
+/// alive when forward is done. Views of a tensor count as that tensor. Inputs and constants are not included.
 ///
-/// Nothing is saved where no gradient leaves the function's first output.
+/// Nothing is saved if the function's first output is not tracked.
 ///
 /// ```
 /// use candle_core::DType;
@@ -146,7 +146,7 @@ pub fn saved_tensors(graph: &Graph) -> SavedTensors {
         Some(tensor(graph, ValueId(i), (name, block, op), PARAMETER))
     });
     let made = after_forward(graph).into_iter().map(|(id, node)| {
-        let kept = node.kept.iter().find(|kept| kept.value == id);
+        let kept = node.saved.iter().find(|kept| kept.value == id);
         let block = node.module.names().into_iter().next();
         let block = block.unwrap_or_else(|| node.op.to_string());
         let of = (node.path.clone(), block, node.op);

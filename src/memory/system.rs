@@ -1,6 +1,6 @@
 //! The operating system's counters of this process: resident memory, page faults, threads.
 //!
-//! What the machine has is in [`hardware`](crate::hardware).
+//! [`hardware`](crate::hardware) has those of the machine.
 //!
 //! ```
 //! use tallow::memory::system;
@@ -15,7 +15,7 @@ use crate::precision::Precision;
 use crate::{Result, ops};
 use candle_core::DType;
 
-/// The most memory this process has had resident, in bytes, since it began or since [`reset_resident_peak`].
+/// Returns the peak of this process's resident memory, in bytes, since its start or [`reset_resident_peak`].
 #[cfg(target_os = "linux")]
 pub fn resident_peak_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -24,11 +24,11 @@ pub fn resident_peak_bytes() -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The most memory this process has had resident, in bytes, since it began.
+/// Returns the peak of this process's resident memory, in bytes, since its start.
 #[cfg(all(unix, not(target_os = "linux")))]
 pub fn resident_peak_bytes() -> Option<u64> {
     let usage = usage()?;
-    // Bytes on Apple's systems, KiB elsewhere.
+    // The unit is bytes on Apple's systems and KiB elsewhere.
     let unit = if cfg!(target_vendor = "apple") {
         1
     } else {
@@ -37,14 +37,14 @@ pub fn resident_peak_bytes() -> Option<u64> {
     u64::try_from(usage.ru_maxrss).ok().map(|peak| peak * unit)
 }
 
-/// The most memory this process has had resident: not known here.
+/// Returns `None`: the peak of resident memory is not known on this system.
 #[cfg(not(unix))]
 pub fn resident_peak_bytes() -> Option<u64> {
     None
 }
 
-/// Starts the threads of the current pool, and has all of them allocate what they keep for matmuls in `precision`: what
-/// is [available](crate::hardware::available_bytes) afterwards is a step's own.
+/// Starts the threads of the current pool and allocates the buffers that all of them keep for matmuls in `precision`.
+/// What is [available](crate::hardware::available_bytes) afterwards is available for a step.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -52,13 +52,13 @@ pub fn reserve_scratch(precision: Precision) -> Result<()> {
     ops::reserve_scratch(precision.dtype() != DType::F32)
 }
 
-/// Lets the resident peak begin again at what is resident now. False where the system cannot (Linux can): then
-/// [`resident_peak_bytes`] is the peak since the process began.
+/// Resets the resident peak to what is resident now, and returns whether the system can do this (Linux can). Otherwise
+/// [`resident_peak_bytes`] stays the peak since the process's start.
 pub fn reset_resident_peak() -> bool {
     cfg!(target_os = "linux") && std::fs::write("/proc/self/clear_refs", "5").is_ok()
 }
 
-/// How often this process has met a page that was not there yet, since it began.
+/// Returns the number of page faults of this process since its start.
 #[cfg(unix)]
 pub fn page_faults() -> Option<u64> {
     let usage = usage()?;
@@ -67,20 +67,20 @@ pub fn page_faults() -> Option<u64> {
 
 #[cfg(unix)]
 fn usage() -> Option<libc::rusage> {
-    // SAFETY: getrusage fills the zeroed struct that it is given.
+    // SAFETY: getrusage fills the zeroed struct.
     unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         (libc::getrusage(libc::RUSAGE_SELF, &mut usage) == 0).then_some(usage)
     }
 }
 
-/// How often this process has met a page that was not there yet: not known here.
+/// Returns `None`: the number of page faults is not known on this system.
 #[cfg(not(unix))]
 pub fn page_faults() -> Option<u64> {
     None
 }
 
-/// How many threads this process has, where the system says so (Linux does).
+/// Returns the number of threads of this process, if the system reports it (Linux does).
 pub fn threads() -> Option<u64> {
     let tasks = std::fs::read_dir("/proc/self/task").ok()?;
     u64::try_from(tasks.count()).ok()

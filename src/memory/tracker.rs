@@ -18,24 +18,24 @@ use crate::memory::record::buffer::{Place, What, change};
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
-/// Wraps an allocator and counts what is asked of it: see the [module](self)'s example.
+/// An allocator that counts allocations and passes them to the wrapped one; the [module](self) has an example.
 ///
-/// While a [recording](crate::memory::record()) runs, every block of a tensor's size is reported to it too.
+/// While a [recording](crate::memory::record()) runs, it also reports every block that is large enough to be recorded.
 ///
-/// The counts are of bytes requested: what the allocator rounds up or keeps for later is not in them (the process's
-/// resident memory is in [`system`](crate::memory::system)).
+/// Counts are of bytes requested, without what the allocator rounds up or caches. [`system`](crate::memory::system) has
+/// the process's resident memory.
 pub struct Tracker<A> {
     allocator: A,
 }
 
 impl<A> Tracker<A> {
-    /// Counts what is asked of `allocator`.
+    /// Wraps `allocator`.
     pub const fn new(allocator: A) -> Self {
         Self { allocator }
     }
 }
 
-/// On a cache line of their own: who writes one has the others at hand.
+/// Counters on a cache line of their own: a thread that updates one has the others in its cache.
 #[repr(align(128))]
 struct Counts {
     current_bytes: AtomicUsize,
@@ -50,7 +50,7 @@ static COUNTS: Counts = Counts {
     allocations: AtomicU64::new(0),
 };
 
-/// The bytes alive now; 0 without a tracker.
+/// Returns the bytes alive now; 0 without a tracker.
 pub(in crate::memory) fn alive_bytes() -> usize {
     COUNTS.current_bytes.load(Relaxed)
 }
@@ -59,23 +59,23 @@ fn counted(count: impl FnOnce() -> u64) -> Option<u64> {
     ACTIVE.load(Relaxed).then(count)
 }
 
-/// The bytes alive now; `None` if no [`Tracker`] is installed.
+/// Returns the bytes alive now; `None` if no [`Tracker`] is installed.
 pub fn current_bytes() -> Option<u64> {
     counted(|| alive_bytes() as u64)
 }
 
-/// The most bytes that were alive at once since the last [`reset_peak`]; `None` if no [`Tracker`] is installed.
+/// Returns the peak of bytes alive since the last [`reset_peak`]; `None` if no [`Tracker`] is installed.
 pub fn peak_bytes() -> Option<u64> {
     counted(|| COUNTS.peak_bytes.load(Relaxed) as u64)
 }
 
-/// How many blocks have been asked for since the process began, one that is made larger or smaller again each time;
-/// `None` if no [`Tracker`] is installed.
+/// Returns the number of allocations since the process's start, each reallocation included; `None` if no [`Tracker`] is
+/// installed.
 pub fn allocations() -> Option<u64> {
     counted(|| COUNTS.allocations.load(Relaxed))
 }
 
-/// Lets the peak begin again at what is alive now.
+/// Resets the peak to the bytes alive now.
 pub fn reset_peak() {
     COUNTS.peak_bytes.store(alive_bytes(), Relaxed);
 }
@@ -83,7 +83,7 @@ pub fn reset_peak() {
 fn grow(bytes: usize) -> usize {
     COUNTS.allocations.fetch_add(1, Relaxed);
     let current = COUNTS.current_bytes.fetch_add(bytes, Relaxed) + bytes;
-    // Read before writing: most allocations are no peak.
+    // Read before writing: most allocations are not a new peak.
     if current > COUNTS.peak_bytes.load(Relaxed) {
         COUNTS.peak_bytes.fetch_max(current, Relaxed);
     }
@@ -102,10 +102,10 @@ fn given_back(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
     change(Place::Host, What::GivenBack, block.addr(), bytes, count);
 }
 
-// SAFETY: every call is handed to the wrapped allocator unchanged; counting and recording touch no memory of it.
+// SAFETY: every call is passed to the wrapped allocator unchanged; counting and recording touch no memory of it.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promises are the allocator's.
+        // SAFETY: the caller's guarantees are those that the wrapped allocator requires.
         let block = unsafe { self.allocator.alloc(layout) };
         if !block.is_null() {
             ACTIVE.store(true, Relaxed);
@@ -124,21 +124,21 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // Told of first: once it is given back, another thread may be given it.
+        // Reported first: once it is freed, another thread may get the same block.
         given_back(block, layout.size(), || shrink(layout.size()));
         // SAFETY: as above.
         unsafe { self.allocator.dealloc(block, layout) };
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // Both copies count until it has moved.
+        // Old and new block both count until the move is done.
         let size = layout.size();
         let without = || alive_bytes().saturating_sub(size);
         given_back(block, size, without);
         // SAFETY: as above.
         let moved = unsafe { self.allocator.realloc(block, layout, new_size) };
         if moved.is_null() {
-            taken(block, size, alive_bytes); // it stays where it is
+            taken(block, size, alive_bytes); // the block was not moved
             return moved;
         }
         taken(moved, new_size, || {

@@ -1,5 +1,5 @@
-//! What is run: how much of a step, of which sizes, on whose kernels; its graph, what is there before it, and what its
-//! sizes are called.
+//! The workload of an estimate: how much of a step, sizes and kernels; its trace, its residents and the letters of its
+//! sizes.
 
 pub use crate::graph::Target as Kernels;
 
@@ -18,13 +18,13 @@ use crate::{Error, Result};
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// How much of a training step is run.
+/// The part of a training step that is run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// The forward pass under `no_grad`.
+    /// Forward under `no_grad`.
     Forward,
-    /// The forward pass with its graph kept, as before a backward.
+    /// Forward that keeps its graph, as before a backward.
     ForwardKeepingGraph,
     /// Forward, loss and backward.
     ForwardBackward,
@@ -34,7 +34,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// As tables and flags name it: `train-step`.
+    /// Returns the name in tables and flags, such as `train-step`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -49,36 +49,37 @@ impl Mode {
     }
 }
 
-/// What is run.
+/// A pass or step of a model: its sizes, mode, dtypes and kernels.
+///
+/// [`memory`](super) has an example.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Workload {
-    /// B.
+    /// Batch size B.
     pub batch_size: usize,
-    /// T.
+    /// Sequence length T.
     pub sequence_length: usize,
-    /// How much of a step.
+    /// The part of a step that is run.
     pub mode: Mode,
-    /// What computes attention: here, not in the model's configuration. Naive where a serialized workload says nothing.
+    /// The algorithm of attention, which overrides the model's configuration. The serialized default is naive.
     #[serde(default)]
     pub attention: Algorithm,
-    /// What forward and loss compute in; f32 where a serialized workload says nothing.
+    /// The precision of forward and loss. The serialized default is f32.
     #[serde(default)]
     pub precision: Precision,
-    /// What the blocks leave for backward: here, not in the model's configuration. The whole graph where a serialized
-    /// workload says nothing.
+    /// The checkpointing of the blocks, which overrides the model's configuration. The serialized default is none.
     #[serde(default)]
     pub checkpointing: Checkpointing,
-    /// Whose kernels compute it; the CPU's where a serialized workload says nothing.
+    /// The kernels that compute it. The serialized default is the CPU's.
     #[serde(default)]
     pub kernels: Kernels,
-    /// What AdamW stores running means in; f32 where a serialized workload says nothing.
+    /// The storage of AdamW's moments. The serialized default is f32.
     #[serde(default)]
     pub moments: Moments,
 }
 
 impl Workload {
-    /// The graph of the pass on a model of [hollow](graph::weights()) weights, whatever region, `no_grad` or kernel
-    /// policy the caller is in: for [`estimate_graph`](super::estimate_graph()),
+    /// Returns the graph of the pass on a model of [meta](graph::weights()) weights, whatever autocast region,
+    /// `no_grad` or kernel policy the caller is in. Use it with [`estimate_graph`](super::estimate_graph()),
     /// [`saved_tensors`](super::saved_tensors()) and [`node_table`](crate::profile::node_table()).
     ///
     /// ```
@@ -94,8 +95,8 @@ impl Workload {
     /// ```
     ///
     /// # Errors
-    /// As [`estimate`](super::estimate()); [`Error::OutOfMemory`] for parameters of 2^47 bytes, and for a tensor of
-    /// 2^63; [`Error::Config`] where the system starts no thread with the stack that so many blocks take.
+    /// Those of [`estimate`](super::estimate()); [`Error::OutOfMemory`] for parameters of 2^47 bytes or a tensor of
+    /// 2^63; [`Error::Config`] if the system cannot start a thread with the stack that this number of blocks needs.
     pub fn trace(&self, config: &TransformerConfig) -> Result<Graph> {
         check_pass(config, self)?;
         if is_beyond(config, self) {
@@ -127,7 +128,7 @@ impl Workload {
     }
 }
 
-/// The model that runs the workload: one of a shorter context is taken for one that reaches as far.
+/// Returns the configuration with a context that is at least as long as the workload's sequences.
 pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> TransformerConfig {
     TransformerConfig {
         context_length: config.context_length.max(sequence_length),
@@ -135,7 +136,7 @@ pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> Tr
     }
 }
 
-/// Refuses what has no breakdown.
+/// Refuses configurations that have no estimate.
 pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let config = TransformerConfig {
         attention: workload.attention,
@@ -155,15 +156,14 @@ pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<(
 
 const MOST_BLOCKS: usize = 4096;
 
-/// The addresses that a process has, on 64 bits.
+/// The address space of a process on 64 bits.
 const MOST_BYTES: u64 = 1 << 47;
 
 fn has_too_many_parameters(config: &TransformerConfig) -> bool {
     config.num_parameters() as f64 * size_of::<f32>() as f64 >= MOST_BYTES as f64
 }
 
-/// Whether the parameters have more bytes than a process has addresses, or one tensor of the pass more than any address
-/// reaches.
+/// Returns whether the parameters exceed the address space of a process, or a tensor of the pass exceeds 2^63 bytes.
 fn is_beyond(config: &TransformerConfig, workload: &Workload) -> bool {
     let config = reaching(config, workload.sequence_length);
     let rows = [workload.batch_size, workload.sequence_length];
@@ -192,7 +192,8 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     }
 }
 
-/// What AdamW keeps of a parameter with so many bytes an element, and the bytes of an element of it.
+/// Yields the names of AdamW's buffers for a parameter with elements of `width` bytes, each with the bytes of an
+/// element.
 pub(super) fn optimizer_state(
     width: usize,
     moments: Moments,
@@ -204,7 +205,7 @@ pub(super) fn optimizer_state(
     moments.into_iter().chain(master)
 }
 
-/// Whose memory it is, and what shares it.
+/// Returns where the workload runs: the number of threads on the CPU, or a GPU.
 pub(super) fn place(kernels: Kernels) -> String {
     match kernels {
         Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
@@ -212,8 +213,8 @@ pub(super) fn place(kernels: Kernels) -> String {
     }
 }
 
-/// What is there before a pass of the model: more than its graph reads. A forward has targets beside it, and tables of
-/// angles are as long as the model takes sequences.
+/// Returns what is alive before a pass of the model. This is more than the graph reads: a forward has targets too, and
+/// tables of angles have the model's context length.
 fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
     let width = workload.precision.parameter_dtype().size_in_bytes();
     let all = config.parameters_formula();
@@ -254,13 +255,13 @@ pub(super) fn sizes(config: &TransformerConfig, workload: &Workload) -> String {
     )
 }
 
-/// What the dimensions of a pass are called. `graph` is that of the pass.
+/// Returns the letters of a pass's dimensions. `graph` is the graph of that pass.
 pub(super) fn letters(config: &TransformerConfig, workload: &Workload, graph: &Graph) -> Letters {
     let (c, w) = (config, workload);
     let [of_b, of_t, of_v, of_f, of_d, of_h, of_hkv, of_context] = [3, 5, 7, 11, 13, 17, 19, 23];
     let (head_dim, of_head_dim) = other_head_dim(c.head_dim());
     let (num_heads, of_heads) = match c.num_kv_heads {
-        Some(_) => (c.num_heads * of_h * of_hkv, vec![(of_h, 1), (of_hkv, 1)]), // as many for each of Hkv
+        Some(_) => (c.num_heads * of_h * of_hkv, vec![(of_h, 1), (of_hkv, 1)]), // the same number for each of Hkv
         None => (c.num_heads * of_h, vec![(of_h, 1)]),
     };
     let (d_model, of_d_model) = match c.head_dim {
@@ -272,7 +273,7 @@ pub(super) fn letters(config: &TransformerConfig, workload: &Workload, graph: &G
     };
     let other = TransformerConfig {
         vocab_size: c.vocab_size * of_v,
-        context_length: c.context_length.saturating_mul(of_context), // which has no letter
+        context_length: c.context_length.saturating_mul(of_context), // has no letter
         d_ff: c.d_ff * of_f,
         d_model,
         num_heads,
@@ -301,7 +302,7 @@ pub(super) fn letters(config: &TransformerConfig, workload: &Workload, graph: &G
     Letters::new(graph, letters, others.trace(&other).ok())
 }
 
-/// When the buffers of a pass are alive, and its graph, which is empty for sizes that no graph can have.
+/// Returns the graph of a pass and the lifetimes of its buffers. The graph is empty for sizes that cannot be traced.
 ///
 /// # Errors
 /// Those of the trace.

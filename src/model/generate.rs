@@ -7,6 +7,21 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 /// The configuration of sampling.
+///
+/// ```
+/// use tallow::model::{GenerateConfig, TransformerConfig, TransformerLM};
+///
+/// let config = TransformerConfig {
+///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///     ..Default::default()
+/// };
+/// let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?;
+/// let sampled = GenerateConfig { max_new_tokens: 8, temperature: 0.8, seed: 1, ..Default::default() };
+/// assert_eq!(model.generate(&[1, 2], &sampled)?, model.generate(&[1, 2], &sampled)?);
+/// let likeliest = GenerateConfig { temperature: 0.0, ..sampled };
+/// assert_eq!(model.generate(&[1, 2], &likeliest)?.len(), 8);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateConfig {
     /// The largest number of new tokens.

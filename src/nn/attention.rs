@@ -10,6 +10,23 @@ use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 
 /// The configuration of [`CausalSelfAttention`].
+///
+/// Four heads of q share two heads of k and v:
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use tallow::nn::{self, CausalSelfAttention, Layer, SelfAttentionConfig};
+///
+/// let config = SelfAttentionConfig {
+///     d_model: 16, num_heads: 4, num_kv_heads: 2, head_dim: 4,
+///     qkv_bias: false, output_bias: false, qk_norm_eps: None,
+///     sliding_window: None, scale: None, soft_cap: None,
+/// };
+/// let layer = CausalSelfAttention::with_config(&config, None, nn::seeded(0, DType::F32, &Device::Cpu))?;
+/// let (name, k_proj) = &layer.weights()[1];
+/// assert_eq!((name.as_str(), k_proj.dims()), ("k_proj.weight", &[8, 16][..]));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct SelfAttentionConfig {
     /// D, the width of inputs and outputs.

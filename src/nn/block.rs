@@ -15,6 +15,18 @@ use candle_nn::VarBuilder;
 /// A pre-norm block: `y = x + attn(ln1(x))`, `z = y + ffn(ln2(y))`. With [`Gemma2`](Architecture::Gemma2),
 /// `y = x + ln1_post(attn(ln1(x)))`, `z = y + ln2_post(ffn(ln2(y)))`. The [architecture](Architecture) selects the
 /// norms and the feed-forward network.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, RotaryEmbedding, TransformerBlock};
+///
+/// let vb = nn::seeded(0, DType::F32, &Device::Cpu).pp("layers.0");
+/// let rotary = RotaryEmbedding::new(10_000.0, 8, 64, DType::F32, &Device::Cpu)?; // Dh = 8
+/// let block = TransformerBlock::new(16, 2, 32, 1e-5, Some(rotary), vb)?;
+/// let x = Tensor::randn(0f32, 1.0, (3, 5, 16), &Device::Cpu)?; // (B, T, D)
+/// assert_eq!(block.forward(&x)?.dims(), [3, 5, 16]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct TransformerBlock {
     ln1: Norm,

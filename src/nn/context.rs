@@ -6,6 +6,20 @@ use crate::ops::{self, Dropout, DropoutKey, check_probability};
 use candle_core::Tensor;
 
 /// Optional arguments of a forward pass. The default is evaluation, with one document in each sequence.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, DropoutRates, ForwardContext, TransformerBlock};
+/// use tallow::ops::DropoutKey;
+///
+/// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
+/// let block = TransformerBlock::new(16, 2, 32, 1e-5, None, vb)?.with_dropout(DropoutRates::all(0.5));
+/// let x = Tensor::ones((1, 4, 16), DType::F32, &Device::Cpu)?; // (B, T, D)
+/// let evaluated = block.forward_with(&x, &ForwardContext::default())?;
+/// let trained = block.forward_with(&x, &ForwardContext::training(DropoutKey::new(42, 0)?))?;
+/// assert_ne!(evaluated.to_vec3::<f32>()?, trained.to_vec3::<f32>()?);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct ForwardContext {
     /// The boundaries of packed documents, (B, T): no position attends to a position before its first key.
@@ -58,6 +72,18 @@ impl ForwardContext {
 }
 
 /// The dropout rates of a model in training; the places are those of GPT-2.
+///
+/// ```
+/// use tallow::model::TransformerConfig;
+/// use tallow::nn::DropoutRates;
+///
+/// let config = TransformerConfig {
+///     dropout: DropoutRates { residual: 0.2, ..DropoutRates::all(0.1) },
+///     ..TransformerConfig::small()
+/// };
+/// assert!(config.dropout.is_any());
+/// assert_eq!(config.dropout.attention, 0.1);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct DropoutRates {

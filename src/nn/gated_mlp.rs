@@ -47,6 +47,17 @@ impl SwiGlu {
 /// GELU is approximated with tanh ([`Gelu::Tanh`]) unless [`with_gelu`](Self::with_gelu) sets another.
 ///
 /// Noam Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, GeGlu, Layer};
+///
+/// let layer = GeGlu::new(8, 32, nn::seeded(0, DType::F32, &Device::Cpu).pp("ffn"))?;
+/// let x = Tensor::ones((2, 3, 8), DType::F32, &Device::Cpu)?; // (B, T, D)
+/// assert_eq!(layer.forward(&x)?.dims(), [2, 3, 8]);
+/// assert_eq!(layer.weights().len(), 3);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct GeGlu {
     layers: Gated,

@@ -12,6 +12,17 @@ use candle_nn::VarBuilder;
 /// GELU is approximated with tanh ([`Gelu::Tanh`]) unless [`with_gelu`](Self::with_gelu) sets another.
 ///
 /// Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, section 2.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, GeluMlp};
+/// use tallow::ops::Gelu;
+///
+/// let layer = GeluMlp::new(8, 32, nn::seeded(0, DType::F32, &Device::Cpu).pp("ffn"))?.with_gelu(Gelu::Erf);
+/// let x = Tensor::ones((2, 3, 8), DType::F32, &Device::Cpu)?; // (B, T, D)
+/// assert_eq!(layer.forward(&x)?.dims(), [2, 3, 8]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct GeluMlp {
     w1: Linear,

@@ -92,7 +92,7 @@ impl Seeded {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(gpu) = device
             && T::DTYPE != DType::F64
-            && cuda::source::runs_on(gpu)
+            && cuda::source::is_supported(gpu)
         {
             let (stream, (mean, std)) = (stream(self.seed, name), normal);
             let storage = on_gpu::alloc_uninit(gpu, T::DTYPE, shape.elem_count())?;

@@ -143,7 +143,7 @@ fn variable(
 ) -> Result<Tensor> {
     let shape = shape.into();
     match ops::check_size("a parameter", shape.dims(), vb.dtype(), vb.device()) {
-        Err(Error::OutOfMemory { .. }) if graph::gives_hollow(vb) => {} // a meta tensor has no data
+        Err(Error::OutOfMemory { .. }) if graph::builds_meta(vb) => {} // a meta tensor has no data
         checked => checked?,
     }
     let weight = vb.get_with_hints(shape.clone(), name, init);

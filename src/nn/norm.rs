@@ -24,6 +24,17 @@ pub(crate) fn check_eps(config: &'static str, field: &'static str, eps: f64) -> 
 /// [With unit offset](Self::with_unit_offset) the factor is `1 + weight`, where weight starts at 0.
 ///
 /// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, RmsNorm};
+///
+/// let norm = RmsNorm::new(4, 1e-5, nn::seeded(0, DType::F32, &Device::Cpu).pp("norm"))?;
+/// let x = Tensor::new(&[[3f32, 4.0, 0.0, 0.0]], &Device::Cpu)?; // (..., D), of mean square 6.25
+/// let y = norm.forward(&x)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] - 1.2).abs() < 1e-4 && (y[0][1] - 1.6).abs() < 1e-4);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     weight: Tensor,
@@ -99,6 +110,17 @@ impl Layer for RmsNorm {
 /// is optional.
 ///
 /// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{self, LayerNorm};
+///
+/// let norm = LayerNorm::new(2, 1e-5, nn::seeded(0, DType::F32, &Device::Cpu).pp("norm"))?;
+/// let x = Tensor::new(&[[5f32, 7.0]], &Device::Cpu)?; // (..., D)
+/// let y = norm.forward(&x)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] + 1.0).abs() < 1e-4 && (y[0][1] - 1.0).abs() < 1e-4);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
     weight: Tensor,

@@ -8,6 +8,23 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The configuration of [`RotaryEmbedding`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::nn::{RopeScaling, RotaryConfig, RotaryEmbedding};
+/// use tallow::ops::RotaryPairs;
+///
+/// let config = RotaryConfig {
+///     theta: 10_000.0, head_dim: 8, max_length: 64,
+///     pairs: RotaryPairs::Halves, // as in Hugging Face's models
+///     scaling: RopeScaling::None,
+/// };
+/// let rotary = RotaryEmbedding::with_config(&config, DType::F32, &Device::Cpu)?;
+/// let k = Tensor::ones((1, 2, 5, 8), DType::F32, &Device::Cpu)?; // (B, H, T, Dh)
+/// assert_eq!(rotary.forward(&k, 59)?.dims(), k.dims());
+/// assert!(rotary.forward(&k, 60).is_err()); // positions 60 to 64 of 0 to 63
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RotaryConfig {
     /// The base of the frequencies.
@@ -123,7 +140,7 @@ impl RotaryEmbedding {
         // Cosine and sine, in f64 while they are computed.
         let wanted_bytes = (max_length as u64).saturating_mul(16 * half as u64);
         let what = format!("rotary tables for {max_length} positions");
-        ops::check_room(&what, wanted_bytes)?;
+        ops::check_fits_memory(&what, wanted_bytes)?;
         ops::check_granted("rotary tables", wanted_bytes.saturating_mul(2))?; // and in their dtype
         let (frequencies, amplitude) = (scaling.frequencies(theta, head_dim), scaling.amplitude());
         let angles = (0..max_length)

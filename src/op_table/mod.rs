@@ -1,4 +1,4 @@
-//! The list of all ops, by name: for what reads nodes and tables. Ops do not read it.
+//! The table of all ops by name, for code that reads nodes, costs or policies. Ops themselves do not use it.
 
 #[cfg(test)]
 mod tests;
@@ -11,27 +11,27 @@ use crate::{attention, ops, optim};
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-/// Every op, and what an optimizer does.
+/// Returns every op, including the optimizer's.
 pub(crate) fn all() -> impl Iterator<Item = &'static OpInfo> {
     let beside = [attention::INFOS, optim::cost::INFOS];
     ops::table::infos().chain(beside.into_iter().flatten())
 }
 
-/// What is known of the op with this name.
+/// Returns the description of the op `op`.
 pub(crate) fn of(op: &str) -> Option<&'static OpInfo> {
     static BY_NAME: LazyLock<HashMap<&str, &OpInfo>> =
         LazyLock::new(|| all().map(|info| (info.op, info)).collect());
     BY_NAME.get(op).copied()
 }
 
-/// The kernels that a node is; `None` where it is composed of candle's own ops.
+/// Returns the lowering of a node to kernels; `None` if it is composed of candle's own ops.
 pub(crate) fn lowering_of(node: &Node) -> Option<Lowering> {
     let info = of(node.op).filter(|info| !node.composed || info.lowers_composed);
     info.and_then(|info| info.lowering)
 }
 
-/// What a node costs forward, and backward if a gradient reaches its output: each `None` where it has no formula, the
-/// second too where backward is candle's own.
+/// Returns the cost of a node forward, and backward if a gradient reaches its output. Each is `None` if it has no
+/// formula; the second is also `None` if backward is candle's own.
 pub(crate) fn costs_of_node(graph: &Graph, node: &Node) -> [Option<Cost>; 2] {
     let signature = Signature::of(graph, node);
     let operands = Operands {

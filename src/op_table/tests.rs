@@ -1,4 +1,4 @@
-//! What the table says of every op.
+//! Tests of every op's entry in the table.
 
 use super::{all, of};
 use crate::attention::Mask;
@@ -12,15 +12,15 @@ use crate::precision::Autocast;
 use candle_core::{DType, Tensor};
 use std::collections::HashSet;
 
-/// Something of every op, from x (2, 3, 8) in this dtype.
+/// Applies every op, starting from x (2, 3, 8) in `dtype`.
 fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
-    let hollow = |name: &str, dims: &[usize]| input(name, dims, dtype);
-    let x = hollow("x", &[2, 3, 8])?;
+    let meta = |name: &str, dims: &[usize]| input(name, dims, dtype);
+    let x = meta("x", &[2, 3, 8])?;
     let table = |name: &str, dims: &[usize]| input(name, dims, DType::F32);
     let (weight, bias) = (table("weight", &[8])?, table("bias", &[8])?);
-    let (w1, w3) = (hollow("w1", &[8, 8])?, hollow("w3", &[8, 8])?);
+    let (w1, w3) = (meta("w1", &[8, 8])?, meta("w3", &[8, 8])?);
     let ids = input("ids", (2, 3), DType::U32)?;
-    let row = hollow("row", &[1, 8])?;
+    let row = meta("row", &[1, 8])?;
     let mut h = ops::embedding(&ids, &w1)?;
     h = ops::add(&ops::sub(&ops::mul(&h, &x)?, &row)?, &ops::div(&x, &row)?)?;
     h = ops::add_scaled(&h, &ops::div(&x, &h)?, 0.5)?;
@@ -86,7 +86,7 @@ fn gpus_have_kernels_for_every_op() {
     }
 }
 
-/// But what is no public op: candle's own conversions, and what checkpointing does.
+/// Except for entries that are not public ops: candle's own conversions, and checkpointing.
 #[test]
 fn what_can_be_planned_has_a_cost() {
     for info in all().filter(|info| info.lowering.is_some()) {
@@ -105,7 +105,7 @@ fn no_op_is_there_twice_and_costs_are_in_words() {
     }
 }
 
-/// What autocast leaves alone is no op of a model, or makes a dtype itself.
+/// An op that autocast leaves alone is not part of a model, or chooses a dtype itself.
 #[test]
 fn what_is_cast_stands_on_a_list() {
     let uncast = [

@@ -1,4 +1,4 @@
-//! What the activations share: one op over one kernel.
+//! Elementwise activations: their lowering, reference and costs.
 
 use super::cast::cast_for;
 use super::info::{OpInfo, per_element};
@@ -12,7 +12,6 @@ use crate::kernels::cpu::activation as kernel;
 use crate::kernels::cuda::activation as cuda_kernel;
 use candle_core::Tensor;
 
-/// One activation in a plan.
 macro_rules! lowering {
     ($op:literal, $backward:literal, $f:ident) => {
         Lowering {
@@ -40,14 +39,14 @@ macro_rules! lowering {
     };
 }
 
-/// `f(x)`, by its kernel or its reference.
+/// Computes `f(x)` with the kernel or the reference.
 pub(super) fn activate(f: Activation, x: &Tensor) -> Result<Tensor> {
     let op = info(f);
     let [x] = &cast_for(op.op, [x])?;
     run(op, CallSpec::like_first(), [x], || reference(f, x))
 }
 
-/// `f(x)` in plain candle ops, half precision computed in f32 and rounded once.
+/// Computes `f(x)` in plain candle ops; half precision is computed in f32 and rounded once.
 pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
     let name = info(f).op;
     check_size(name, x.dims(), x.dtype(), x.device())?;
@@ -55,11 +54,12 @@ pub(super) fn reference(f: Activation, x: &Tensor) -> Result<Tensor> {
     Ok(y.to_dtype(x.dtype())?)
 }
 
-/// f(x), elementwise, of an x that is wide already.
+/// Computes f(x), elementwise, for x in f32 or f64.
 pub(super) fn formula(f: Activation, wide: &Tensor) -> candle_core::Result<Tensor> {
     match f {
         Activation::Tanh => {
-            // candle's slope is 1 - y^2, of which few digits are left where y is near 1; 2 sigmoid(2 x) has the same.
+            // candle's gradient is 1 - y^2, which has few digits if y is near 1. 2 sigmoid(2 x) has the same gradient
+            // without cancellation.
             let sloped = (sigmoid(&(wide * 2.0)?)? * 2.0)?;
             wide.detach().tanh()? + (&sloped - sloped.detach())?
         }
@@ -77,8 +77,9 @@ pub(super) fn formula(f: Activation, wide: &Tensor) -> candle_core::Result<Tenso
     }
 }
 
-/// `1 / (1 + exp(-x))`, from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x. candle's
-/// `silu` has a backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, that cancels for large x and overflows.
+/// Computes `1 / (1 + exp(-x))` from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x.
+/// candle's `silu` is not used: its backward, `s (1 - y) + y` with s = sigmoid(x) and y = x s, cancels for large x and
+/// overflows.
 fn sigmoid(x: &Tensor) -> candle_core::Result<Tensor> {
     let e = x.abs()?.neg()?.exp()?;
     x.ge(0.0)?.where_cond(&e.ones_like()?, &e)? / (e + 1.0)?
@@ -132,7 +133,6 @@ const GELU_TANH: OpInfo = per_element!(
 pub(super) const INFOS: &[OpInfo] = &[TANH, SIGMOID, SILU, GELU, GELU_TANH];
 const BYTES: &str = "x, y; backward x, dy, dx";
 
-/// As an op.
 fn info(f: Activation) -> &'static OpInfo {
     match f {
         Activation::Tanh => &TANH,

@@ -1,4 +1,4 @@
-//! The kernels of a bias.
+//! Kernels of a linear layer's bias.
 
 use super::cpu::for_stored;
 use super::lowering::{
@@ -30,8 +30,8 @@ pub(super) fn bias() -> Kernel {
     ))
 }
 
-/// Reads dy (N, out); writes dbias (out), the sum of its rows in the dtype that sums are computed in, and on a GPU
-/// partials. N is `rows`, out `columns`; sums are in `wide`.
+/// Reads dy (N, out); writes dbias (out), the sum of its rows in the dtype `wide`, and on a GPU `partials`. N is
+/// `rows`, out is `columns`.
 fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel {
     let kernel = kernel!("bias_backward", |T, k, s| {
         kernel::gradient::<T>(s.x("dy")?, s.y("dbias")?, s.adds(k, "dbias"));
@@ -49,7 +49,7 @@ fn bias_gradient(rows: usize, columns: usize, wide: DType) -> Kernel {
     kernel.summing("dbias", Accumulate::Never)
 }
 
-/// The gradient of the bias, in its dtype.
+/// Adds the calls that compute the bias gradient, in the bias's dtype.
 pub(super) fn push_bias_gradient(signature: &Signature<'_>, calls: &mut Calls) {
     let (bias, wide) = (&signature.inputs[2], signature.output.wide_dtype());
     let sum = match bias.dtype == wide {

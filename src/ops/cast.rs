@@ -1,4 +1,4 @@
-//! Casts: differentiable, as the policy of an autocast region wants them, and of a weight once a region.
+//! Differentiable casts: by hand, by the policy of an autocast region, and of weights once per region.
 
 use super::dispatch::{self, Path, choose_where};
 use super::info::OpInfo;
@@ -13,14 +13,26 @@ use candle_core::{DType, Tensor, TensorId};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-/// What a weight's cast is called where it is listened to: its copy lasts as an activation does, and is none.
+/// The name of a weight's cast in profiles and memory records: its copy lives as long as an activation, but is not one.
 pub(crate) const WEIGHT_CAST: &str = "weight_cast";
 
-/// `x` in another floating-point dtype, rounded to nearest (ties to even): the values of candle's `to_dtype`. Backward
-/// casts the gradient to x's dtype. Nothing is kept for it.
+/// Casts `x` to another floating-point dtype, rounded to nearest (ties to even), as candle's `to_dtype` does. Backward
+/// casts the gradient to x's dtype. Saved for backward: nothing.
 ///
-/// Between f32, f16 and bf16 a kernel converts, on the CPU by all threads, or on a GPU; all else is candle's own
+/// Casts between f32, f16 and bf16 run as a kernel, on a GPU or on all threads of the CPU; others are candle's own
 /// conversion.
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[1.001f32, 2.5], &Device::Cpu)?;
+/// let y = ops::cast(&x, DType::BF16)?;
+/// assert_eq!(y.to_dtype(DType::F32)?.to_vec1::<f32>()?, [1.0, 2.5]); // 8 bits of a number are kept
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().dtype(), DType::F32);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A dtype that is not f16, bf16, f32 or f64: the gradient would be lost silently. x may be in one of these or an
@@ -32,7 +44,7 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// [`cast`] of a weight, or of a weight taken out of the graph.
+/// Runs [`cast`] of a weight, or of a weight detached from the graph.
 pub(super) fn cast_weight(weight: &Tensor, dtype: DType) -> Result<Tensor> {
     cast_as(&WEIGHT_CAST_INFO, weight, dtype)
 }
@@ -62,8 +74,8 @@ fn has_kernel(x: &Tensor, dtype: DType) -> bool {
     dispatch::has_kernel(&CAST, x) && x.dtype() != dtype && known(x.dtype()) && known(dtype)
 }
 
-/// `x` as `op` can read it, [inside its storage](inside_storage). In half precision the gradient of a broadcast view is
-/// summed in f32 and rounded once.
+/// Returns `x` as `op` can read it, [inside its storage](inside_storage). In half precision, the gradient of a
+/// broadcast view is summed in f32 and rounded once.
 ///
 /// # Errors
 /// As [`inside_storage`].
@@ -75,14 +87,14 @@ pub(crate) fn operand(op: &'static str, x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// A broadcast view in half precision in f32, broadcast again after the cast: the sum of its gradient is f32's. The
-/// first of the repeats is given all of it, the others zeros, whose sum candle cannot round.
+/// Returns a half-precision broadcast view in f32, broadcast again after the cast: its gradient is summed in f32. The
+/// first repeat receives the whole gradient and the others zeros, because candle cannot round the sum.
 pub(super) fn widened_broadcast(x: &Tensor) -> Result<Tensor> {
     let wide = cast(&without_repeats(x)?, DType::F32)?;
     Ok(wide.broadcast_as(x.shape())?)
 }
 
-/// GPUs' kernels take rows of any width.
+/// GPU kernels accept rows of any width.
 pub(crate) const CAST: OpInfo = OpInfo::new("cast")
     .on_gpu_up_to(usize::MAX)
     .moving()
@@ -94,17 +106,16 @@ const WEIGHT_CAST_INFO: OpInfo = OpInfo::new(WEIGHT_CAST)
 
 pub(super) const INFOS: &[OpInfo] = &[CAST, WEIGHT_CAST_INFO];
 
-/// `inputs` in the dtypes that `op` should have them in here: what this crate's ops do first, for code that calls plain
-/// candle ops in an [autocast](crate::autocast()) region.
+/// Casts `inputs` to the dtypes that `op` needs here. This crate's ops do this first; call it before plain candle ops
+/// in an [autocast](crate::autocast()) region.
 ///
-/// f16, bf16 and f32 inputs are cast to what the region's policy says of `op`, by its class
-/// ([`OpClass`](crate::precision::OpClass)); for an op that follows its inputs, to the widest dtype among them, f64
-/// included (scalars have no say beside tensors with dimensions). f64 is never narrowed, and integers stay what they
-/// are. Outside of regions nothing is cast.
+/// f16, bf16 and f32 inputs are cast to the dtype that the region's policy gives `op`, by its class
+/// ([`OpClass`](crate::precision::OpClass)). For an op that follows its inputs, it is the widest dtype among them, f64
+/// included (tensors without dimensions do not count if others have dimensions). f64 is never narrowed, and integers
+/// stay unchanged. Outside of regions nothing is cast.
 ///
-/// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 that is cast to the lower dtype is cast once: its
-/// copy is kept until the outermost region ends. One made under [`no_grad`](crate::no_grad()) is another, without a
-/// graph.
+/// A weight (a [`Var`](candle_core::Var), not a view of one) in f32 is cast to the lower dtype once: its copy is kept
+/// until the outermost region ends. The copies made under [`no_grad`](crate::no_grad()) are separate, without a graph.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -122,7 +133,7 @@ pub(super) const INFOS: &[OpInfo] = &[CAST, WEIGHT_CAST_INFO];
 /// ```
 ///
 /// # Errors
-/// Those of a cast: no memory for it, say; views of more elements than can be counted, or than there is memory for.
+/// Those of a cast, such as no memory for the copy; views of more elements than can be counted or fit the memory.
 pub fn cast_for<const N: usize>(op: &'static str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
     let target = precision::decide(op, &inputs.map(Into::into));
     let mut outputs = inputs.map(Tensor::clone);
@@ -135,7 +146,7 @@ pub fn cast_for<const N: usize>(op: &'static str, inputs: [&Tensor; N]) -> Resul
     Ok(outputs)
 }
 
-/// `x` in `dtype`, if it is of those that regions cast.
+/// Casts `x` to `dtype` if autocast regions cast its dtype.
 pub(super) fn cast_castable(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match precision::is_castable(x.dtype()) && x.dtype() != dtype {
         true => cast_or_cached(x, dtype),
@@ -143,11 +154,11 @@ pub(super) fn cast_castable(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// [`cast_for`] for the one operand that decides, and `tables`, which have no gradient and are given its dtype: angles,
-/// say.
+/// Runs [`cast_for`] on the operand that decides the dtype, and casts `tables` (of angles, say), which have no
+/// gradient, to the same dtype.
 ///
-/// Only inside of a region: outside, mixed dtypes are for the op to refuse.
-pub(super) fn cast_led_by<const N: usize>(
+/// Outside of a region nothing is cast: the op refuses mixed dtypes.
+pub(super) fn cast_with_tables<const N: usize>(
     op: &'static str,
     x: &Tensor,
     tables: [&Tensor; N],
@@ -163,26 +174,27 @@ pub(super) fn cast_led_by<const N: usize>(
     Ok((x, tables))
 }
 
-/// A table, which has no gradient, in `dtype`: cast once a region, as weights are, for all layers that read it. Without
-/// a graph, which would keep it until backward, it goes with its op.
+/// Casts a table, which has no gradient, to `dtype`. In a region the copy is cached for all layers that read it, as
+/// weights are. Without a graph, which would keep it until backward, it is freed with its op.
 pub(super) fn cast_table(table: &Tensor, dtype: DType) -> Result<Tensor> {
     match table.dtype() == dtype {
         true => Ok(table.detach()),
         false if precision::caches_weights() && is_grad_enabled() => {
-            kept(table, dtype, false, || cast(&table.detach(), dtype))
+            cached_or(table, dtype, false, || cast(&table.detach(), dtype))
         }
         false => cast(&table.detach(), dtype),
     }
 }
 
-/// In which trace, if in one, which cast of which tensor. Ids of tensors are never given twice.
+/// The key of a cached cast: the trace, if any; the tensor; the dtype; whether it is in the graph. Tensor ids are never
+/// reused.
 type Key = (Option<u64>, TensorId, DType, bool);
 
 thread_local! {
     static WEIGHTS: RefCell<HashMap<Key, Tensor>> = RefCell::default();
 }
 
-/// As PyTorch's `cached_cast`: what is kept is a leaf's copy in half precision, the only one worth it.
+/// Caches what PyTorch's `cached_cast` does: only a leaf's copy in half precision is worth it.
 fn cast_or_cached(x: &Tensor, dtype: DType) -> Result<Tensor> {
     let is_weight = x.is_variable() && x.dtype() == DType::F32 && dtype != DType::F64;
     if !(is_weight && precision::caches_weights()) {
@@ -191,39 +203,40 @@ fn cast_or_cached(x: &Tensor, dtype: DType) -> Result<Tensor> {
     cached(x, dtype, is_grad_enabled())
 }
 
-/// A weight's copy, out of the graph, kept as [`cast_for`] keeps those in it.
+/// Returns a weight's copy that is not in the graph, cached like those of [`cast_for`].
 pub(super) fn cached_copy(weight: &Tensor, dtype: DType) -> Result<Tensor> {
     cached(weight, dtype, false)
 }
 
 fn cached(x: &Tensor, dtype: DType, in_graph: bool) -> Result<Tensor> {
-    kept(x, dtype, in_graph, || match in_graph {
+    cached_or(x, dtype, in_graph, || match in_graph {
         true => cast(x, dtype),
         false => cast_weight(&x.detach(), dtype),
     })
 }
 
-/// What `cast` makes of x, until the outermost region ends.
-fn kept(
+/// Returns the cached result of `cast`, which is kept until the outermost region ends.
+fn cached_or(
     x: &Tensor,
     dtype: DType,
     in_graph: bool,
     cast: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Tensor> {
-    // Copies in a trace are hollow, and its own.
-    let key = (graph::trace_number(), x.id(), dtype, in_graph);
+    // Copies in a trace are meta tensors, and belong to that trace.
+    let key = (graph::trace_id(), x.id(), dtype, in_graph);
     if let Some(kept) = WEIGHTS.with_borrow(|weights| weights.get(&key).cloned()) {
         return Ok(kept);
     }
     let copy = cast()?;
-    precision::on_outermost_end(forget_weights);
+    precision::on_outermost_end(clear_cached_casts);
     WEIGHTS.with_borrow_mut(|weights| weights.insert(key, copy.clone()));
     Ok(copy)
 }
 
-/// Drops this thread's casts: the region is over, or the weights have changed.
-pub(crate) fn forget_weights() {
-    // Taken out first, dropped after: nothing is borrowed while graphs come down. A thread that is ending has none.
+/// Drops this thread's cached casts, because the region ended or the weights changed.
+pub(crate) fn clear_cached_casts() {
+    // Taken out first and dropped after, because dropping a graph must not happen during a borrow. A thread that is
+    // ending has no cache.
     let kept = WEIGHTS.try_with(|weights| std::mem::take(&mut *weights.borrow_mut()));
     drop(kept);
 }

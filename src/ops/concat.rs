@@ -1,4 +1,4 @@
-//! Tensors one after another.
+//! Concatenation of tensors.
 
 use super::cast::cast_castable;
 use super::cast::operand;
@@ -13,16 +13,16 @@ use super::record::{CallSpec, by_kernels, composed_as, input};
 #[cfg(feature = "cuda")]
 use crate::kernels::{
     cuda::{View, strided as cuda_kernel},
-    strided::{Dim, joined},
+    strided::{Dim, merged_dims},
 };
 use crate::{Error, Result, precision};
 use candle_core::Tensor;
 
-/// The tensors one after another along dimension `dim`; all others are equal. PyTorch's `cat`.
+/// Concatenates tensors along dimension `dim`; all other dimensions must be equal. PyTorch's `cat`.
 ///
-/// Of more than three tensors by candle's own copy, whose backward is candle's too: see
-/// [`backward`](crate::backward()). Backward: each has its own part of the gradient. Nothing is kept for it. Autocast:
-/// the widest of their dtypes under the CPU's policy; under CUDA's it follows them.
+/// More than three tensors are copied by candle, whose backward then runs too: see [`backward`](crate::backward()).
+/// Backward: each tensor's gradient is its part of dy. Saved for backward: nothing. Autocast: the widest of their
+/// dtypes under the CPU's policy; under CUDA's it follows its inputs.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -34,8 +34,8 @@ use candle_core::Tensor;
 /// ```
 ///
 /// # Errors
-/// No tensor, a dimension that they do not have, shapes that differ elsewhere, mixed dtypes (but for a region's casts)
-/// or devices.
+/// No tensor; a dimension that they do not have; shapes that differ in other dimensions; mixed devices; mixed dtypes,
+/// unless a region casts them.
 pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     let all: Vec<_> = tensors.iter().map(|x| (*x).into()).collect();
     let target = precision::decide("concat", &all);
@@ -54,7 +54,7 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     check_size("concat", &shape, inputs[0].dtype(), inputs[0].device())?;
     let dtype = inputs[0].dtype();
     let call = || CallSpec::new(shape.as_slice(), dtype);
-    // An op of candle's graph has three inputs at most.
+    // A custom op of candle has at most three inputs.
     let has_kernel = inputs.len() <= 3 && is_supported_float(dtype);
     if has_kernel && choose(&INFO, inputs[0])? == Path::Kernel {
         match inputs[..] {
@@ -102,7 +102,6 @@ pub(super) const INFO: OpInfo = OpInfo::new("concat")
     .moving()
     .planned_composed(LOWERING);
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("concat", |T, k, s| {
@@ -158,22 +157,23 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// Each part with where its first row begins in the whole.
+/// Returns each part with the view of the whole that starts at its first row.
 #[cfg(feature = "cuda")]
 fn parts<'a>(
     parts: &Named<View<'a>>,
     outer: usize,
     whole: View<'a>,
 ) -> impl Iterator<Item = (View<'a>, View<'a>)> {
-    let mut before = 0; // elements of a row that lie in the parts before
+    let mut before = 0; // elements per row in the parts before
     parts.iter().map(move |part| {
-        let place = whole.part_from(before);
+        let place = whole.slice_from(before);
         before += part.len / outer.max(1);
         (*part, place)
     })
 }
 
-/// So many rows of a part, of what is read and of what is written, by how many elements all rows of each have.
+/// Returns the dimensions of a copy of `outer` rows. `elements` are the total elements of the part, the source and the
+/// destination.
 #[cfg(feature = "cuda")]
 fn rows_of(outer: usize, elements: [usize; 3]) -> Vec<Dim> {
     let [size, from, to] = elements.map(|elements| elements / outer.max(1));
@@ -187,11 +187,11 @@ fn rows_of(outer: usize, elements: [usize; 3]) -> Vec<Dim> {
         from: 1,
         to: 1,
     };
-    joined([rows, row].into_iter())
+    merged_dims([rows, row].into_iter())
 }
 
-/// The dimensions before the one that the tensors are joined along: the first in which one of them differs from the
-/// result.
+/// Returns the product of the dimensions before the concatenated one, which is the first in which an input differs from
+/// the output.
 fn outer(signature: &Signature<'_>) -> usize {
     let shape = signature.output.dims;
     let differs = |dim: &usize| signature.inputs.iter().any(|x| x.dims[*dim] != shape[*dim]);

@@ -1,14 +1,15 @@
-//! A view's elements in order.
+//! Contiguous copies of views.
 
 use super::cast::operand;
 use super::record;
 use crate::Result;
 use candle_core::Tensor;
 
-/// `x` with its elements in order, one after another: itself where they are, else a copy. What `reshape` of a
-/// transposed or narrowed tensor needs before it, in a [trace](crate::graph) too, where candle's own copy is an error.
+/// Returns `x` with contiguous elements: itself if it is contiguous, else a copy. It is needed before `reshape` of a
+/// transposed or narrowed tensor; unlike candle's own copy it works in a [trace](crate::graph) too.
 ///
-/// Backward hands the gradient on. Nothing is kept for it. Autocast: any dtype, integers too, stays what it is.
+/// Backward returns the gradient unchanged. Saved for backward: nothing. Autocast: any dtype, also an integer, stays
+/// unchanged.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -19,7 +20,7 @@ use candle_core::Tensor;
 /// ```
 ///
 /// # Errors
-/// Views of more elements than can be counted, or than there is memory for.
+/// Views of more elements than can be counted or fit the memory.
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     Ok(record::contiguous(&operand("contiguous", x)?)?)
 }

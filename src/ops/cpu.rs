@@ -1,7 +1,7 @@
-//! Between candle's CPU storage and the kernels' slices.
+//! Conversion between candle's CPU storage and the slices of kernels.
 
 use super::lowering::Slice;
-use super::operand::{check_granted, check_room, inside_storage};
+use super::operand::{check_fits_memory, check_granted, inside_storage};
 use crate::kernels::cpu::{gemm, parallel};
 use crate::{graph, hardware};
 use candle_core::backend::BackendStorage;
@@ -14,25 +14,25 @@ pub(crate) use crate::inplace::{for_real, for_stored};
 
 fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
     if layout.dims().contains(&0) {
-        return Ok(0..0); // it may begin beyond its storage
+        return Ok(0..0); // such a view may begin beyond its storage
     }
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
-        None => bail!("a kernel was handed a strided tensor: {layout:?}"),
+        None => bail!("kernel expected a contiguous tensor, got {layout:?}"),
     }
 }
 
-/// The elements of a contiguous operand, inside a custom op's forward.
+/// Returns the elements of a contiguous operand, inside a custom op's forward.
 pub(crate) fn view<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     Ok(&storage.as_slice::<T>()?[contiguous_range(layout)?])
 }
 
-/// The elements of an operand of any of the kernels' dtypes, to be read: one after another, or heads by strides.
+/// Returns the elements of an operand in any dtype of the kernels, for reading: contiguous, or heads with strides.
 pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
     fn of<'a, T: WithDType>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Slice<'a>> {
         let slice = |elements: &'a [T]| {
             let start = elements.as_ptr().cast_mut().cast();
-            // SAFETY: they are borrowed for as long.
+            // SAFETY: the elements are borrowed for `'a`.
             unsafe { Slice::new(start, elements.len(), T::DTYPE) }
         };
         match layout.stride().try_into() {
@@ -49,49 +49,52 @@ pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<S
     }
 }
 
-/// Room for what a kernel writes all of before anybody reads it.
+/// Allocates an output that a kernel writes completely before it is read.
 ///
 /// # Safety
-/// The slice is used while the storage is there, and the storage is not.
-pub(super) unsafe fn room<'a>(dims: &[usize], dtype: DType) -> Result<(CpuStorage, Slice<'a>)> {
+/// The slice may only be used while the storage is alive and not accessed otherwise.
+pub(super) unsafe fn alloc_output<'a>(
+    dims: &[usize],
+    dtype: DType,
+) -> Result<(CpuStorage, Slice<'a>)> {
     for_stored!(dtype, T => {
         let (mut start, mut elements) = (std::ptr::null_mut(), 0);
         let (storage, _) = output::<T>(dims, |all| {
             (start, elements) = (all.as_mut_ptr(), all.len());
         })?;
-        // SAFETY: they are there for as long as the storage.
+        // SAFETY: the elements live as long as the storage.
         Ok((storage, unsafe { Slice::new(start.cast(), elements, dtype) }))
     })
 }
 
-/// What a CPU tensor's storage lock guards.
+/// Returns the CPU storage behind a tensor's storage lock.
 pub(crate) fn cpu_storage(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(cpu) => Ok(cpu),
         other => bail!(
-            "a CPU kernel was handed a tensor on {:?}",
+            "kernel expected a tensor on the CPU, got one on {:?}",
             other.device().location()
         ),
     }
 }
 
-/// A buffer that `fill` writes completely, or the error that there is no room for it.
+/// Allocates a buffer that `fill` writes completely; an error if there is not enough memory.
 fn buffer<T: WithDType>(len: usize, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>> {
     const WHAT: &str = "one tensor";
     hardware::check_threads()?;
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-    check_room(WHAT, wanted_bytes)?;
+    check_fits_memory(WHAT, wanted_bytes)?;
     parallel::filled(len, fill).map_err(|_| hardware::not_granted(WHAT, wanted_bytes).into())
 }
 
-/// Has all threads of the current pool allocate what they keep for matmuls, `in_half` precision or not.
+/// Makes all threads of the current pool allocate the scratch that they keep for matmuls, in half precision if
+/// `in_half`.
 pub(crate) fn reserve_scratch(in_half: bool) -> crate::Result<()> {
     let wanted_bytes = gemm::scratch_bytes(in_half) as u64;
     let reserved = gemm::reserve_scratch(in_half);
     reserved.map_err(|_| hardware::not_granted("the scratch of threads for matmuls", wanted_bytes))
 }
 
-/// How many elements a result has.
 fn elements_of(shape: &Shape) -> Result<usize> {
     let count = shape
         .dims()
@@ -102,7 +105,7 @@ fn elements_of(shape: &Shape) -> Result<usize> {
     })
 }
 
-/// What a custom op's forward returns: elements that `fill` writes, as storage.
+/// Returns the output of a custom op's forward: storage whose elements `fill` writes.
 pub(crate) fn output<T: WithDType>(
     shape: impl Into<Shape>,
     fill: impl FnOnce(&mut [T]),
@@ -112,10 +115,10 @@ pub(crate) fn output<T: WithDType>(
     Ok((T::to_cpu_storage_owned(data), shape))
 }
 
-/// Checks token ids in u32 or i64 against the vocabulary before any kernel sees them. Returns them in u32 on the host,
-/// flattened ([`narrow_id`]); in a trace, which does not know the elements, the tensor as it came.
+/// Checks token ids in u32 or i64 against the vocabulary before any kernel runs. Returns them in u32 on the host,
+/// flattened ([`narrow_id`]). A trace does not know the elements: there the tensor is returned unchanged.
 ///
-/// `ignore` passes too, also where it is negative.
+/// `ignore` is accepted too, even if it is negative.
 pub(crate) fn ids(
     op: &'static str,
     ids: &Tensor,
@@ -135,7 +138,7 @@ pub(crate) fn ids(
             .saturating_mul(size_of::<u32>() + ids.dtype().size_in_bytes());
         check_granted("ids", bytes as u64)?;
     }
-    // u32::MAX is what `narrow_id` makes of an ignored id, so it is no token.
+    // `narrow_id` turns an ignored id into u32::MAX, so that is not a token.
     let vocab = 0..vocab_size.min(u32::MAX as usize) as i64;
     let is_in = |id: i64| vocab.contains(&id) || Some(id) == ignore;
     let checked: Vec<u32> = match ids.dtype() {
@@ -164,7 +167,7 @@ pub(crate) fn ids(
     Ok(Tensor::from_vec(checked, ids.elem_count(), &Device::Cpu)?)
 }
 
-/// A checked id as kernels read it. One outside u32 is an ignored one, since nothing else passes [`ids`].
+/// Returns a checked id as kernels read it. An id outside u32 is an ignored one, because [`ids`] accepts no other.
 pub(crate) fn narrow_id(id: i64) -> u32 {
     u32::try_from(id).unwrap_or(u32::MAX)
 }

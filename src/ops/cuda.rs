@@ -1,4 +1,4 @@
-//! Between candle's CUDA storage and the kernels' views.
+//! Conversion between candle's CUDA storage and the views of kernels.
 
 use crate::kernels::cuda::View;
 use candle_core::backend::BackendStorage;
@@ -7,16 +7,16 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice as Slice};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
-/// The elements of a contiguous operand, inside a custom op's forward.
+/// Returns the elements of a contiguous operand, inside a custom op's forward.
 pub(crate) fn view<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     match layout.is_contiguous() {
         true => from_first(storage, layout),
-        false => bail!("a kernel was handed a strided tensor: {layout:?}"),
+        false => bail!("kernel expected a contiguous tensor, got {layout:?}"),
     }
 }
 
-/// As [`view`], or heads by strides.
-pub(super) fn lying<'a>(storage: &'a CudaStorage, layout: &'a Layout) -> Result<View<'a>> {
+/// Returns a [`view`] of an operand that is contiguous or heads with strides.
+pub(super) fn strided<'a>(storage: &'a CudaStorage, layout: &'a Layout) -> Result<View<'a>> {
     match <&[usize; 4]>::try_from(layout.stride()) {
         Ok(strides @ [_, _, _, 1]) if !layout.is_contiguous() => {
             Ok(from_first(storage, layout)?.by_strides(strides))
@@ -25,7 +25,7 @@ pub(super) fn lying<'a>(storage: &'a CudaStorage, layout: &'a Layout) -> Result<
     }
 }
 
-/// The elements of an operand, from its first on.
+/// Returns the elements of an operand from its first on.
 fn from_first<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>> {
     let stream = storage.device.cuda_stream();
     let base = match &storage.slice {
@@ -44,26 +44,26 @@ fn from_first<'a>(storage: &'a CudaStorage, layout: &Layout) -> Result<View<'a>>
     Ok(View::new(base + offset_bytes, dtype, len))
 }
 
-/// The elements of a contiguous tensor. (What a variable is set to is copied into the same buffer, so the view holds.)
+/// Returns the elements of a contiguous tensor. The view of a variable stays valid when it is set, because the new
+/// value is copied into the same buffer.
 pub(crate) fn elements(tensor: &Tensor) -> Result<View<'_>> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cuda(storage) => Ok(view(storage, layout)?.owned_by(tensor)),
         other => bail!(
-            "a CUDA kernel was handed a tensor on {:?}",
+            "kernel expected a tensor on a CUDA device, got one on {:?}",
             other.device().location()
         ),
     }
 }
 
-/// The GPU that `tensor` is on.
 pub(crate) fn gpu(tensor: &Tensor) -> Result<&CudaDevice> {
     tensor.device().as_cuda_device()
 }
 
-/// Room for `len` elements, for a kernel to write all of.
+/// Allocates `len` elements, all of which a kernel must write.
 pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
-    // SAFETY: the kernels write every element before anybody reads one.
+    // SAFETY: the kernels write every element before it is read.
     let slice = unsafe {
         match dtype {
             DType::U32 => Slice::U32(gpu.alloc(len)?),
@@ -78,7 +78,7 @@ pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result
     Ok(CudaStorage { slice, device })
 }
 
-/// What [`alloc_uninit`] has made, as kernels see it.
+/// Returns a view of all that [`alloc_uninit`] allocated.
 pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
     let len = match &storage.slice {
         Slice::U32(slice) => slice.len(),
@@ -91,7 +91,7 @@ pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
     view(storage, &Layout::contiguous(len))
 }
 
-/// A tensor of no graph.
+/// Returns a tensor without a graph.
 pub(crate) fn tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }

@@ -1,4 +1,4 @@
-//! Kernel or reference: the decision, and the list of what fell back.
+//! The choice between an op's kernel and its reference, and the record of fallbacks.
 
 use super::info::OpInfo;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
@@ -11,15 +11,15 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
-/// What an op does where it has a kernel, and where it has none.
+/// The policy for ops with and without a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KernelPolicy {
-    /// The kernel where there is one, else the reference, noted in [`fallbacks`].
+    /// Runs the kernel if there is one, else the reference, which is recorded in [`fallbacks`].
     #[default]
     Prefer,
-    /// The kernel, or [`Error::NoKernel`].
+    /// Runs the kernel, or fails with [`Error::NoKernel`].
     Strict,
-    /// The reference everywhere: what a device without kernels runs, on any device.
+    /// Always runs the reference, as a device without kernels does.
     Reference,
 }
 
@@ -27,11 +27,11 @@ pub enum KernelPolicy {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Fallback {
-    /// The op.
+    /// The op's name.
     pub op: &'static str,
-    /// The dtype it was asked for.
+    /// The dtype of its first operand.
     pub dtype: String,
-    /// The device it was asked for.
+    /// The device of its first operand.
     pub device: String,
 }
 
@@ -41,56 +41,75 @@ thread_local! {
 
 static FALLBACKS: Mutex<BTreeSet<Fallback>> = Mutex::new(BTreeSet::new());
 
-/// Runs `f` under `policy` on this thread, and restores the former policy, on panic too.
+/// Runs `f` under `policy` on this thread, then restores the previous policy, also after a panic.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, KernelPolicy};
+///
+/// let x = Tensor::new(&[[0.5f32, 1.0, -2.0]], &Device::Cpu)?;
+/// let kernel = ops::with_kernel_policy(KernelPolicy::Strict, || ops::log_softmax(&x))?;
+/// let reference = ops::with_kernel_policy(KernelPolicy::Reference, || ops::log_softmax(&x))?;
+/// assert!((kernel - reference)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
     holding(|policy| POLICY.replace(policy), policy, f)
 }
 
-/// The policy that holds on this thread.
 pub(crate) fn current_kernel_policy() -> KernelPolicy {
     POLICY.get()
 }
 
-/// Every op, dtype and device that has run its reference for want of a kernel since the process began, sorted.
+/// Returns every op, dtype and device whose reference ran because there is no kernel, since the process began; sorted.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::new(&[0.5f32, 1.0], &Device::Cpu)?;
+/// ops::exp(&x)?;
+/// assert!(ops::fallbacks().is_empty()); // the CPU has a kernel for it
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn fallbacks() -> Vec<Fallback> {
     let seen = FALLBACKS.lock().unwrap_or_else(|e| e.into_inner());
     seen.iter().cloned().collect()
 }
 
-/// What [`choose`] decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Path {
     Kernel,
     Reference,
 }
 
-/// Decides for `op` on a tensor like `x`. The ops' kernels are for f32, f64, f16 and bf16 on the CPU; on CUDA, some
-/// have one for f32, f16 and bf16.
+/// Decides for `op` on a tensor like `x`. On the CPU, kernels support f32, f64, f16 and bf16; on CUDA, ops that have a
+/// kernel support f32, f16 and bf16.
 pub(crate) fn choose(op: &OpInfo, x: &Tensor) -> Result<Path> {
     choose_where(op.op, x, has_kernel(op, x))
 }
 
-/// Whether `op` has a kernel for a tensor like `x`, where it is or where it is traced for.
+/// Returns whether `op` has a kernel for a tensor like `x`, on its device or on the target of the trace.
 pub(super) fn has_kernel(op: &OpInfo, x: &Tensor) -> bool {
     match (graph::target(), x.device()) {
         (Some(Target::Cuda), _) => has_cuda_kernel(op, x),
         (Some(Target::Cpu), _) | (None, Device::Cpu) => is_supported_float(x.dtype()),
         #[cfg(feature = "cuda")]
         (None, Device::Cuda(gpu)) => {
-            has_cuda_kernel(op, x) && crate::kernels::cuda::source::runs_on(gpu)
+            has_cuda_kernel(op, x) && crate::kernels::cuda::source::is_supported(gpu)
         }
         _ => false,
     }
 }
 
-/// Whether `op` has a kernel for NVIDIA GPUs that takes a tensor like `x`.
+/// Returns whether `op` has a kernel for NVIDIA GPUs that supports a tensor like `x`.
 pub(super) fn has_cuda_kernel(op: &OpInfo, x: &Tensor) -> bool {
     let width = x.dims().last().copied().unwrap_or(0);
     let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
     stored && x.elem_count() > 0 && op.gpu_width.is_some_and(|widest| width <= widest)
 }
 
-/// As [`choose`], for an op that knows itself whether it has a kernel for `x`.
+/// Decides like [`choose`], for an op that determines itself whether it has a kernel for `x`.
 pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
     check_float(op, x)?; // before the path is chosen: candle's ops would compute with integers
     match (POLICY.get(), has_kernel) {
@@ -117,8 +136,8 @@ pub(crate) fn check_same(op: &'static str, operands: &[(&str, &Tensor)]) -> Resu
     check_operands(op, operands, false)
 }
 
-/// As [`check_same`], but operands beside a first in half precision may be in f32, which is what is computed in:
-/// weights that autocast leaves alone, tables.
+/// Checks like [`check_same`], but if the first operand is in half precision, others may be in f32, the compute dtype:
+/// weights that autocast does not cast, and tables.
 pub(super) fn check_same_or_f32(op: &'static str, operands: &[(&str, &Tensor)]) -> Result<()> {
     check_operands(op, operands, true)
 }
@@ -126,13 +145,13 @@ pub(super) fn check_same_or_f32(op: &'static str, operands: &[(&str, &Tensor)]) 
 fn check_operands(
     op: &'static str,
     operands: &[(&str, &Tensor)],
-    f32_beside_half: bool,
+    allows_f32_with_half: bool,
 ) -> Result<()> {
     let [(first_name, first), rest @ ..] = operands else {
         return Ok(());
     };
     check_float(op, first)?;
-    let f32_too = f32_beside_half && is_half(first.dtype());
+    let f32_too = allows_f32_with_half && is_half(first.dtype());
     for (_, tensor) in operands {
         check_size(op, tensor.dims(), tensor.dtype(), tensor.device())?;
     }

@@ -1,18 +1,4 @@
-//! Elements dropped at random in training.
-//!
-//! ```
-//! use candle_core::{DType, Device, Tensor};
-//! use tallow::ops::{self, Dropout, DropoutKey};
-//!
-//! let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
-//! let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? });
-//! let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
-//! let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! let other = ops::dropout(&x, &dropout(1)?)?.flatten_all()?.to_vec1::<f32>()?;
-//! assert!(y == again && y != other);
-//! # Ok::<(), tallow::Error>(())
-//! ```
+//! Dropout: elements are zeroed at random in training.
 
 use super::cast::cast_for;
 use super::info::OpInfo;
@@ -29,23 +15,38 @@ use std::ops::Range;
 
 const OP: &str = "dropout";
 
-/// What is dropped: elements with this probability, chosen by a key.
+/// The parameters of dropout: the probability, and the key that selects the elements.
+///
+/// [`dropout()`] has an example.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dropout {
-    /// p: from 0, which drops nothing, to under 1. It is taken to the nearest multiple of 2^-16.
+    /// p: from 0, which drops nothing, to under 1. It is rounded to the nearest multiple of 2^-16.
     pub probability: f64,
-    /// What chooses the elements.
+    /// The key that selects the elements.
     pub key: DropoutKey,
 }
 
-/// What chooses the elements that a step drops: a seed, the step's number, and the site in the model.
+/// The key that selects the elements to drop: a seed, the step's number, and the site in the model.
 ///
-/// An element's 16 random bits are a function of these and of its place, its row along the last dimension and its
-/// column (Philox4x32-10), so that masks are the same on every device, eager and planned, for any number of threads,
-/// and again where a checkpointed block is recomputed; backward keeps no mask. Two calls drop the same elements if they
-/// have the same key: give each its [site](Self::at).
+/// An element's 16 random bits are a function of the key and of the element's position: its row and its column along
+/// the last dimension (Philox4x32-10). So masks are the same on every device, eager and planned, for any number of
+/// threads, and when a checkpointed block is recomputed; backward saves no mask. Two calls with the same key drop the
+/// same elements: give each its own [site](Self::at).
 ///
-/// In a plan a key is an [input](Self::input), so that each run has its own.
+/// In a plan a key is an [input](Self::input), so that each run has a new one.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::ops::{self, Dropout, DropoutKey};
+///
+/// let x = Tensor::ones((4, 64), DType::F32, &Device::Cpu)?;
+/// let dropped = |key| ops::dropout(&x, &Dropout { probability: 0.5, key })?.to_vec2::<f32>();
+/// let key = DropoutKey::new(42, 7)?; // seed 42, step 7
+/// let first = dropped(key.clone())?;
+/// assert_eq!(first, dropped(DropoutKey::new(42, 7)?)?);
+/// assert_ne!(first, dropped(key.at(1))?); // the next site
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct DropoutKey {
     /// u32 (1, 4): seed, seed >> 32, step, micro-batch.
@@ -53,7 +54,7 @@ pub struct DropoutKey {
     site: u32,
 }
 
-/// The same tensor, not one with the same elements: those may be a GPU's.
+/// Compares the identity of the tensors and not their elements, which may be on a GPU.
 impl PartialEq for DropoutKey {
     fn eq(&self, other: &Self) -> bool {
         (self.words.id(), self.site) == (other.words.id(), other.site)
@@ -61,21 +62,21 @@ impl PartialEq for DropoutKey {
 }
 
 impl DropoutKey {
-    /// Sites of a key.
     const SITES: u32 = 1 << 24;
 
-    /// Of step number `step` (of its last 32 bits).
+    /// Returns the key of step `step`, of which the low 32 bits count.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn new(seed: u64, step: usize) -> Result<Self> {
         Self::of_micro_batch(seed, step, 0)
     }
 
-    /// As [`new`](Self::new), of one of the step's micro-batches, whose gradients are accumulated.
+    /// Returns the key of one of the micro-batches of a step, whose gradients are accumulated; otherwise like
+    /// [`new`](Self::new).
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn of_micro_batch(seed: u64, step: usize, micro_batch: usize) -> Result<Self> {
         let words = [
             seed as u32,
@@ -89,7 +90,7 @@ impl DropoutKey {
         })
     }
 
-    /// An input of a plan by this name, u32 (1, 4). A run is given the keys of all its micro-batches:
+    /// Returns an input of a plan with this name, u32 (1, 4). A run gets the keys of all its micro-batches from
     /// [`of_step`](Self::of_step).
     ///
     /// # Errors
@@ -101,20 +102,20 @@ impl DropoutKey {
         })
     }
 
-    /// What a run of a plan is given for its [input](Self::input), u32 (micro-batches, 4): of some of a step's
-    /// micro-batches, by their numbers.
+    /// Returns the value of a plan's [input](Self::input), u32 (micro-batches, 4), for the micro-batches of a step with
+    /// these numbers.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn of_step(seed: u64, step: usize, micro_batches: Range<usize>) -> Result<Tensor> {
         let keys = micro_batches.map(|i| Ok(Self::of_micro_batch(seed, step, i)?.words));
         Ok(Tensor::cat(&keys.collect::<Result<Vec<_>>>()?, 0)?)
     }
 
-    /// The same on another device: best where it is used, which else copies it each time.
+    /// Returns the same key on another device. Move it to the device of use, to avoid a copy per use.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         Ok(Self {
             words: self.words.to_device(device)?,
@@ -122,7 +123,7 @@ impl DropoutKey {
         })
     }
 
-    /// The same at another site, so many further: there are 2^24, and the first comes after the last.
+    /// Returns the key at a site `sites_further` after this one. There are 2^24 sites; the first follows the last.
     pub fn at(&self, sites_further: usize) -> Self {
         let sites_further = (sites_further % Self::SITES as usize) as u32;
         Self {
@@ -131,19 +132,33 @@ impl DropoutKey {
         }
     }
 
-    /// u32 (1, 4).
+    /// Returns the key's tensor, u32 (1, 4).
     pub fn tensor(&self) -> &Tensor {
         &self.words
     }
 }
 
-/// `y = x / (1 - p)` where an element stays, which it does with probability 1 - p, else 0.
+/// Computes `y = x / (1 - p)` where an element stays, with probability 1 - p, else 0.
 ///
-/// x itself, where p is 0. Backward: dx from dy as y from x. Kept for backward: nothing, the mask is drawn again. The
-/// product is rounded once. Autocast: follows x.
+/// With p = 0 it returns x itself. Backward computes dx from dy as forward computes y from x. Saved for backward:
+/// nothing; the mask is drawn again. The product is rounded once. Autocast: follows x.
 ///
 /// Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014, section 10
 /// (scaled in training).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::ops::{self, Dropout, DropoutKey};
+///
+/// let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
+/// let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? });
+/// let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
+/// let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
+/// let other = ops::dropout(&x, &dropout(1)?)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(y == again && y != other);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A probability that is not from 0 to under 1; a dtype that is not a float.
@@ -156,7 +171,7 @@ pub fn dropout(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
     run(&INFO, call, [x], || reference(x, dropout))
 }
 
-/// [`dropout()`] in plain candle ops, its mask drawn on the CPU.
+/// Computes [`dropout()`] in plain candle ops, with its mask drawn on the CPU.
 ///
 /// # Errors
 /// As [`dropout()`].
@@ -182,7 +197,7 @@ pub fn reference(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
         .to_dtype(x.dtype())?)
 }
 
-/// An error unless elements can be dropped with this probability.
+/// Checks that a probability of dropout is from 0 to under 1.
 pub(crate) fn check_probability(
     config: &'static str,
     field: &'static str,
@@ -207,41 +222,40 @@ pub(super) const INFO: OpInfo = OpInfo::new(OP)
 
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let reads = [("x", Slot::Input(0)), ("key", Slot::Read(0))];
+        let reads = [("x", Slot::Input(0)), ("key", Slot::ExtraInput(0))];
         let kernel = map("dropout", signature);
         Calls::default().call(kernel, reads, [("y", Slot::Output)])
     },
     backward: |signature| {
-        let reads = [("x", Slot::OutputGradient), ("key", Slot::Read(0))];
+        let reads = [("x", Slot::OutputGradient), ("key", Slot::ExtraInput(0))];
         let kernel = map("dropout_backward", signature);
         Calls::default().call(kernel, reads, [("y", Slot::Gradient(0))])
     },
 };
 
-/// y from x, or dx from dy.
+/// Returns the kernel that computes y from x, or dx from dy.
 fn map(name: &'static str, signature: &Signature<'_>) -> Kernel {
     let kernel = kernel!(name, |T, k, s| {
         let width = k.count("width")?;
-        let mask = of_call(k)?.mask(s.x("key")?, width);
+        let mask = dropout_of_kernel(k)?.mask(s.x("key")?, width);
         kernel::dropout(s.x::<T>("x")?, &mask, width, s.y("y")?);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (dropout, width) = (of_call(k)?, k.count("width")?);
+        let (dropout, width) = (dropout_of_kernel(k)?, k.count("width")?);
         cuda_kernel::dropout(l.gpu, l.x("x")?, l.x("key")?, dropout, width, l.y("y")?)
     });
     let kernel = kernel.sized([("width", width_of(signature.output.dims))]);
     kernel.with_all(signature.attributes)
 }
 
-/// How long rows are.
 fn width_of(dims: &[usize]) -> usize {
     dims.last().copied().unwrap_or(1)
 }
 
-/// The attribute that calls have which drop something.
+/// The attribute of the probability; only calls with dropout have it.
 const PROBABILITY: &str = "probability";
 
-/// The parameters of such a call, as a trace writes them down.
+/// Returns the attributes that a trace records for a call with dropout.
 pub(crate) fn attributes(dropout: kernels::Dropout) -> [(&'static str, Attribute); 2] {
     [
         (PROBABILITY, Attribute::Number(dropout.probability)),
@@ -249,8 +263,10 @@ pub(crate) fn attributes(dropout: kernels::Dropout) -> [(&'static str, Attribute
     ]
 }
 
-/// What a call drops that has these [attributes].
-pub(crate) fn of_attributes(all: &[(&'static str, Attribute)]) -> Option<kernels::Dropout> {
+/// Returns the dropout of a call with these [attributes]; `None` if it has none.
+pub(crate) fn dropout_from_attributes(
+    all: &[(&'static str, Attribute)],
+) -> Option<kernels::Dropout> {
     let of = |name| all.iter().find(|(other, _)| *other == name);
     match (of(PROBABILITY)?.1, of("site")?.1) {
         (Attribute::Number(probability), Attribute::Count(site)) => Some(kernels::Dropout {
@@ -261,14 +277,13 @@ pub(crate) fn of_attributes(all: &[(&'static str, Attribute)]) -> Option<kernels
     }
 }
 
-/// What a kernel drops.
-pub(crate) fn of_call(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
+pub(crate) fn dropout_of_kernel(k: &Kernel) -> candle_core::Result<kernels::Dropout> {
     let without = || candle_core::Error::msg(format!("{} has no probability of dropout", k.name()));
-    of_attributes(k.attributes()).ok_or_else(without)
+    dropout_from_attributes(k.attributes()).ok_or_else(without)
 }
 
 impl Dropout {
-    /// As kernels take it, which read the key besides.
+    /// Returns the parameters for kernels, which read the key separately.
     pub(crate) fn kernel(&self) -> kernels::Dropout {
         kernels::Dropout {
             probability: self.probability,
@@ -276,7 +291,7 @@ impl Dropout {
         }
     }
 
-    /// Which elements of rows of `width` stay: of a key with numbers, not of an input's.
+    /// Returns the mask for rows of `width`. The key must have elements, so it must not be a plan's input.
     pub(crate) fn mask(&self, width: usize) -> candle_core::Result<DropoutMask> {
         let key = self.key.words.flatten_all()?.to_vec1()?;
         Ok(self.kernel().mask(&key, width))

@@ -1,4 +1,4 @@
-//! Exponentials, logarithms, powers: what a policy wants in f32.
+//! Exponentials, logarithms and powers, which CUDA's autocast policy computes in f32.
 
 use super::arithmetic::lowering::{div, mul};
 use super::cast::{cast, cast_for};
@@ -14,10 +14,20 @@ use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
 use candle_core::{DType, Shape, Tensor};
 
-/// `y = exp(x)`, elementwise.
+/// Computes `y = exp(x)`, elementwise.
 ///
-/// As the others here: half precision is computed in f32 and rounded once, forward and backward, unless an autocast
-/// policy wants f32 out too (CUDA's does).
+/// The following also holds for [`log()`], [`pow()`] and [`rsqrt()`]. Half precision is computed in f32 and rounded
+/// once, forward and backward, unless an autocast policy demands an f32 output, as CUDA's does. Saved for backward: y
+/// for `exp`, x for the others.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[f32::NEG_INFINITY, 0.0, 1.0], &Device::Cpu)?;
+/// let y = tallow::ops::exp(&x)?.to_vec1::<f32>()?;
+/// assert_eq!(y[..2], [0.0, 1.0]);
+/// assert!((y[2] - std::f32::consts::E).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A dtype that is not a float.
@@ -25,7 +35,16 @@ pub fn exp(x: &Tensor) -> Result<Tensor> {
     in_f32(&EXP_INFO, x, x.shape(), Tensor::exp)
 }
 
-/// `y = ln(x)`, elementwise; otherwise as [`exp`].
+/// Computes `y = ln(x)`, elementwise; otherwise like [`exp`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[0f32, 1.0, 10.0], &Device::Cpu)?;
+/// let y = tallow::ops::log(&x)?.to_vec1::<f32>()?;
+/// assert_eq!(y[..2], [f32::NEG_INFINITY, 0.0]);
+/// assert!((y[2] - std::f32::consts::LN_10).abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`exp`].
@@ -33,7 +52,19 @@ pub fn log(x: &Tensor) -> Result<Tensor> {
     in_f32(&LOG_INFO, x, x.shape(), Tensor::log)
 }
 
-/// `y = x^exponent`, elementwise; otherwise as [`exp`].
+/// Computes `y = x^exponent`, elementwise; otherwise like [`exp`].
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[1f32, -2.0, 3.0], &Device::Cpu)?;
+/// let y = ops::pow(&x, 2.0)?;
+/// assert_eq!(y.to_vec1::<f32>()?, [1.0, 4.0, 9.0]);
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [2.0, -4.0, 6.0]); // 2 x
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`exp`].
@@ -42,7 +73,14 @@ pub fn pow(x: &Tensor, exponent: f64) -> Result<Tensor> {
     with_attributes(&POW_INFO, x, x.shape(), attributes, |x| x.powf(exponent))
 }
 
-/// `y = 1 / sqrt(x)`, elementwise; otherwise as [`exp`].
+/// Computes `y = 1 / sqrt(x)`, elementwise; otherwise like [`exp`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[0.25f32, 1.0, 4.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::rsqrt(&x)?.to_vec1::<f32>()?, [2.0, 1.0, 0.5]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`exp`].
@@ -127,7 +165,7 @@ const RSQRT: Lowering = Lowering {
     },
 };
 
-/// `f` of x, of this shape, as the policy wants it: computed in f32 at least.
+/// Computes `f(x)` in at least f32, with an output of this shape and of the policy's dtype.
 pub(super) fn in_f32(
     op: &'static OpInfo,
     x: &Tensor,

@@ -1,4 +1,4 @@
-//! Rows of a table by token id.
+//! Embedding: lookup of table rows by token id.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -27,22 +27,31 @@ use crate::kernels::workspace;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 
-/// `y[...] = table[tokens[...]]`: tokens (...) u32 or i64, table (V, D), y (..., D).
+/// Looks up `y[...] = table[tokens[...]]`: tokens (...) u32 or i64, table (V, D), y (..., D).
 ///
-/// Backward adds each row of dy into its token's row of the table's gradient, a token's rows in the order of their
-/// positions; in half precision the sums are f32, rounded once. Kept for backward: the ids. They are checked on the
-/// host before any kernel runs. Autocast: follows the table.
+/// Backward adds each row of dy to its token's row of the table's gradient, in the order of positions; in half
+/// precision the sums are f32, rounded once. Saved for backward: the ids. They are checked on the host before any
+/// kernel runs. Autocast: follows the table.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let table = Tensor::new(&[[0f32, 1.0], [2.0, 3.0], [4.0, 5.0]], &Device::Cpu)?; // (V, D)
+/// let tokens = Tensor::new(&[2u32, 0], &Device::Cpu)?;
+/// let y = tallow::ops::embedding(&tokens, &table)?;
+/// assert_eq!(y.to_vec2::<f32>()?, [[4.0, 5.0], [0.0, 1.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// An id outside the vocabulary (named with its position), ids of another dtype, a table that is not a matrix.
+/// An id outside the vocabulary (reported with its position), ids of another dtype, or a table that is not a matrix.
 pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     with_padding(tokens, table, None)
 }
 
-/// [`embedding()`], where the row of `padding_id` gets no gradient: PyTorch's `padding_idx`.
+/// Looks up rows like [`embedding()`], but the row of `padding_id` gets no gradient: PyTorch's `padding_idx`.
 ///
-/// The values are those of [`embedding()`]. Backward leaves out every position whose id is `padding_id`, so that row of
-/// this op's gradient is 0. What else reads the table (a tied head, say) adds its own gradient there.
+/// Values are those of [`embedding()`]. Backward skips every position whose id is `padding_id`, so that row of this
+/// op's gradient is 0. Other ops that read the table, such as a tied head, still add their gradient there.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -57,7 +66,7 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`embedding()`]; a `padding_id` outside the vocabulary.
+/// As [`embedding()`]; also a `padding_id` outside the vocabulary.
 pub fn embedding_with_padding(tokens: &Tensor, table: &Tensor, padding_id: u32) -> Result<Tensor> {
     with_padding(tokens, table, Some(padding_id))
 }
@@ -72,7 +81,7 @@ fn with_padding(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Res
     run(&INFO, call, [table], || plain(tokens, table, padding_id))
 }
 
-/// [`embedding()`] in plain candle ops.
+/// Computes [`embedding()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`embedding()`].
@@ -83,7 +92,7 @@ pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 fn plain(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Tensor> {
     let (ids, shape) = check(tokens, table, padding_id)?;
     let ids = ids.to_device(table.device())?;
-    // Widened for the gradient's sake: candle adds the rows of a repeated id in the dtype they come in.
+    // Widened for the gradient: candle adds the rows of a repeated id in the dtype of dy.
     let rows = wide_input("embedding", table)?
         .contiguous()?
         .index_select(&ids, 0)?;
@@ -97,7 +106,8 @@ fn plain(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<Ten
     Ok(rows.reshape(shape)?.to_dtype(table.dtype())?)
 }
 
-/// The ids, checked (in a trace as they came, which is what it knows them by), and the result's shape, (..., D).
+/// Returns the ids, checked (in a trace the caller's tensor, by which the trace identifies it), and the output's shape,
+/// (..., D).
 fn check(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Result<(Tensor, Vec<usize>)> {
     let &[vocab_size, width] = table.dims() else {
         return Err(Error::shape("embedding", format!("{:?}", table.dims()))
@@ -128,7 +138,6 @@ pub(super) const INFO: OpInfo = OpInfo::new("embedding")
     )
     .planned(LOWERING);
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let ids = Check::Ids {
@@ -148,7 +157,7 @@ const LOWERING: Lowering = Lowering {
             cuda_kernel::forward(l.gpu, table, ids, k.count("width")?, x)
         });
         let kernel = kernel.sized([("width", signature.inputs[0].dims[1])]);
-        let reads = [("table", Slot::Input(0)), ("ids", Slot::Read(0))];
+        let reads = [("table", Slot::Input(0)), ("ids", Slot::ExtraInput(0))];
         Calls::default()
             .checked(0, ids)
             .call(kernel, reads, [("x", Slot::Output)])
@@ -179,7 +188,7 @@ const LOWERING: Lowering = Lowering {
             )
         });
         let kernel = kernel.summing("dtable", Accumulate::Never);
-        let (table, ids) = (&signature.inputs[0], &signature.reads[0]);
+        let (table, ids) = (&signature.inputs[0], &signature.extra_inputs[0]);
         let kernel = kernel.sized([("width", table.dims[1])]);
         let kernel = kernel
             .with_all(signature.attributes)
@@ -196,15 +205,14 @@ const LOWERING: Lowering = Lowering {
             let workspace = calls.scratch(&[parts.iter().sum()], DType::U32);
             writes.push(("workspace", workspace));
         }
-        let reads = [("dx", Slot::OutputGradient), ("ids", Slot::Read(0))];
+        let reads = [("dx", Slot::OutputGradient), ("ids", Slot::ExtraInput(0))];
         calls.call(kernel, reads, writes)
     },
 };
 
-/// The id whose row gets no gradient, of a kernel that was planned with one.
+/// Returns the id whose row gets no gradient, if the kernel was planned with one.
 fn padding_id(kernel: &Kernel) -> Option<u32> {
     kernel.some_count(PADDING_ID).map(|id| id as u32)
 }
 
-/// The attribute's name.
 const PADDING_ID: &str = "padding_id";

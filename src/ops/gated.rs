@@ -1,4 +1,4 @@
-//! Gates: silu(gate) up, and gelu(gate) up.
+//! Gated activations: silu(gate) up and gelu(gate) up.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -26,22 +26,30 @@ use crate::kernels::{Activation, Gate};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
+/// Computes `y = silu(gate) * up`, elementwise, with silu(g) = g sigmoid(g): all three of one shape.
 ///
-/// Backward, with s = sigmoid(gate): `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`. Kept for backward: gate
-/// and up; s is recomputed, which costs less than reading it back. Autocast: follows its inputs.
+/// Backward, with s = sigmoid(gate): `dgate = dy up s (1 + gate (1 - s))`, `dup = dy gate s`. Saved for backward: gate
+/// and up; s is recomputed, which costs less than reading it. Autocast: follows its inputs.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let gate = Tensor::new(&[-1000f32, 0.0, 1000.0], &Device::Cpu)?;
+/// let up = Tensor::new(&[3f32, 3.0, 3.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::swiglu(&gate, &up)?.to_vec1::<f32>()?, [0.0, 0.0, 3000.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
-/// Shapes that differ, mixed dtypes or devices.
+/// Shapes that differ; mixed dtypes or devices.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated(Gate::Silu, gate, up)
 }
 
-/// `y = gelu(gate) * up`, elementwise, with GELU in this [form](Gelu): all three of one shape.
+/// Computes `y = gelu(gate) * up`, elementwise, with this [form](Gelu) of GELU: all three of one shape.
 ///
-/// Backward: `dgate = dy up gelu'(gate)`, `dup = dy gelu(gate)`. Kept for backward: gate and up. Autocast: follows its
+/// Backward: `dgate = dy up gelu'(gate)`, `dup = dy gelu(gate)`. Saved for backward: gate and up. Autocast: follows its
 /// inputs.
 ///
 /// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6.
@@ -75,7 +83,7 @@ pub(super) fn gated(f: Gate, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     run(info, call, [gate, up], || composed(f, info.op, gate, up))
 }
 
-/// [`swiglu()`] in plain candle ops.
+/// Computes [`swiglu()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`swiglu()`].
@@ -84,7 +92,7 @@ pub fn swiglu_reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     composed(Gate::Silu, SWIGLU.op, gate, up)
 }
 
-/// [`geglu()`] in plain candle ops.
+/// Computes [`geglu()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`geglu()`].
@@ -122,7 +130,7 @@ const SWIGLU: OpInfo = per_element!(
     BYTES
 );
 
-/// By tanh; by erf it costs less.
+/// The cost is that of the tanh form; the erf form costs less.
 const GEGLU: OpInfo = per_element!(
     OpInfo::new("geglu").on_gpu().planned_composed(LOWERING),
     10,
@@ -133,7 +141,6 @@ const GEGLU: OpInfo = per_element!(
 pub(super) const INFOS: &[OpInfo] = &[SWIGLU, GEGLU];
 const BYTES: &str = "gate, up, y; backward gate, up, dy, dgate, dup";
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let reads = [("gate", Slot::Input(0)), ("up", Slot::Input(1))];
@@ -150,10 +157,10 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// The attribute of GELU: whether it is that by tanh. SiLU has none.
+/// The attribute that selects GELU's form: whether it is by tanh. SiLU does not have it.
 const BY_TANH: &str = "tanh";
 
-/// The attributes of a node with this gate.
+/// Returns the attributes of a node with this gate.
 pub(super) fn attributes(f: Gate) -> Vec<(&'static str, Attribute)> {
     let by_tanh = match f {
         Gate::Silu => None,
@@ -172,7 +179,7 @@ fn gate(k: &Kernel) -> Gate {
     }
 }
 
-/// Forward and backward of the gate of a node, as reports call them.
+/// Returns the reported names of the gate's forward and backward.
 fn names(signature: &Signature<'_>) -> [&'static str; 2] {
     match signature.attribute(BY_TANH) {
         None => ["swiglu", "swiglu_backward"],
@@ -180,7 +187,7 @@ fn names(signature: &Signature<'_>) -> [&'static str; 2] {
     }
 }
 
-/// Reads gate and up; writes y, f(gate) * up.
+/// Reads gate and up; writes y = f(gate) * up.
 pub(super) fn forward(signature: &Signature<'_>) -> Kernel {
     let kernel = kernel!(names(signature)[0], |T, k, s| {
         kernel::forward(gate(k), s.x::<T>("gate")?, s.x("up")?, s.y("y")?);
@@ -208,7 +215,7 @@ pub(super) fn backward(signature: &Signature<'_>) -> Kernel {
     kernel.with_all(signature.attributes)
 }
 
-/// Writes dy (N, F), which becomes f(gate) * up, gate, which becomes dgate, and up, which becomes dup.
+/// Overwrites dy (N, F) with f(gate) * up, gate with dgate, and up with dup.
 pub(super) fn backward_in_place(signature: &Signature<'_>) -> Kernel {
     let kernel = kernel!(names(signature)[1], of "dy", |T, k, s| {
         kernel::backward_in_place::<T>(gate(k), s.y("dy")?, s.y("gate")?, s.y("up")?);
@@ -220,7 +227,7 @@ pub(super) fn backward_in_place(signature: &Signature<'_>) -> Kernel {
     kernel.in_place().with_all(signature.attributes)
 }
 
-/// Reads gate_up (N, 2 F), gate and up side by side; writes y (N, F), f(gate) * up. On a GPU.
+/// Reads gate_up (N, 2 F), with gate and up next to each other in a row; writes y (N, F), f(gate) * up. GPU only.
 pub(super) fn packed(signature: &Signature<'_>, width: usize) -> Kernel {
     let kernel = on_gpu!(Kernel::of_gpus(names(signature)[0]), |k, l| {
         let width = k.count("width")?;
@@ -230,7 +237,7 @@ pub(super) fn packed(signature: &Signature<'_>, width: usize) -> Kernel {
     kernel.with_all(signature.attributes)
 }
 
-/// Writes dy (N, F), which becomes f(gate) * up, and gate_up (N, 2 F), which become their gradients. On a GPU.
+/// Overwrites dy (N, F) with f(gate) * up, and gate_up (N, 2 F) with its gradient. GPU only.
 pub(super) fn packed_in_place(signature: &Signature<'_>, width: usize) -> Kernel {
     let kernel = on_gpu!(Kernel::of_gpus(names(signature)[1]), |k, l| {
         let width = k.count("width")?;

@@ -1,4 +1,4 @@
-//! The gated half of a feed-forward network, two linear maps and the gate between them, as one op.
+//! The first half of a gated MLP as one op: two linear maps and the gate.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -20,8 +20,8 @@ use super::gated;
 use super::info::OpInfo;
 use super::linear::{factors, linear, with_last_dim};
 use super::lowering::{Accumulate, Calls, Lowering, Named, Signature, Slot};
+use super::matmul_kernel::{Factor, matmul};
 use super::operand::check_size;
-use super::product::{Factor, product};
 use super::record::{Spec, by_kernels};
 use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::graph::{Attribute, Target};
@@ -31,22 +31,48 @@ use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
+/// Computes `y = silu(x W1^T) * (x W3^T)`: x (..., D), W1 and W3 (F, D), y (..., F).
 ///
-/// The same as [`swiglu()`](super::swiglu()) of two [`linear()`]s. As one op, the gradients of gate and up are scratch,
-/// and dx is summed inside the second product: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`, `dW3 = dup^T x`. Kept for
-/// backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies, as [`linear()`] is; silu
-/// and product follow.
+/// The result is that of [`swiglu()`](super::swiglu()) of two [`linear()`]s. As one op, the gradients of gate and up
+/// are scratch, and dx is summed inside the second matmul: `dx = dgate W1 + dup W3`, `dW1 = dgate^T x`,
+/// `dW3 = dup^T x`. Saved for backward: x, W1, W3, and gate and up, both (..., F). Autocast: lower under both policies,
+/// as [`linear()`] is; silu and the product follow.
 ///
-/// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without its last product.
+/// Shazeer, "GLU Variants Improve Transformer", 2020, equation 6, without the output matmul.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (2, 3, 8), &Device::Cpu)?; // (..., D)
+/// let w1 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?; // (F, D)
+/// let w3 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?;
+/// let y = ops::swiglu_linear(&x, &w1, &w3)?;
+/// let by_three = ops::swiglu(&ops::linear(&x, &w1)?, &ops::linear(&x, &w3)?)?;
+/// assert!((y - by_three)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// Weights that are no matrices of one shape, a last dimension that is not their `in`, mixed dtypes or devices.
+/// Weights that are not matrices of one shape; a last dimension that is not their `in`; mixed dtypes or devices.
 pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
     gated_linear(Gate::Silu, x, w1, w3)
 }
 
-/// `y = gelu(x W1^T) * (x W3^T)`, with GELU in this [form](Gelu): [`swiglu_linear()`] with another activation.
+/// Computes `y = gelu(x W1^T) * (x W3^T)`, with this [form](Gelu) of GELU; otherwise like [`swiglu_linear()`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, Gelu};
+///
+/// let x = Tensor::randn(0f32, 1.0, (2, 3, 8), &Device::Cpu)?; // (..., D)
+/// let w1 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?; // (F, D)
+/// let w3 = Tensor::randn(0f32, 1.0, (16, 8), &Device::Cpu)?;
+/// let y = ops::geglu_linear(&x, &w1, &w3, Gelu::Tanh)?;
+/// let by_three = ops::geglu(&ops::linear(&x, &w1)?, &ops::linear(&x, &w3)?, Gelu::Tanh)?;
+/// assert!((y - by_three)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`swiglu_linear()`].
@@ -67,7 +93,7 @@ fn gated_linear(gate: Gate, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tens
     }
 }
 
-/// [`swiglu_linear()`] as the three ops it is made of.
+/// Computes [`swiglu_linear()`] as three ops.
 ///
 /// # Errors
 /// As [`swiglu_linear()`].
@@ -76,7 +102,7 @@ pub fn swiglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<T
     composed(Gate::Silu, x, w1, w3)
 }
 
-/// [`geglu_linear()`] as the three ops it is made of.
+/// Computes [`geglu_linear()`] as three ops.
 ///
 /// # Errors
 /// As [`geglu_linear()`].
@@ -116,16 +142,16 @@ fn check(op: &'static str, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<()> {
 
 const SWIGLU_LINEAR: OpInfo = info(
     "swiglu_linear",
-    "4 N D F, 6 an element of y besides; backward 8 and 12",
-    |o| o.products(made(o), 4.0, 6.0),
-    |o| o.products_backward(made(o), 8.0, 12.0),
+    "4 N D F plus 6 per element of y; backward 8 N D F plus 12 per element of y",
+    |o| o.matmuls(made(o), 4.0, 6.0),
+    |o| o.matmuls_backward(made(o), 8.0, 12.0),
 );
 
 const GEGLU_LINEAR: OpInfo = info(
     "geglu_linear",
-    "4 N D F, 10 an element of y besides; backward 8 and 18",
-    |o| o.products(made(o), 4.0, 10.0),
-    |o| o.products_backward(made(o), 8.0, 18.0),
+    "4 N D F plus 10 per element of y; backward 8 N D F plus 18 per element of y",
+    |o| o.matmuls(made(o), 4.0, 10.0),
+    |o| o.matmuls_backward(made(o), 8.0, 18.0),
 );
 
 pub(crate) const INFOS: &[OpInfo] = &[SWIGLU_LINEAR, GEGLU_LINEAR];
@@ -139,24 +165,25 @@ const fn info(
     let bytes = "x, W1, W3, y, gate, up; backward those and dx, dW1, dW3";
     let info = OpInfo::new(op).on_gpu();
     let info = info.costing(flops, bytes, forward, Some(backward));
-    info.holding("two products and the gate").planned(LOWERING)
+    info.including("two products and the gate")
+        .planned(LOWERING)
 }
 
-/// y, and gate and up of its shape, which are kept.
+/// Returns the elements of y, and the bytes of y and of the saved gate and up.
 fn made(o: &Operands<'_>) -> (f64, f64) {
     (o.output.elements(), 3.0 * o.output.bytes())
 }
 
-/// A plan may have both weights as one input, W1 over W3 (2 F, D): gate and up are one, (N, 2 F), then. Backward writes
-/// the gradients of gate and up over them in a plan, and y over its gradient.
+/// A plan may have both weights as one input, W1 above W3 (2 F, D); gate and up are then one value, (N, 2 F). In a
+/// plan, backward overwrites gate and up with their gradients, and the gradient of y with y.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let (x, weight) = factors(signature); // W3 lies as W1
+        let (x, weight) = factors(signature); // W3 has the layout of W1
         let mut calls = Calls::default();
         let gate_up = gate_up(signature);
         for (i, (_, made)) in gate_up.iter().enumerate() {
             let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1 + i))];
-            let kernel = product(x, weight.t(), Accumulate::Never);
+            let kernel = matmul(x, weight.t(), Accumulate::Never);
             calls.push(kernel, factors, [("c", *made)]);
         }
         let kernel = match gate_up.len() {
@@ -179,7 +206,7 @@ const LOWERING: Lowering = Lowering {
                 gate_up.iter().map(|(_, slot)| *slot).collect()
             }
             None => {
-                let kept = &signature.kept[0];
+                let kept = &signature.saved[0];
                 let [dgate, dup] = [(); 2].map(|()| calls.scratch(kept.dims, kept.dtype));
                 let reads = Named::from([dy]).and(gate_up);
                 let writes = [("dgate", dgate), ("dup", dup)];
@@ -191,30 +218,30 @@ const LOWERING: Lowering = Lowering {
         let mut accumulate = Accumulate::Never;
         for (i, gradient) in gradients.iter().enumerate() {
             let factors = [("a", *gradient), ("b", read_weight(signature, 1 + i))];
-            let kernel = product(of_product, weight, accumulate);
+            let kernel = matmul(of_product, weight, accumulate);
             calls.push(kernel, factors, [("c", Slot::Gradient(0))]);
             accumulate = Accumulate::Always;
         }
         for (i, gradient) in gradients.into_iter().enumerate() {
             let factors = [("a", gradient), ("b", Slot::Input(0))];
-            let kernel = product(of_product.t(), x, Accumulate::Never);
+            let kernel = matmul(of_product.t(), x, Accumulate::Never);
             calls.push(kernel, factors, [("c", Slot::Gradient(1 + i))]);
         }
         calls
     },
 };
 
-/// Gate and up, which are kept: two, or of one weight as one.
+/// Returns the saved gate and up: two slots, or one if the weights are one input.
 fn gate_up(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
-    match signature.kept.len() {
-        1 => vec![("gate_up", Slot::Kept(0))],
-        _ => vec![("gate", Slot::Kept(0)), ("up", Slot::Kept(1))],
+    match signature.saved.len() {
+        1 => vec![("gate_up", Slot::Saved(0))],
+        _ => vec![("gate", Slot::Saved(0)), ("up", Slot::Saved(1))],
     }
 }
 
 struct GatedLinear {
     gate: Gate,
-    /// Of W1 and W3.
+    /// The copies of W1 and W3.
     copies: [WeightCopy; 2],
 }
 
@@ -228,22 +255,22 @@ impl Spec for GatedLinear {
         (with_last_dim(x.dims, w1.dims[0]).into(), x.dtype)
     }
 
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (x, width) = (&inputs[0], inputs[1].dims[0]);
         ["gate", "up"]
             .map(|name| (name, (x.rows(), width).into(), x.dtype))
             .into()
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         weight::tensors(&self.copies)
     }
 
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        weight::tensors_again(&self.copies, &inputs[1..])
+    fn extra_inputs_for_backward(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        weight::tensors_for_backward(&self.copies, &inputs[1..])
     }
 
-    fn forwarded(&self) {
-        self.copies.iter().for_each(WeightCopy::forwarded);
+    fn free_after_forward(&self) {
+        self.copies.iter().for_each(WeightCopy::free_after_forward);
     }
 }

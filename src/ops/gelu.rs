@@ -1,4 +1,4 @@
-//! The Gaussian error linear unit.
+//! GELU, the Gaussian error linear unit.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -16,7 +16,7 @@ use crate::Result;
 use crate::kernels::{Activation, Gate};
 use candle_core::Tensor;
 
-/// By which formula [`gelu()`] is computed: PyTorch's `approximate`.
+/// The formula of [`gelu()`]: PyTorch's `approximate`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -24,8 +24,8 @@ pub enum Gelu {
     /// `x Phi(x)` with Phi the standard normal distribution, `(1 + erf(x / sqrt(2))) / 2`: `approximate="none"`.
     #[default]
     Erf,
-    /// `x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: `approximate="tanh"`, what GPT-2 was trained
-    /// with. As a node of a graph it is called `gelu_tanh`.
+    /// `x (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: `approximate="tanh"`, which GPT-2 was trained
+    /// with. In a graph the node is called `gelu_tanh`.
     Tanh,
 }
 
@@ -37,7 +37,6 @@ impl Gelu {
         }
     }
 
-    /// The gate with this GELU.
     pub(super) fn gate(self) -> Gate {
         match self {
             Self::Erf => Gate::Gelu,
@@ -46,10 +45,10 @@ impl Gelu {
     }
 }
 
-/// `y = x Phi(x)`, elementwise, exactly or by tanh ([`Gelu`]).
+/// Computes `y = x Phi(x)`, elementwise, exactly or by tanh ([`Gelu`]).
 ///
 /// Backward: `dx = dy (Phi(x) + x phi(x))` with phi the normal density; by tanh, with s = sigmoid(2 u),
-/// `dx = dy (s + 2 x s (1 - s) du/dx)`. Kept for backward: x, from which exponentials are taken again. Autocast:
+/// `dx = dy (s + 2 x s (1 - s) du/dx)`. Saved for backward: x, from which the exponentials are recomputed. Autocast:
 /// follows x.
 ///
 /// Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
@@ -70,7 +69,7 @@ pub fn gelu(x: &Tensor, form: Gelu) -> Result<Tensor> {
     activate(form.activation(), x)
 }
 
-/// [`gelu()`] in plain candle ops.
+/// Computes [`gelu()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`gelu()`].

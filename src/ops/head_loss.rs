@@ -4,7 +4,7 @@
 use super::cross_entropy::Reduction;
 use super::cross_entropy::lowering::{gradient_of_counted, in_place, mean_of};
 use super::lowering::{Accumulate, Calls, Check, Named, Signature, Slot};
-use super::product::{Factor, product, product_into};
+use super::matmul_kernel::{Factor, matmul, matmul_into};
 use super::weight::read_weight;
 use crate::graph::Target;
 use candle_core::DType;
@@ -14,7 +14,7 @@ use std::ops::Range;
 /// gradient more often; larger ones would not fit the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
-/// The same on a GPU, where larger matmuls are not faster.
+/// The number of logits in a chunk on a GPU, where larger matmuls are not faster.
 const GPU_CHUNK_ELEMENTS: usize = 4096 * 10_240;
 
 /// The minimum number of rows in a chunk.
@@ -52,13 +52,13 @@ impl HeadLoss {
             classes,
             ..
         } = *sizes;
-        let targets = signature.reads.len() - 1;
+        let targets = signature.extra_inputs.len() - 1;
         let ids = Check::Ids {
             bound: classes,
             ignore: self.ignore,
         };
         let mut calls = Calls::default().checked(targets, ids);
-        let targets = Slot::Read(targets);
+        let targets = Slot::ExtraInput(targets);
         let wide = signature.output.dtype;
         let losses = calls.temporary("losses", &[all_rows], wide);
         // How many ids are ignored is only known in a run.
@@ -76,7 +76,7 @@ impl HeadLoss {
         let weight = read_weight(signature, 1);
         let (at_once, row_stride) = (sizes.rows_at_once(), sizes.row_stride());
         let parts = sizes.parts();
-        let mut of_weight = Accumulate::Never; // or what the plan says
+        let mut of_weight = Accumulate::Never; // unless the plan overrides it
         for start in (0..all_rows).step_by(at_once) {
             let rows = at_once.min(all_rows - start);
             let some = |calls: &mut Calls, slot: Slot, width: usize| {
@@ -97,7 +97,7 @@ impl HeadLoss {
             for part in &parts {
                 let (_, c) = some_logits(&mut calls, part);
                 let (of_part, b) = some_weight(&mut calls, weight, part);
-                let kernel = product_into(of_x, of_part.t(), row_stride, Accumulate::Never);
+                let kernel = matmul_into(of_x, of_part.t(), row_stride, Accumulate::Never);
                 calls.push(kernel, [("a", some_x), ("b", b)], [("c", c)]);
             }
             // The gradient overwrites the logits.
@@ -111,7 +111,7 @@ impl HeadLoss {
                 for part in &parts {
                     let (of_logits, a) = some_logits(&mut calls, part);
                     let (of_part, b) = some_weight(&mut calls, weight, part);
-                    let kernel = product(of_logits, of_part, accumulate);
+                    let kernel = matmul(of_logits, of_part, accumulate);
                     let dx = some(&mut calls, Slot::Gradient(0), width);
                     calls.push(kernel, [("a", a), ("b", b)], [("c", dx)]);
                     accumulate = Accumulate::Always;
@@ -121,7 +121,7 @@ impl HeadLoss {
                 for part in &parts {
                     let (of_logits, a) = some_logits(&mut calls, part);
                     let (_, dw) = some_weight(&mut calls, Slot::Gradient(1), part);
-                    let kernel = product(of_logits.t(), of_x, of_weight);
+                    let kernel = matmul(of_logits.t(), of_x, of_weight);
                     calls.push(kernel, [("a", a), ("b", some_x)], [("c", dw)]);
                 }
                 of_weight = Accumulate::Always;

@@ -27,7 +27,17 @@ use {
     candle_core::cuda_backend::CudaDevice,
 };
 
-/// (B, T, H*Dh) to (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is kept for it.
+/// Splits (B, T, H*Dh) into heads (B, H, T, Dh), contiguous. Backward is [`merge_heads`]; nothing is saved for it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[[1f32, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]], &Device::Cpu)?; // (B, T, H*Dh)
+/// let heads = tallow::ops::split_heads(&x, 2)?;
+/// assert_eq!(heads.dims(), [1, 2, 2, 2]);
+/// let second = heads.get(0)?.get(1)?; // (T, Dh)
+/// assert_eq!(second.to_vec2::<f32>()?, [[3.0, 4.0], [7.0, 8.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A tensor that is not (B, T, D), or a D that `heads` does not divide.
@@ -44,8 +54,8 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
         }
     };
     let [x] = &cast_for("split_heads", [x])?;
-    let way = Way::Split;
-    run(&SPLIT_INFO, CutHeads { way, heads }, [x], || {
+    let way = Direction::Split;
+    run(&SPLIT_INFO, HeadsCall { way, heads }, [x], || {
         Ok(input(x)
             .reshape((batch, length, heads, head_dim))?
             .transpose(1, 2)?
@@ -53,7 +63,17 @@ pub fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     })
 }
 
-/// (B, H, T, Dh) to (B, T, H*Dh), contiguous. Backward is [`split_heads`]; nothing is kept for it.
+/// Merges heads (B, H, T, Dh) into (B, T, H*Dh), contiguous. Backward is [`split_heads`]; nothing is saved for it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (2, 5, 12), &Device::Cpu)?; // (B, T, H*Dh)
+/// let merged = ops::merge_heads(&ops::split_heads(&x, 3)?)?;
+/// assert_eq!(merged.to_vec3::<f32>()?, x.to_vec3::<f32>()?);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A tensor that is not (B, H, T, Dh).
@@ -63,8 +83,8 @@ pub fn merge_heads(x: &Tensor) -> Result<Tensor> {
             .must_be("x (B, H, T, Dh)", "as split_heads returns it"));
     };
     let [x] = &cast_for("merge_heads", [x])?;
-    let way = Way::Merge;
-    run(&MERGE_INFO, CutHeads { way, heads }, [x], || {
+    let way = Direction::Merge;
+    run(&MERGE_INFO, HeadsCall { way, heads }, [x], || {
         Ok(input(x)
             .transpose(1, 2)?
             .reshape((batch, length, heads * head_dim))?)
@@ -84,27 +104,27 @@ pub(crate) const MERGE_INFO: OpInfo = OpInfo::new("merge_heads")
 pub(super) const INFOS: &[OpInfo] = &[SPLIT_INFO, MERGE_INFO];
 
 const SPLIT_HEADS: Lowering = Lowering {
-    forward: |signature| forward(Way::Split, signature.output.dims),
-    backward: |signature| backward(Way::Merge, signature.output.dims),
+    forward: |signature| forward(Direction::Split, signature.output.dims),
+    backward: |signature| backward(Direction::Merge, signature.output.dims),
 };
 
 const MERGE_HEADS: Lowering = Lowering {
-    forward: |signature| forward(Way::Merge, signature.inputs[0].dims),
-    backward: |signature| backward(Way::Split, signature.inputs[0].dims),
+    forward: |signature| forward(Direction::Merge, signature.inputs[0].dims),
+    backward: |signature| backward(Direction::Split, signature.inputs[0].dims),
 };
 
-fn forward(way: Way, heads: &[usize]) -> Calls {
+fn forward(way: Direction, heads: &[usize]) -> Calls {
     let (x, y) = (("x", Slot::Input(0)), ("y", Slot::Output));
     Calls::default().call(planned(way, heads), [x], [y])
 }
 
-fn backward(way: Way, heads: &[usize]) -> Calls {
+fn backward(way: Direction, heads: &[usize]) -> Calls {
     let (x, y) = (("x", Slot::OutputGradient), ("y", Slot::Gradient(0)));
     Calls::default().call(planned(way, heads), [x], [y])
 }
 
-/// One way, for heads (B, H, T, Dh).
-fn planned(way: Way, heads: &[usize]) -> Kernel {
+/// Returns the kernel of one direction, for heads (B, H, T, Dh).
+fn planned(way: Direction, heads: &[usize]) -> Kernel {
     fn sizes(k: &Kernel) -> candle_core::Result<HeadSizes> {
         Ok(HeadSizes {
             batch: k.count("batch")?,
@@ -113,7 +133,7 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
             head_dim: k.count("head_dim")?,
         })
     }
-    fn run(way: Way, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
+    fn run(way: Direction, k: &Kernel, s: &Slices<'_>) -> candle_core::Result<()> {
         let sizes = sizes(k)?;
         for_stored!(s.dtype()?, T => {
             way.run(sizes, s.x::<T>("x")?, s.y("y")?);
@@ -121,13 +141,13 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
         })
     }
     let kernel = match way {
-        Way::Split => on_gpu!(
-            Kernel::new("split_heads", |k, s| run(Way::Split, k, s)),
-            |k, l| Way::Split.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
+        Direction::Split => on_gpu!(
+            Kernel::new("split_heads", |k, s| run(Direction::Split, k, s)),
+            |k, l| Direction::Split.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
         ),
-        Way::Merge => on_gpu!(
-            Kernel::new("merge_heads", |k, s| run(Way::Merge, k, s)),
-            |k, l| Way::Merge.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
+        Direction::Merge => on_gpu!(
+            Kernel::new("merge_heads", |k, s| run(Direction::Merge, k, s)),
+            |k, l| Direction::Merge.launch(l.gpu, sizes(k)?, l.x("x")?, l.y("y")?)
         ),
     };
     let size = |dim: usize| heads.get(dim).copied().unwrap_or(1);
@@ -139,14 +159,14 @@ fn planned(way: Way, heads: &[usize]) -> Kernel {
     ])
 }
 
-/// One way or the other: backward is the way back.
+/// The direction: backward runs the other one.
 #[derive(Clone, Copy)]
-enum Way {
+enum Direction {
     Split,
     Merge,
 }
 
-impl Way {
+impl Direction {
     fn run<T: Copy + Send + Sync>(self, sizes: HeadSizes, x: &[T], y: &mut [T]) {
         match self {
             Self::Split => split(sizes, x, y),
@@ -171,19 +191,23 @@ impl Way {
     }
 }
 
-/// The graph of a model keeps many of these, so they are small.
-struct CutHeads {
-    way: Way,
+/// A call of either op. It is small, because the graph of a model keeps many of these.
+struct HeadsCall {
+    way: Direction,
     heads: usize,
 }
 
-impl Spec for CutHeads {
+impl Spec for HeadsCall {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         let heads = self.heads;
         let shape = match (self.way, inputs[0].dims) {
-            (Way::Split, [batch, length, width]) => vec![*batch, heads, *length, width / heads],
-            (Way::Merge, [batch, _, length, head_dim]) => vec![*batch, *length, heads * head_dim],
-            (_, dims) => dims.to_vec(), // refused before
+            (Direction::Split, [batch, length, width]) => {
+                vec![*batch, heads, *length, width / heads]
+            }
+            (Direction::Merge, [batch, _, length, head_dim]) => {
+                vec![*batch, *length, heads * head_dim]
+            }
+            (_, dims) => dims.to_vec(), // refused earlier
         };
         (shape.into(), inputs[0].dtype)
     }

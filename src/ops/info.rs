@@ -7,22 +7,23 @@ use super::lowering::{Lowering, Signature, Workspace};
 /// The description of an op.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpInfo {
-    /// Its name, as ranges, errors and nodes have it.
+    /// The name in profiler ranges, errors and graph nodes.
     pub op: &'static str,
-    /// The widest row that its kernels for NVIDIA GPUs take; `None` if it has none.
+    /// The widest row that its kernels for NVIDIA GPUs support; `None` if it has none.
     pub gpu_width: Option<usize>,
-    /// `None` for what is timed under another name.
+    /// The cost; `None` if it is timed under another name.
     pub cost: Option<OpCost>,
-    /// The kernels that compute it, eagerly and planned by itself. `None` for what is part of another op.
+    /// The kernels that compute it, eagerly and in plans; `None` if it is part of another op.
     pub lowering: Option<Lowering>,
-    /// Whether it is planned so, too, where it is composed of candle's own ops: of the same inputs, with nothing kept.
+    /// Whether plans use the lowering even if the op is composed of candle's own ops: it has the same inputs and saves
+    /// nothing.
     pub lowers_composed: bool,
-    /// What its backward takes for itself where it is composed of candle's own ops; `None` where that is not known.
+    /// The memory of backward if it is composed of candle's own ops; `None` if unknown.
     pub composed_backward: Option<fn(&Signature<'_>) -> Workspace>,
 }
 
 impl OpInfo {
-    /// Without a kernel on GPUs and without a cost.
+    /// Returns the description of an op without GPU kernels, cost or lowering.
     pub const fn new(op: &'static str) -> Self {
         Self {
             op,
@@ -34,18 +35,18 @@ impl OpInfo {
         }
     }
 
-    /// With kernels on GPUs, for rows as wide as these count.
+    /// Adds GPU kernels, for rows of any width that they can index.
     pub const fn on_gpu(self) -> Self {
         self.on_gpu_up_to(i32::MAX as usize)
     }
 
-    /// With kernels on GPUs, for rows up to this width.
+    /// Adds GPU kernels, for rows up to this width.
     pub const fn on_gpu_up_to(mut self, width: usize) -> Self {
         self.gpu_width = Some(width);
         self
     }
 
-    /// With FLOPs and bytes in words, and as formulas; without one of its backward where that is candle's own.
+    /// Adds FLOPs and bytes, in words and as formulas; `backward` is `None` if it is candle's own.
     pub const fn costing(
         mut self,
         flops: &'static str,
@@ -57,37 +58,37 @@ impl OpInfo {
             op: self.op,
             flops,
             bytes,
-            inside: None,
+            includes: None,
             forward,
             backward,
         });
         self
     }
 
-    /// As [`costing`](Self::costing), composed of candle's own ops.
+    /// Adds the cost of an op that is composed of candle's own ops.
     pub const fn composed(self, flops: &'static str, forward: Formula) -> Self {
         self.costing(flops, "inputs, output", forward, None)
     }
 
-    /// As [`costing`](Self::costing): elements elsewhere, or in another dtype.
+    /// Adds the cost of an op that only moves elements or changes their dtype.
     pub const fn moving(self) -> Self {
         let [forward, backward]: [Formula; 2] = [|o| o.elementwise(0.0), |o| o.moved_back(0.0)];
         self.costing("0", "x, y; backward dy, dx", forward, Some(backward))
     }
 
-    /// With its calls in a plan.
+    /// Adds the lowering.
     pub const fn planned(mut self, lowering: Lowering) -> Self {
         self.lowering = Some(lowering);
         self
     }
 
-    /// As [`planned`](Self::planned), also where it is composed of candle's own ops.
+    /// Adds the lowering, and makes plans use it even if the op is composed of candle's own ops.
     pub const fn planned_composed(mut self, lowering: Lowering) -> Self {
         self.lowers_composed = true;
         self.planned(lowering)
     }
 
-    /// With what backward takes where it is composed.
+    /// Adds the memory of backward if the op is composed.
     pub const fn with_composed_backward(
         mut self,
         backward: fn(&Signature<'_>) -> Workspace,
@@ -96,16 +97,17 @@ impl OpInfo {
         self
     }
 
-    /// Where its cost has that of `parts` inside, which others time apart.
-    pub const fn holding(mut self, parts: &'static str) -> Self {
+    /// Declares that the cost includes that of `parts`, which other implementations time separately.
+    pub const fn including(mut self, parts: &'static str) -> Self {
         if let Some(cost) = &mut self.cost {
-            cost.inside = Some(parts);
+            cost.includes = Some(parts);
         }
         self
     }
 }
 
-/// An op that costs so many FLOPs an element of its output, forward and backward, where it reads its inputs again.
+/// Adds the cost of an elementwise op, in FLOPs per output element, forward and backward; backward reads the inputs
+/// again.
 macro_rules! per_element {
     ($info:expr, $forward:literal, $backward:literal, $bytes:expr) => {
         $info.costing(

@@ -25,26 +25,38 @@ use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::{D, Tensor};
 
-/// `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the variance
-/// is the biased one.
+/// Computes `y = w (x - mean(x)) / sqrt(var(x) + eps) + b` along the last dimension: x and y (..., D), w and b (D); the
+/// variance is the biased one.
 ///
-/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision w and b may be in
-/// f32; gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is
-/// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Kept for backward: x, w, b, and (mean,
+/// Half precision is computed in f32, f64 in f64; y is rounded once to x's dtype. If x is in half precision, w and b
+/// may be in f32; gradients have their operand's dtype. With h = (x - mean) rstd and g = dy w, backward is
+/// `dx = rstd (g - mean(g) - h mean(g h))`, `dw = sum dy h`, `db = sum dy`. Saved for backward: x, w, b, and (mean,
 /// rstd) of each row.
 ///
-/// In a row of two elements h is near -1 and 1, and the terms of dx cancel to `eps / (var + eps)` of their size: what
-/// remains is mostly their rounding, here as in PyTorch.
+/// In a row of two elements h is near -1 and 1, and the terms of dx cancel to `eps / (var + eps)` of their size. What
+/// remains is mostly rounding error, as in PyTorch.
 ///
-/// Autocast: f32, and so is y, under CUDA's policy; under the CPU's y has x's dtype, and a half-precision x beside f32
-/// w and b is computed in f32 and rounded once.
+/// Autocast: under CUDA's policy, the computation and y are f32. Under the CPU's, y has x's dtype; a half-precision x
+/// with f32 w and b is computed in f32 and rounded once.
 ///
 /// Ba, Kiros and Hinton, "Layer Normalization", 2016, equation 4.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[5f32, 7.0], [-100.0, 100.0]], &Device::Cpu)?; // (..., D)
+/// let w = Tensor::new(&[1f32, 2.0], &Device::Cpu)?; // (D)
+/// let b = Tensor::new(&[0f32, 10.0], &Device::Cpu)?; // (D)
+/// let y = tallow::ops::layer_norm(&x, &w, &b, 1e-5)?.to_vec2::<f32>()?;
+/// for row in y {
+///     assert!((row[0] + 1.0).abs() < 1e-4 && (row[1] - 12.0).abs() < 1e-4);
+/// }
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
-/// A weight or bias that is not (D), mixed dtypes (but for f32 beside x in half precision) or devices.
+/// A weight or bias that is not (D); mixed devices; mixed dtypes, except for f32 weights with x in half precision.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
-    let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let dtype = decide("layer_norm", &[x.into()]).unwrap_or(x.dtype()); // y's; the others may be cast wider
     let [x, weight, bias] = &cast_for("layer_norm", [x, weight, bias])?;
     check(x, weight, bias)?;
     let call = NormCall {
@@ -57,7 +69,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     cast(&y, dtype)
 }
 
-/// [`layer_norm()`] in plain candle ops.
+/// Computes [`layer_norm()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`layer_norm()`].
@@ -105,7 +117,6 @@ pub(crate) const INFO: OpInfo = per_element!(
     "x, W, y; backward x, W, dy, dx, dW"
 );
 
-/// Forward keeps mean and rstd.
 const LOWERING: Lowering = Lowering {
     forward: |signature| norm::forward(Norm::Layer, signature),
     backward: |signature| norm::backward(Norm::Layer, signature),

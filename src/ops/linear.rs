@@ -16,21 +16,21 @@ use super::bias::{bias, push_bias_gradient};
 use super::dispatch::check_same;
 use super::info::OpInfo;
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
+use super::matmul_kernel::{Factor, matmul};
 use super::operand::{check_size, zeros_of};
-use super::product::{Factor, product};
 use super::record::{Spec, float_input, run};
 use super::weight::{self, WeightCopy, read_weight, with_copies};
 use crate::probe::Operand;
 use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
 
-/// A linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
+/// Computes a linear map without bias: `y = x W^T`, with x (..., in), W (out, in), y (..., out).
 ///
-/// Backward: `dx = dy W`, `dW = dy^T x`. Kept for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
-/// backward. The weight is used transposed by its strides: no copy. Half precision is summed in f32 and rounded once;
-/// on the CPU it is widened for the product, but for bf16 where [`bf16_products`](crate::hardware::bf16_products) says
-/// otherwise. Autocast: lower under both policies; the gradient of an f32 weight is not rounded to half precision, as
-/// PyTorch's is.
+/// Backward: `dx = dy W`, `dW = dy^T x`. Saved for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
+/// backward. The weight is used transposed by its strides, without a copy. Half precision is summed in f32 and rounded
+/// once. On the CPU it is widened for the matmul, except for bf16 if [`bf16_products`](crate::hardware::bf16_products)
+/// reports a unit. Autocast: lower under both policies; unlike PyTorch's, the gradient of an f32 weight is not rounded
+/// to half precision.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -41,7 +41,7 @@ use candle_core::{D, DType, Shape, Tensor};
 /// ```
 ///
 /// # Errors
-/// A weight that is not a matrix, a last dimension that is not the weight's `in`, mixed dtypes or devices.
+/// A weight that is not a matrix; a last dimension that is not the weight's `in`; mixed dtypes or devices.
 pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
     check(&x, &copies[0].of(&weight))?;
@@ -50,7 +50,7 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// [`linear()`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
+/// Computes [`linear()`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
 ///
 /// # Errors
 /// As [`linear()`].
@@ -88,14 +88,13 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     .must_be(wanted, "weights are stored (out, in)"))
 }
 
-/// The op's name.
 pub(crate) const LINEAR: &str = "linear";
 
 pub(crate) const INFO: OpInfo = OpInfo::new(LINEAR).on_gpu().planned(LOWERING).costing(
     "2 N in out, backward 4",
     "x, W, y; backward x, W, dy, dx, dW",
-    |o| o.products(o.output.size(), 2.0, 0.0),
-    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+    |o| o.matmuls(o.output.size(), 2.0, 0.0),
+    Some(|o| o.matmuls_backward(o.output.size(), 4.0, 0.0)),
 );
 
 /// The lowering of a linear layer, with or without a bias.
@@ -108,7 +107,7 @@ pub(super) const LOWERING: Lowering = Lowering {
             accumulate = Accumulate::Always;
         }
         if x.cols > 0 || accumulate == Accumulate::Never {
-            let kernel = product(x, weight.t(), accumulate);
+            let kernel = matmul(x, weight.t(), accumulate);
             let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
             calls.push(kernel, factors, [("c", Slot::Output)]);
         }
@@ -121,16 +120,16 @@ pub(super) const LOWERING: Lowering = Lowering {
         }
         let (x, weight) = factors(signature);
         let (dy, of_dy) = (Slot::OutputGradient, Factor::new(x.rows, weight.rows)); // (N, out)
-        let dx = product(of_dy, weight, Accumulate::Never);
+        let dx = matmul(of_dy, weight, Accumulate::Never);
         let read = read_weight(signature, 1);
         calls.push(dx, [("a", dy), ("b", read)], [("c", Slot::Gradient(0))]);
-        let dw = product(of_dy.t(), x, Accumulate::Never);
+        let dw = matmul(of_dy.t(), x, Accumulate::Never);
         let factors = [("a", dy), ("b", Slot::Input(0))];
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
 
-/// x (N, in) and the weight (out, in).
+/// Returns x (N, in) and the weight (out, in) as factors.
 pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
     let (x, weight) = (&signature.inputs[0], signature.inputs[1].dims);
     (
@@ -139,7 +138,7 @@ pub(super) fn factors(signature: &Signature<'_>) -> (Factor, Factor) {
     )
 }
 
-/// The product of x and a weight; of three inputs, the last is its bias.
+/// A matmul of x and a weight; a third input is its bias.
 pub(super) struct Linear {
     pub copies: [WeightCopy; 1],
 }
@@ -150,32 +149,31 @@ impl Spec for Linear {
         (with_last_dim(x.dims, weight.dims[0]).into(), x.dtype)
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         weight::tensors(&self.copies)
     }
 
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        weight::tensors_again(&self.copies, &inputs[1..2])
+    fn extra_inputs_for_backward(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        weight::tensors_for_backward(&self.copies, &inputs[1..2])
     }
 
-    fn forwarded(&self) {
-        self.copies[0].forwarded();
+    fn free_after_forward(&self) {
+        self.copies[0].free_after_forward();
     }
 }
 
-/// N: how many rows a tensor of these dimensions has, empty ones too.
+/// Returns N, the number of rows of a tensor of these dimensions, also of an empty one.
 pub(crate) fn rows_of(dims: &[usize]) -> usize {
     dims.split_last()
         .map_or(1, |(_, leading)| leading.iter().product())
 }
 
-/// `dims` with another last dimension.
+/// Returns `dims` with another last dimension.
 pub(crate) fn with_last_dim(dims: &[usize], last: usize) -> Vec<usize> {
     let leading = dims.len() - 1;
     [&dims[..leading], &[last]].concat()
 }
 
-/// The last dimension of `x`, for ops that work along it.
 pub(super) fn last_dim(op: &'static str, x: &Tensor) -> Result<usize> {
     check_size(op, x.dims(), x.dtype(), x.device())?;
     x.dim(D::Minus1).map_err(|_| {

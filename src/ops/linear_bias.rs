@@ -23,14 +23,14 @@ use super::weight::with_copies;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// A linear map with a bias: `y = x W^T + b`, with x (..., in), W (out, in), b (out), y (..., out).
+/// Computes a linear map with a bias: `y = x W^T + b`, with x (..., in), W (out, in), b (out), y (..., out).
 ///
-/// Backward: `dx = dy W`, `dW = dy^T x`, `db` the sum of dy's rows, in f32 at least, rounded once. Kept for backward: x
-/// and W. The product is added to the bias where it lies, so that half precision is rounded once.
+/// Backward: `dx = dy W`, `dW = dy^T x`, and `db` the sum of dy's rows, in at least f32, rounded once. Saved for
+/// backward: x and W. The matmul accumulates onto the bias in place, so that half precision is rounded once.
 ///
-/// Autocast: lower under both policies, as [`linear`](super::linear()). The bias may be in f32 beside an x in half
-/// precision, and stays so in a region: it is rounded to x's dtype on the way, as PyTorch rounds it, and its gradient
-/// is not.
+/// Autocast: lower under both policies, as [`linear`](super::linear()). With x in half precision the bias may be in
+/// f32, and a region does not cast it: it is rounded to x's dtype when it is read, as in PyTorch, but its gradient is
+/// not.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -42,8 +42,8 @@ use candle_core::Tensor;
 /// ```
 ///
 /// # Errors
-/// A weight that is not a matrix, a last dimension that is not the weight's `in`, a bias that is not (out), mixed
-/// dtypes (but for f32 biases beside half precision) or devices.
+/// A weight that is not a matrix; a last dimension that is not the weight's `in`; a bias that is not (out); mixed
+/// devices; mixed dtypes, except for an f32 bias with half precision.
 pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
     let bias = operand("linear_bias", bias)?;
@@ -53,7 +53,7 @@ pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor>
     })
 }
 
-/// [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
+/// Computes [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
 ///
 /// # Errors
 /// As [`linear_bias()`].
@@ -106,8 +106,8 @@ pub(crate) const INFO: OpInfo = OpInfo::new("linear_bias")
     .on_gpu()
     .planned(LOWERING)
     .costing(
-        "2 N in out, 1 an element of y besides; backward 4 and 1",
+        "2 N in out plus 1 per element of y; backward 4 N in out plus 1 per element of y",
         "x, W, b, y; backward x, W, dy, dx, dW, db",
-        |o| o.products(o.output.size(), 2.0, 1.0),
-        Some(|o| o.products_backward(o.output.size(), 4.0, 1.0)),
+        |o| o.matmuls(o.output.size(), 2.0, 1.0),
+        Some(|o| o.matmuls_backward(o.output.size(), 4.0, 1.0)),
     );

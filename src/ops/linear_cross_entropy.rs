@@ -1,4 +1,4 @@
-//! The output head and its loss as one op, which keeps no logits for backward.
+//! The output head and its loss as one op. Logits are saved, but their gradient is not a node of the graph.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -14,13 +14,13 @@
 //! ```
 
 use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
-use super::cross_entropy::{Reduction, Targets, loss_of, plain};
+use super::cross_entropy::{Reduction, Targets, composed_loss, output_of};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{Linear, factors};
 use super::lowering::{Accumulate, Calls, Lowering, Signature, Slot};
+use super::matmul_kernel::{Factor, matmul};
 use super::operand::check_size;
-use super::product::{Factor, product};
 use super::record::{Spec, by_kernels, composed};
 use super::weight::{read_weight, with_copies};
 use super::{linear, with_last_dim};
@@ -29,14 +29,27 @@ use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// The cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64, the loss a scalar.
+/// Computes the cross-entropy of `x W^T`: x (..., D), W (V, D), targets (...) u32 or i64. The loss is a scalar.
 ///
-/// The same as [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for a loss whose logits nothing
+/// The result is that of [`cross_entropy`](super::cross_entropy()) of a [`linear`](linear()), for logits that nothing
 /// else reads. As one op, the logits' gradient is scratch instead of a node of the graph. Backward:
-/// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Kept for backward: x, W, the
-/// logits (N, V), and two numbers a row, as [`cross_entropy`](super::cross_entropy()) keeps; on a GPU the logits become
-/// their gradient in place, and a second backward recomputes them. Autocast: the product is lower under
-/// both policies, as [`linear()`] is; the loss is computed from those logits in f32, and returned in f32.
+/// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Saved for backward: x, W, the
+/// logits (N, V), and two numbers per row, as in [`cross_entropy`](super::cross_entropy()). On a GPU the gradient
+/// overwrites the logits, and a second backward recomputes them. Autocast: the matmul is lower under both policies, as
+/// [`linear()`] is; the loss is computed from its logits in f32, and returned in f32.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::randn(0f32, 1.0, (3, 4), &Device::Cpu)?; // (..., D)
+/// let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
+/// let targets = Tensor::new(&[1u32, 0, 9], &Device::Cpu)?;
+/// let loss = ops::linear_cross_entropy(&x, &weight, &targets)?;
+/// let by_two = ops::cross_entropy(&ops::linear(&x, &weight)?, &targets)?;
+/// assert!((loss - by_two)?.to_scalar::<f32>()?.abs() < 1e-5);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
@@ -44,8 +57,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
     reduced(x, weight, targets, None, Reduction::Mean)
 }
 
-/// [`linear_cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others, as
-/// [`cross_entropy_ignoring`](super::cross_entropy_ignoring)'s is.
+/// Computes [`linear_cross_entropy()`] without the targets that equal `ignore_index`: the mean is over the others, as
+/// in [`cross_entropy_ignoring`](super::cross_entropy_ignoring).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -61,7 +74,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
 /// ```
 ///
 /// # Errors
-/// As [`linear_cross_entropy()`]; also where every target is ignored, since a mean of nothing is no number.
+/// As [`linear_cross_entropy()`]; also if every target is ignored, because the mean would be NaN.
 pub fn linear_cross_entropy_ignoring(
     x: &Tensor,
     weight: &Tensor,
@@ -71,10 +84,10 @@ pub fn linear_cross_entropy_ignoring(
     reduced(x, weight, targets, Some(ignore_index), Reduction::Mean)
 }
 
-/// The mean or the sum of the losses of targets other than `ignore`.
+/// Computes the mean or the sum of the losses of targets other than `ignore`.
 ///
 /// # Errors
-/// As [`linear_cross_entropy_ignoring`]; a sum may be one of no targets.
+/// As [`linear_cross_entropy_ignoring`]; a sum of no targets is allowed.
 pub(crate) fn reduced(
     x: &Tensor,
     weight: &Tensor,
@@ -89,7 +102,10 @@ pub(crate) fn reduced(
             let product = Linear { copies };
             by_kernels(
                 &INFO,
-                LinearCrossEntropy { product, targets },
+                LinearCrossEntropy {
+                    linear: product,
+                    targets,
+                },
                 [&x, &weight],
             )
         }
@@ -100,14 +116,14 @@ pub(crate) fn reduced(
             composed(
                 &super::cross_entropy::INFO,
                 &[&logits],
-                loss_of(&logits),
-                || plain(&logits, &targets),
+                output_of(&logits),
+                || composed_loss(&logits, &targets),
             )
         }
     }
 }
 
-/// [`linear_cross_entropy_ignoring`] (or, with `None`, [`linear_cross_entropy()`]) as the two ops it is made of.
+/// Computes [`linear_cross_entropy_ignoring`], or with `None` [`linear_cross_entropy()`], as two ops.
 ///
 /// # Errors
 /// As those.
@@ -149,21 +165,20 @@ fn check(
     }
 }
 
-/// The op, as nodes call it.
 const NAME: &str = "linear_cross_entropy";
 
 pub(crate) const INFO: OpInfo = OpInfo::new(NAME)
     .on_gpu()
     .costing(
-        "2 N D V, 4 a logit besides; backward 4 and 3",
+        "2 N D V plus 4 per logit; backward 4 N D V plus 3 per logit",
         "x, W, logits; backward those and dx, dW",
-        |o| o.products(logits_of(o)?, 2.0, 4.0),
-        Some(|o| o.products_backward(logits_of(o)?, 4.0, 3.0)),
+        |o| o.matmuls(logits_of(o)?, 2.0, 4.0),
+        Some(|o| o.matmuls_backward(logits_of(o)?, 4.0, 3.0)),
     )
-    .holding("the head's product and the loss")
+    .including("the head's matmul and the loss")
     .planned(LOWERING);
 
-/// Elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
+/// Returns the elements and bytes of the logits (N, V) of x (N, D) and W (V, D).
 fn logits_of(o: &Operands<'_>) -> Option<(f64, f64)> {
     let (x, weight) = (o.input(0)?, o.input(1)?);
     let elements = x.elements() / x.last() * *weight.dims.first()? as f64;
@@ -175,47 +190,47 @@ const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let (x, weight) = factors(signature);
         let factors = [("a", Slot::Input(0)), ("b", read_weight(signature, 1))];
-        let logits = product(x, weight.t(), Accumulate::Never);
-        let calls = Calls::default().call(logits, factors, [("c", Slot::Kept(0))]);
+        let logits = matmul(x, weight.t(), Accumulate::Never);
+        let calls = Calls::default().call(logits, factors, [("c", Slot::Saved(0))]);
         let operands = PlannedLoss {
-            logits: Slot::Kept(0),
+            logits: Slot::Saved(0),
             targets: targets(signature),
-            statistics: Slot::Kept(1),
+            statistics: Slot::Saved(1),
             loss: Slot::Output,
         };
         planned_loss(signature, operands, calls)
     },
     backward: |signature| {
         let (x, weight) = factors(signature);
-        let (logits, mut calls) = (&signature.kept[0], Calls::default());
+        let (logits, mut calls) = (&signature.saved[0], Calls::default());
         let dlogits = match signature.target {
             Target::Cpu => calls.scratch(logits.dims, logits.dtype),
-            Target::Cuda => Slot::Kept(0), // in place
+            Target::Cuda => Slot::Saved(0), // in place
         };
         let reads = [
-            ("logits", Slot::Kept(0)),
-            ("targets", Slot::Read(targets(signature))),
-            ("statistics", Slot::Kept(1)),
+            ("logits", Slot::Saved(0)),
+            ("targets", Slot::ExtraInput(targets(signature))),
+            ("statistics", Slot::Saved(1)),
             ("dloss", Slot::OutputGradient),
         ];
         let calls = planned_gradient(signature, reads, dlogits, calls);
         let of_dlogits = Factor::new(x.rows, weight.rows); // (N, V)
         let factors = [("a", dlogits), ("b", read_weight(signature, 1))];
-        let dx = product(of_dlogits, weight, Accumulate::Never);
+        let dx = matmul(of_dlogits, weight, Accumulate::Never);
         let calls = calls.call(dx, factors, [("c", Slot::Gradient(0))]);
         let factors = [("a", dlogits), ("b", Slot::Input(0))];
-        let dw = product(of_dlogits.t(), x, Accumulate::Never);
+        let dw = matmul(of_dlogits.t(), x, Accumulate::Never);
         calls.call(dw, factors, [("c", Slot::Gradient(1))])
     },
 };
 
-/// Which of the op's reads are the targets: they stand behind the weight's copy.
+/// Returns the index of the targets among the op's extra inputs: they come after the weight's copy.
 fn targets(signature: &Signature<'_>) -> usize {
-    signature.reads.len() - 1
+    signature.extra_inputs.len() - 1
 }
 
 struct LinearCrossEntropy {
-    product: Linear,
+    linear: Linear,
     targets: Targets,
 }
 
@@ -226,11 +241,11 @@ impl Spec for LinearCrossEntropy {
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let mut attributes = self.targets.attributes();
-        attributes.extend(self.product.attributes());
+        attributes.extend(self.linear.attributes());
         attributes
     }
 
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let [x, weight] = [&inputs[0], &inputs[1]];
         let rows = x.rows();
         vec![
@@ -239,19 +254,19 @@ impl Spec for LinearCrossEntropy {
         ]
     }
 
-    fn reads(&self) -> Vec<Tensor> {
-        let mut reads = self.product.reads();
+    fn extra_inputs(&self) -> Vec<Tensor> {
+        let mut reads = self.linear.extra_inputs();
         reads.push(self.targets.ids.clone());
         reads
     }
 
-    fn reads_again(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        let mut reads = self.product.reads_again(inputs)?;
+    fn extra_inputs_for_backward(&self, inputs: &[&Tensor]) -> candle_core::Result<Vec<Tensor>> {
+        let mut reads = self.linear.extra_inputs_for_backward(inputs)?;
         reads.push(self.targets.ids.clone());
         Ok(reads)
     }
 
-    fn forwarded(&self) {
-        self.product.forwarded();
+    fn free_after_forward(&self) {
+        self.linear.free_after_forward();
     }
 }

@@ -1,4 +1,4 @@
-//! Batched matrix products.
+//! Batched matmuls.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -15,37 +15,53 @@ use super::cast::{cast, cast_for};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot};
+use super::matmul_kernel::{Factor, batched};
 use super::operand::{check_size, sums_in_half, without_repeats, zeros_of};
-use super::product::{Factor, batched};
 use super::record::{CallSpec, Spec, by_kernels, composed, input};
 use crate::graph::Attribute;
 use crate::precision::without_autocast;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), the same leading dimensions in both.
+/// Computes `c = a b` for each matrix: a (..., M, K), b (..., K, N), c (..., M, N), with the same leading dimensions.
 ///
-/// Backward: `da = dc b^T`, `db = a^T dc`. Kept for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
+/// Backward: `da = dc b^T`, `db = a^T dc`. Saved for backward: a and b. 2 * batch * M * K * N FLOPs forward, twice that
 /// backward. Autocast: lower under both policies.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?; // (M, K)
+/// let b = Tensor::new(&[[5f32], [6.0]], &Device::Cpu)?; // (K, N)
+/// assert_eq!(tallow::ops::matmul(&a, &b)?.to_vec2::<f32>()?, [[17.0], [39.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
-/// Ranks under 2, leading dimensions or depths that differ, mixed dtypes or devices.
+/// Ranks under 2; leading dimensions or depths that differ; mixed dtypes or devices.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product(&INFO, a, b, false)
+    checked_matmul(&INFO, a, b, false)
 }
 
-/// `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N): the product of queries and keys.
+/// Computes `c = a b^T` for each matrix: a (..., M, K), b (..., N, K), c (..., M, N), as for queries and keys.
 ///
-/// Backward: `da = dc b`, `db = dc^T a`. Kept for backward: a and b. b is used transposed by its strides: no copy.
-/// Autocast: as [`matmul`](fn@matmul).
+/// Backward: `da = dc b`, `db = dc^T a`. Saved for backward: a and b. b is used transposed by its strides, without a
+/// copy. Autocast: as [`matmul`](fn@matmul).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let q = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?; // (M, K)
+/// let k = Tensor::new(&[[5f32, 6.0]], &Device::Cpu)?; // (N, K)
+/// assert_eq!(tallow::ops::matmul_transposed(&q, &k)?.to_vec2::<f32>()?, [[17.0], [39.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`matmul`](fn@matmul).
 pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product(&TRANSPOSED_INFO, a, b, true)
+    checked_matmul(&TRANSPOSED_INFO, a, b, true)
 }
 
-/// Both products in candle's own `matmul`; `transposed` takes b as (..., N, K).
+/// Computes either matmul with candle's own `matmul`; if `transposed`, b is (..., N, K).
 ///
 /// # Errors
 /// As [`matmul`](fn@matmul).
@@ -56,7 +72,7 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
         return Ok(zeros_of("matmul", shape, a.dtype(), &[a, b])?);
     }
     if a.rank() > 4 {
-        // More than candle multiplies: the leading dimensions as one.
+        // candle multiplies at most rank 4: merge the leading dimensions.
         let leading = &a.dims()[..a.rank() - 2];
         let (a, b) = (a.flatten_to(a.rank() - 3)?, b.flatten_to(b.rank() - 3)?);
         let c = reference(&a, &b, transposed)?;
@@ -67,7 +83,12 @@ pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     Ok(a.matmul(&b)?)
 }
 
-fn product(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
+fn checked_matmul(
+    info: &'static OpInfo,
+    a: &Tensor,
+    b: &Tensor,
+    transposed: bool,
+) -> Result<Tensor> {
     let op = info.op;
     check_size(op, a.dims(), a.dtype(), a.device())?;
     check_size(op, b.dims(), b.dtype(), b.device())?;
@@ -85,8 +106,8 @@ fn product(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> R
     }
 }
 
-/// The product where one factor is a broadcast view in half precision: its gradient is a sum of products, which are
-/// added in f32 and rounded once. So the product is f32's.
+/// Computes the matmul in f32 if a factor is a broadcast view in half precision: its gradient is a sum of matmuls,
+/// added in f32 and rounded once.
 fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     let once = [without_repeats(a)?, without_repeats(b)?];
     let [x, y] = cast_for(info.op, [&once[0], &once[1]])?;
@@ -94,11 +115,11 @@ fn of_broadcast(info: &'static OpInfo, a: &Tensor, b: &Tensor, transposed: bool)
     let wide =
         |x: &Tensor, shape: &Shape| Ok::<_, Error>(cast(x, DType::F32)?.broadcast_as(shape)?);
     let (a, b) = (wide(&x, a.shape())?, wide(&y, b.shape())?);
-    let c = without_autocast(|| product(info, &a, &b, transposed))?;
+    let c = without_autocast(|| checked_matmul(info, &a, &b, transposed))?;
     cast(&c, x.dtype())
 }
 
-/// The shape of the product, (..., M, N).
+/// Returns the shape of the result, (..., M, N).
 fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<Vec<usize>> {
     check_same(op, &[("a", a), ("b", b)])?;
     if let (Some(a_sizes), Some(b_sizes)) = (MatrixDims::of(a.dims()), MatrixDims::of(b.dims())) {
@@ -124,7 +145,6 @@ fn check(op: &'static str, a: &Tensor, b: &Tensor, transposed: bool) -> Result<V
     })
 }
 
-/// A shape as (leading, rows, cols).
 #[derive(Clone, Copy)]
 struct MatrixDims<'a> {
     leading: &'a [usize],
@@ -148,16 +168,15 @@ impl<'a> MatrixDims<'a> {
 const INFO: OpInfo = OpInfo::new("matmul").planned(LOWERING).on_gpu().costing(
     "2 B M K N, backward 4",
     "a, b, c; backward a, b, dc, da, db",
-    |o| o.products(o.output.size(), 2.0, 0.0),
-    Some(|o| o.products_backward(o.output.size(), 4.0, 0.0)),
+    |o| o.matmuls(o.output.size(), 2.0, 0.0),
+    Some(|o| o.matmuls_backward(o.output.size(), 4.0, 0.0)),
 );
 
-/// Which runs, and is timed, as the other.
+/// The transposed op, which runs and is timed as `matmul`.
 const TRANSPOSED_INFO: OpInfo = OpInfo::new("matmul_transposed").on_gpu();
 
 pub(super) const INFOS: &[OpInfo] = &[INFO, TRANSPOSED_INFO];
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let [a, b] = [signature.inputs[0].dims, signature.inputs[1].dims];
@@ -188,7 +207,8 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// `c = a b` for each of the leading dimensions: the factors' shapes as they lie, and whether they are transposed.
+/// Plans `c = a b` for each of the leading dimensions, given the factors' stored shapes and whether they are
+/// transposed.
 fn planned(a: &[usize], a_transposed: bool, b: &[usize], b_transposed: bool) -> Kernel {
     let factor = |dims: &[usize], transposed| match *dims {
         [.., rows, cols] => Factor {

@@ -1,9 +1,9 @@
-//! Differentiable operations on ordinary candle tensors.
+//! Differentiable operations on candle tensors.
 //!
-//! Each op has a file: the public function, the custom op that ties a kernel of the crate's to candle's autograd
-//! with a hand-written backward, and its [`reference`](mod@reference), the same formula in plain candle ops, which is
-//! the specification: tests compare the kernel with it, and it runs where there is no kernel (see [`KernelPolicy`]).
-//! Parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).
+//! Each op has a file with the public function, a custom op that connects the crate's kernel to candle's autograd with
+//! a hand-written backward, and its [`reference`](mod@reference). The reference is the same formula in plain candle
+//! ops. It is the specification: tests compare the kernel with it, and it runs where there is no kernel (see
+//! [`KernelPolicy`]). Layers with parameters are in [`nn`](crate::nn), attention is in [`attention`](crate::attention).
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -24,11 +24,12 @@
 //! `fixtures/opinfo/README.md` lists the samples that they cannot express: a cross-entropy with class weights, a sum
 //! over some of the dimensions.
 //!
-//! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op takes any strides
-//! and returns a contiguous tensor; mixed dtypes (unless an op says which it takes) or devices are an error.
+//! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op accepts any strides
+//! and returns a contiguous tensor. Mixed devices are an error, and so are mixed dtypes unless an op documents them.
 //!
-//! In an [autocast](crate::autocast()) region every op first casts its inputs as the policy says ([`cast_for`]); ops
-//! that follow their inputs promote mixed ones. Outside of a region only [`add`], [`sub`], [`mul`] and [`div`] promote.
+//! In an [autocast](crate::autocast()) region every op first casts its inputs by the policy ([`cast_for`]); ops that
+//! follow their inputs promote mixed ones. Outside of a region only [`add`], [`sub`], [`mul`], [`div`] and
+//! [`add_scaled`] promote.
 
 mod activation;
 pub(crate) mod arithmetic;
@@ -57,9 +58,9 @@ pub(crate) mod linear_bias;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod lowering;
 pub(crate) mod matmul;
+pub(crate) mod matmul_kernel;
 pub(crate) mod norm;
 mod operand;
-pub(crate) mod product;
 pub(crate) mod record;
 pub(crate) mod reduce;
 pub mod reference;
@@ -78,7 +79,7 @@ mod weight;
 
 pub use arithmetic::{add, add_scaled, div, mul, sub};
 pub(crate) use cast::operand;
-pub(crate) use cast::{WEIGHT_CAST, forget_weights};
+pub(crate) use cast::{WEIGHT_CAST, clear_cached_casts};
 pub use cast::{cast, cast_for};
 pub use concat::concat;
 pub use contiguous::contiguous;
@@ -105,8 +106,8 @@ pub use linear_bias::linear_bias;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_ignoring};
 pub use matmul::{matmul, matmul_transposed};
 pub(crate) use operand::{
-    check_float, check_granted, check_granted_on, check_room, check_size, inside_storage, laid_out,
-    variable_of, zeros,
+    check_fits_memory, check_float, check_granted, check_granted_on, check_size, inside_storage,
+    try_contiguous, variable_of, zeros,
 };
 pub use reduce::{log_softmax, mean, sum};
 pub use relu::relu;

@@ -1,4 +1,4 @@
-//! What every op asks of its operands before candle or a kernel touches them.
+//! Checks of operands before candle or a kernel accesses them.
 
 use crate::grad::is_grad_enabled;
 use crate::{Error, Result, graph, hardware};
@@ -8,8 +8,8 @@ use candle_core::{
     Tensor, Var,
 };
 
-/// The floating-point dtypes that ops compute with. candle has others (8 bits and less), whose conversion does not end
-/// at subnormal numbers.
+/// Returns whether ops compute in this dtype. candle has others (8 bits and less), which it cannot convert beyond
+/// subnormal numbers.
 pub(crate) fn is_supported_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
@@ -18,49 +18,49 @@ pub(super) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Refuses what is not a float.
+/// Refuses a dtype that is not a float.
 pub(crate) fn check_float(op: &'static str, x: &Tensor) -> Result<()> {
-    refuse_unless(x.dtype().is_float(), op, "a floating-point tensor", x)
+    require(x.dtype().is_float(), op, "a floating-point tensor", x)
 }
 
-/// Refuses what is not f16, bf16, f32 or f64, for ops that convert.
+/// Refuses dtypes other than f16, bf16, f32 and f64, for ops that convert.
 pub(crate) fn check_supported(op: &'static str, x: &Tensor) -> Result<()> {
     let wanted = "a floating-point tensor in f16, bf16, f32 or f64";
-    refuse_unless(is_supported_float(x.dtype()), op, wanted, x)
+    require(is_supported_float(x.dtype()), op, wanted, x)
 }
 
-fn refuse_unless(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -> Result<()> {
+fn require(is_right: bool, op: &'static str, expected: &str, x: &Tensor) -> Result<()> {
     if is_right {
         return Ok(());
     }
     Err(Error::dtype(op, x.dtype().as_str()).must_be(expected, "convert with to_dtype"))
 }
 
-/// `x` as `op` can read it: its elements can be counted and would fit into memory, one by one, and if there are none,
-/// it lies inside of its storage.
+/// Returns `x` as `op` can read it: the number of its elements does not overflow and they would fit in memory, and an
+/// empty tensor is inside its storage.
 ///
 /// # Errors
-/// More elements than can be counted, or than the machine has memory for: a broadcast view can have any number of them.
+/// More elements than can be counted or fit in memory: a broadcast view can have any number of them.
 pub(crate) fn inside_storage(op: &'static str, x: &Tensor) -> Result<Tensor> {
     check_size(op, x.dims(), x.dtype(), x.device())?;
-    // A view of nothing may begin beyond its storage, where candle's slices panic.
+    // An empty view may begin beyond its storage, where candle's slicing panics.
     match x.elem_count() > 0 || x.is_contiguous() && x.layout().start_offset() == 0 {
         true => Ok(x.clone()),
         false => Ok(zeros_of(op, x.shape(), x.dtype(), &[x])?),
     }
 }
 
-/// Whether candle would sum the gradient of this broadcast view in half precision, and run out of digits.
+/// Returns whether candle would sum the gradient of this broadcast view in half precision, which has too few digits.
 pub(super) fn sums_in_half(x: &Tensor) -> bool {
     is_half(x.dtype()) && x.track_op() && repeated_dims(x).next().is_some()
 }
 
-/// Dimensions along which a broadcast view repeats its elements.
+/// Returns the dimensions along which a broadcast view repeats its elements.
 fn repeated_dims(x: &Tensor) -> impl Iterator<Item = usize> + '_ {
     (0..x.rank()).filter(|dim| x.stride()[*dim] == 0 && x.dims()[*dim] > 1)
 }
 
-/// A broadcast view with each element once: repeated dimensions are 1.
+/// Returns a broadcast view with each element once: repeated dimensions become 1.
 pub(super) fn without_repeats(x: &Tensor) -> Result<Tensor> {
     let mut once = x.clone();
     for dim in repeated_dims(x) {
@@ -69,9 +69,9 @@ pub(super) fn without_repeats(x: &Tensor) -> Result<Tensor> {
     Ok(once)
 }
 
-/// Refuses a shape whose elements, each in `dtype`, cannot be counted or fit no memory.
+/// Refuses a shape whose elements in `dtype` cannot be counted or do not fit in memory.
 ///
-/// Dimensions of 0 count as 1: candle multiplies them in any order, and must not overflow on the way.
+/// Dimensions of 0 count as 1: candle multiplies dimensions in any order, and no partial product may overflow.
 pub(crate) fn check_size(
     op: &'static str,
     dims: &[usize],
@@ -92,24 +92,24 @@ pub(crate) fn check_size(
         });
     };
     if device.is_cpu() && !dims.contains(&0) && !graph::is_tracing() {
-        check_room("one tensor", bytes as u64)?; // a GPU's allocations fail with an error
+        check_fits_memory("one tensor", bytes as u64)?; // a GPU's allocations fail with an error
     }
     Ok(())
 }
 
-/// Refuses what the machine has not the memory for. A system that overcommits would grant it, and kill the process when
-/// it is written.
-pub(crate) fn check_room(what: &str, wanted_bytes: u64) -> Result<()> {
+/// Refuses sizes beyond the machine's memory. A system that overcommits would grant them, and kill the process when the
+/// memory is written.
+pub(crate) fn check_fits_memory(what: &str, wanted_bytes: u64) -> Result<()> {
     hardware::check_available(what, wanted_bytes, hardware::total_bytes())
 }
 
-/// What is allocated without asking: a page-sized block is hardly ever refused, and an error could not be reported
-/// without it.
+/// Allocations below this size are not checked: a page-sized block is hardly ever refused, and reporting an error would
+/// need one too.
 const SMALL_BYTES: u64 = 1 << 16;
 
-/// Refuses `wanted_bytes` of host memory that the allocator does not grant at present: for what is allocated next by
-/// code that aborts the process where its allocation fails, as candle's and the gemm crate's does. Another thread may
-/// take the memory in between.
+/// Refuses `wanted_bytes` of host memory that the allocator does not grant now. It is called before code that aborts
+/// the process if its allocation fails, such as candle and the gemm crate. Another thread may allocate the memory in
+/// between.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -124,7 +124,7 @@ pub(crate) fn check_granted(what: &str, wanted_bytes: u64) -> Result<()> {
     granted.map_err(|_| hardware::not_granted(what, wanted_bytes))
 }
 
-/// As [`check_granted`], for a tensor that is made on `device`: a GPU's allocations fail with an error.
+/// Runs [`check_granted`] for a tensor on `device`. A GPU's allocations fail with an error and are not checked.
 pub(crate) fn check_granted_on(device: &Device, dims: &[usize], dtype: DType) -> Result<()> {
     if !device.is_cpu() || graph::is_tracing() {
         return Ok(());
@@ -134,22 +134,22 @@ pub(crate) fn check_granted_on(device: &Device, dims: &[usize], dtype: DType) ->
     check_granted("one tensor", bytes as u64)
 }
 
-/// Zeros on `device`, or the error that there is no memory for them.
+/// Returns zeros on `device`; an error if there is no memory for them.
 pub(crate) fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     check_granted_on(device, shape.dims(), dtype)?;
     Ok(Tensor::zeros(shape, dtype, device)?)
 }
 
-/// `x` contiguous, or the error that there is no memory for the copy.
-pub(crate) fn laid_out(x: &Tensor) -> Result<Tensor> {
+/// Returns `x` contiguous; an error if there is no memory for a copy.
+pub(crate) fn try_contiguous(x: &Tensor) -> Result<Tensor> {
     if !x.is_contiguous() {
         check_granted_on(x.device(), x.dims(), x.dtype())?;
     }
     Ok(x.contiguous()?)
 }
 
-/// The variable that `x` is, or a new one with a copy of its elements, or the error that there is no memory for it.
+/// Returns the variable that `x` is, or a new one with a copy of its elements; an error if there is no memory for it.
 pub(crate) fn variable_of(x: &Tensor) -> Result<Var> {
     if !x.is_variable() {
         check_granted_on(x.device(), x.dims(), x.dtype())?;
@@ -157,8 +157,8 @@ pub(crate) fn variable_of(x: &Tensor) -> Result<Var> {
     Ok(Var::from_tensor(x)?)
 }
 
-/// Zeros, perhaps none, that depend on `operands` all the same: each gets zeros as its gradient. For results without
-/// elements and sums of nothing, which in candle's own ops depend on the first operand alone, or on none.
+/// Returns zeros, possibly none, that depend on all `operands`: each gets zeros as its gradient. It is for results
+/// without elements and for empty sums; candle's own ops make these depend on the first operand only, or on none.
 pub(super) fn zeros_of(
     op: &'static str,
     shape: impl Into<Shape>,
@@ -189,7 +189,7 @@ struct ZerosOf {
 }
 
 impl ZerosOf {
-    fn beside<S>(&self, storage: &S) -> candle_core::Result<(S, Shape)>
+    fn zeros_like_device<S>(&self, storage: &S) -> candle_core::Result<(S, Shape)>
     where
         S: BackendStorage<Device: BackendDevice<Storage = S>>,
     {
@@ -204,11 +204,11 @@ impl CustomOp1 for ZerosOf {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.beside(x)
+        self.zeros_like_device(x)
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.beside(x)
+        self.zeros_like_device(x)
     }
 
     fn metal_fwd(
@@ -216,7 +216,7 @@ impl CustomOp1 for ZerosOf {
         x: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.beside(x)
+        self.zeros_like_device(x)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
@@ -236,7 +236,7 @@ impl CustomOp2 for ZerosOf {
         _: &CpuStorage,
         _: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        self.beside(a)
+        self.zeros_like_device(a)
     }
 
     fn cuda_fwd(
@@ -246,7 +246,7 @@ impl CustomOp2 for ZerosOf {
         _: &CudaStorage,
         _: &Layout,
     ) -> candle_core::Result<(CudaStorage, Shape)> {
-        self.beside(a)
+        self.zeros_like_device(a)
     }
 
     fn metal_fwd(
@@ -256,7 +256,7 @@ impl CustomOp2 for ZerosOf {
         _: &MetalStorage,
         _: &Layout,
     ) -> candle_core::Result<(MetalStorage, Shape)> {
-        self.beside(a)
+        self.zeros_like_device(a)
     }
 
     fn bwd(

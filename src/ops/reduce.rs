@@ -1,4 +1,4 @@
-//! Sums and means over a whole tensor, and log-softmax.
+//! Sums and means over all elements, and log-softmax.
 
 use super::elementwise::in_f32;
 use super::info::{OpInfo, per_element};
@@ -12,10 +12,10 @@ use crate::{Error, Result};
 use candle_core::{D, DType, Tensor, WithDType};
 use std::ops::Range;
 
-/// The sum of all elements, a scalar.
+/// Computes the sum of all elements, a scalar.
 ///
-/// Half precision is summed in f32 and rounded once, where candle's own sum stops growing at 256 ones in bf16; under
-/// CUDA's autocast policy the sum is f32.
+/// Half precision is summed in f32 and rounded once; candle's own sum of ones in bf16 stops growing at 256. Backward:
+/// dx is dy everywhere. Saved for backward: nothing. Under CUDA's autocast policy the sum is f32.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -30,29 +30,52 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
     in_f32(&SUM_INFO, x, (), Tensor::sum_all)
 }
 
-/// The mean of all elements, a scalar: summed in f32 at least, returned in x's dtype under both of PyTorch's policies.
+/// Computes the mean of all elements, a scalar. It is summed in at least f32 and returned in x's dtype under both of
+/// PyTorch's policies. Backward: dx is dy / n everywhere, with n elements. Saved for backward: nothing.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[[1f32, 2.0], [3.0, 6.0]], &Device::Cpu)?;
+/// let y = ops::mean(&x)?;
+/// assert_eq!(y.to_scalar::<f32>()?, 3.0);
+/// let gradients = tallow::backward(y)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec2::<f32>()?, [[0.25, 0.25], [0.25, 0.25]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// A dtype that is not a float, an empty tensor.
+/// A dtype that is not a float; an empty tensor.
 pub fn mean(x: &Tensor) -> Result<Tensor> {
     if x.dims().contains(&0) {
         return Err(Error::shape("mean", format!("{:?}", x.dims()))
-            .must_be("at least one element", "a mean of nothing is no number"));
+            .must_be("at least one element", "the mean of an empty tensor is NaN"));
     }
     in_f32(&MEAN_INFO, x, (), Tensor::mean_all)
 }
 
-/// `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in PyTorch.
+/// Computes `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in
+/// PyTorch.
 ///
-/// Half precision is computed in f32 and rounded once. For a loss, [`cross_entropy`](super::cross_entropy()) keeps far
-/// less for backward.
+/// Half precision is computed in f32 and rounded once. Backward: `dx = dy - softmax(x) sum(dy)`. Saved for backward: x.
+/// For a loss, [`cross_entropy`](super::cross_entropy()) needs far less memory.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[0f32, 0.0], [1000.0, 0.0]], &Device::Cpu)?; // (..., V)
+/// let y = tallow::ops::log_softmax(&x)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] + std::f32::consts::LN_2).abs() < 1e-6);
+/// assert_eq!(y[1], [0.0, -1000.0]); // no overflow
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A dtype that is not a float.
 pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
     in_f32(&LOG_SOFTMAX_INFO, x, x.shape(), |x| {
         if x.elem_count() == 0 {
-            return Ok(x.clone()); // candle refuses to reduce nothing
+            return Ok(x.clone()); // candle refuses to reduce an empty tensor
         }
         if x.rank() == 0 {
             let row = x.reshape(1)?;
@@ -99,8 +122,8 @@ const SUM: Lowering = Lowering {
 };
 
 const MEAN: Lowering = Lowering {
-    forward: |signature| total(signature, share(signature)),
-    backward: |signature| spread(share(signature)),
+    forward: |signature| total(signature, reciprocal_of_elements(signature)),
+    backward: |signature| spread(reciprocal_of_elements(signature)),
 };
 
 const LOG_SOFTMAX: Lowering = Lowering {
@@ -130,17 +153,17 @@ const LOG_SOFTMAX: Lowering = Lowering {
     },
 };
 
-/// Elements of a row: a scalar is one.
+/// Returns the number of elements in a row; 1 for a scalar.
 fn width(signature: &Signature<'_>) -> usize {
     signature.output.dims.last().copied().unwrap_or(1)
 }
 
-fn share(signature: &Signature<'_>) -> f64 {
+fn reciprocal_of_elements(signature: &Signature<'_>) -> f64 {
     let elements: usize = signature.inputs[0].dims.iter().product();
     1.0 / elements as f64
 }
 
-/// The sum of x, in f64, times `factor`; and on a GPU partial sums.
+/// Plans the sum of x, in f64, times `factor`; on a GPU with scratch for partial sums.
 fn total(signature: &Signature<'_>, factor: f64) -> Calls {
     let kernel = kernel!("sum", |T, k, s| {
         let x = s.x::<T>("x")?;
@@ -162,7 +185,7 @@ fn total(signature: &Signature<'_>, factor: f64) -> Calls {
     calls.call(kernel, [("x", Slot::Input(0))], writes)
 }
 
-/// The gradient of that: the output's everywhere.
+/// Plans its backward: every element of dx is dy times `factor`.
 fn spread(factor: f64) -> Calls {
     let kernel = kernel!("sum_backward", |T, k, s| {
         let dy = s.x::<T>("dy")?[0].to_f64() * k.number("factor")?;

@@ -1,4 +1,4 @@
-//! Every op that has a kernel, in plain candle ops: its specification.
+//! References: every op that has a kernel, in plain candle ops, which are its specification.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

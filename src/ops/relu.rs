@@ -1,4 +1,4 @@
-//! The rectified linear unit, max(x, 0).
+//! ReLU, the rectified linear unit, max(x, 0).
 //!
 //! ```
 //! use candle_core::{Device, Var};
@@ -21,8 +21,17 @@ use crate::Result;
 use crate::kernels::cpu::relu as kernel;
 use candle_core::Tensor;
 
-/// `y = max(x, 0)`, elementwise. Backward: `dx = 0` where y is 0, else dy. Kept for backward: y, which its reader keeps
-/// anyway. Autocast: follows x.
+/// Computes `y = max(x, 0)`, elementwise.
+///
+/// Backward: `dx = 0` where y is 0, else dy. Saved for backward: y, which the next op usually saves too. Autocast:
+/// follows x.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[-1f32, 0.0, 2.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::relu(&x)?.to_vec1::<f32>()?, [0.0, 0.0, 2.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A dtype that is not a float.
@@ -31,7 +40,8 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
     run(&INFO, CallSpec::like_first(), [x], || reference(x))
 }
 
-/// [`relu()`] in plain candle ops. Not candle's own relu, whose gradient at 0 is 1 and which turns NaN into 0.
+/// Computes [`relu()`] in plain candle ops. candle's own relu is not used: its gradient at 0 is 1, and it turns NaN
+/// into 0.
 ///
 /// # Errors
 /// As [`relu()`].

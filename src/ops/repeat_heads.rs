@@ -1,4 +1,4 @@
-//! Heads of k and v repeated for the heads of q that share them.
+//! Repetition of the heads of k and v for the heads of q that share them.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -21,11 +21,12 @@ use crate::kernels::cuda::repeat as cuda_kernel;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// Each head `times` in a row: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's `repeat_interleave` along the
-/// heads.
+/// Repeats each head `times` times in succession: (..., H, T, Dh) to (..., H * times, T, Dh), PyTorch's
+/// `repeat_interleave` along the heads.
 ///
-/// [`attention`](crate::attention) takes fewer heads of k and v than of q without this copy. Backward: each head's
-/// gradient is the sum of its repeats', in f32 at least, rounded once. Nothing is kept for it. Autocast: follows x.
+/// [`attention`](crate::attention) accepts fewer heads of k and v than of q, without this copy. Backward: each head's
+/// gradient is the sum over its repeats, in at least f32, rounded once. Saved for backward: nothing. Autocast: follows
+/// x.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -36,7 +37,7 @@ use candle_core::Tensor;
 /// ```
 ///
 /// # Errors
-/// A tensor of fewer than three dimensions, 0 times.
+/// A tensor of fewer than three dimensions; `times` 0.
 pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
     let shape = check(x, times)?;
     let [x] = &cast_for("repeat_heads", [x])?;
@@ -44,13 +45,13 @@ pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
     run(&INFO, call, [x], || reference(x, times))
 }
 
-/// [`repeat_heads()`] in plain candle ops.
+/// Computes [`repeat_heads()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`repeat_heads()`].
 pub fn reference(x: &Tensor, times: usize) -> Result<Tensor> {
     let shape = check(x, times)?;
-    let wide = wide_input("repeat_heads", x)?; // for the gradient, which candle sums
+    let wide = wide_input("repeat_heads", x)?; // candle sums the gradient in this dtype
     let (outer, inner) = x.dims().split_at(x.rank() - 2);
     let y = wide
         .reshape([outer, &[1], inner].concat())?
@@ -59,7 +60,6 @@ pub fn reference(x: &Tensor, times: usize) -> Result<Tensor> {
     Ok(y.to_dtype(x.dtype())?)
 }
 
-/// The shape of the result.
 fn check(x: &Tensor, times: usize) -> Result<Vec<usize>> {
     let refuse = |expected: &str, got: String| {
         Err(Error::shape("repeat_heads", got).must_be(
@@ -77,7 +77,7 @@ fn check(x: &Tensor, times: usize) -> Result<Vec<usize>> {
         Some(repeated) if times > 0 => *heads = repeated,
         _ => {
             return refuse(
-                "times from 1 on, to be counted with the heads",
+                "times of at least 1, such that heads * times does not overflow",
                 times.to_string(),
             );
         }
@@ -96,7 +96,6 @@ pub(super) const INFO: OpInfo = OpInfo::new("repeat_heads")
     )
     .planned(LOWERING);
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = kernel!("repeat_heads", |T, k, s| {
@@ -138,7 +137,7 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// Elements of a head, T Dh.
+/// Returns the number of elements in a head, T Dh.
 fn width_of(dims: &[usize]) -> usize {
     dims[dims.len() - 2..].iter().product()
 }

@@ -1,4 +1,4 @@
-//! Root mean square normalisation.
+//! RMSNorm, root mean square normalisation.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -24,28 +24,38 @@ use crate::precision::decide;
 use crate::{Error, Result};
 use candle_core::{D, Tensor};
 
-/// `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
+/// Computes `y = w * x / sqrt(mean(x^2) + eps)` along the last dimension: x and y (..., D), w (D).
 ///
-/// Computed in at least f32 (f64 stays f64), rounded once to x's dtype. Beside x in half precision the weight may be in
-/// f32; gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is
-/// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Kept for backward: x, w and rstd (one value a row); y
-/// would not do, since w may be 0.
+/// Half precision is computed in f32, f64 in f64; y is rounded once to x's dtype. If x is in half precision, the weight
+/// may be in f32; gradients have their operand's dtype. With h = x * rstd and g = dy * w, backward is
+/// `dx = rstd (g - h mean(g h))`, `dw = sum over rows of dy h`. Saved for backward: x, w and rstd (one value per row).
+/// y instead of x would not suffice, because w may be 0.
 ///
-/// Autocast: y has x's dtype under both policies, whatever w's; a half-precision x beside an f32 w is computed in f32
-/// and rounded once. PyTorch 2.15 lists rms_norm with the f32 ops of CUDA's policy, which makes y f32 (for that, move
-/// it: `Autocast::cuda(dtype).with("rms_norm", OpClass::F32)`); 2.11 was seen to leave it in x's dtype there, and under
-/// the CPU's policy both do. In a pre-norm transformer it makes no difference: the residual stream is f32.
+/// Autocast: y has x's dtype under both policies, whatever w's; a half-precision x with an f32 w is computed in f32 and
+/// rounded once. PyTorch 2.15 lists rms_norm with the f32 ops of CUDA's policy, which makes y f32; for that, use
+/// `Autocast::cuda(dtype).with("rms_norm", OpClass::F32)`. PyTorch 2.11 was observed to return x's dtype there, and
+/// under the CPU's policy both versions do. In a pre-norm transformer it makes no difference: the residual stream is
+/// f32.
 ///
 /// Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[3f32, 4.0, 0.0, 0.0]], &Device::Cpu)?; // (..., D), of mean square 6.25
+/// let w = Tensor::new(&[1f32, 1.0, 1.0, 10.0], &Device::Cpu)?; // (D)
+/// let y = tallow::ops::rms_norm(&x, &w, 1e-6)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] - 1.2).abs() < 1e-5 && (y[0][1] - 1.6).abs() < 1e-5);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
-/// A weight that is not (D), mixed dtypes (but for a weight in f32 beside half precision) or devices.
+/// A weight that is not (D); mixed devices; mixed dtypes, except for an f32 weight with x in half precision.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     normed(Norm::Rms, x, weight, eps)
 }
 
-/// `y = (1 + w) * x / sqrt(mean(x^2) + eps)` along the last dimension: [`rms_norm()`] whose weights count from 1, as
-/// Gemma's do. `1 + w` is computed in at least f32.
+/// Computes `y = (1 + w) * x / sqrt(mean(x^2) + eps)` along the last dimension: [`rms_norm()`] with weights relative to
+/// 1, as in Gemma. `1 + w` is computed in at least f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -65,7 +75,6 @@ pub fn offset_rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> 
     normed(Norm::OffsetRms, x, weight, eps)
 }
 
-/// What is known of the op with this norm.
 fn info(norm: Norm) -> &'static OpInfo {
     match norm {
         Norm::OffsetRms => &OFFSET_INFO,
@@ -75,7 +84,7 @@ fn info(norm: Norm) -> &'static OpInfo {
 
 fn normed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let info = info(norm);
-    let dtype = decide(info.op, &[x.into()]).unwrap_or(x.dtype()); // y's; x and weights may meet in a wider one
+    let dtype = decide(info.op, &[x.into()]).unwrap_or(x.dtype()); // y's; the others may be cast wider
     let [x, weight] = &cast_for(info.op, [x, weight])?;
     check(info.op, x, weight)?;
     let call = NormCall { norm, eps };
@@ -83,7 +92,7 @@ fn normed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     cast(&y, dtype)
 }
 
-/// [`rms_norm()`] in plain candle ops.
+/// Computes [`rms_norm()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`rms_norm()`].
@@ -92,7 +101,7 @@ pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     composed(Norm::Rms, x, weight, eps)
 }
 
-/// [`offset_rms_norm()`] in plain candle ops.
+/// Computes [`offset_rms_norm()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`offset_rms_norm()`].
@@ -151,7 +160,6 @@ pub(crate) const OFFSET_INFO: OpInfo = per_element!(
 
 const BYTES: &str = "x, W, y; backward x, W, dy, dx, dW";
 
-/// Forward keeps rstd.
 const LOWERING: Lowering = Lowering {
     forward: |signature| norm::forward(Norm::Rms, signature),
     backward: |signature| norm::backward(Norm::Rms, signature),

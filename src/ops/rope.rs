@@ -12,7 +12,7 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 
-use super::cast::{cast_led_by, cast_table};
+use super::cast::{cast_table, cast_with_tables};
 use super::cost::cost;
 use super::cpu::for_stored;
 use super::dispatch::{Path, check_same_or_f32, choose};
@@ -27,38 +27,48 @@ use crate::kernels::cuda::rope as cuda_kernel;
 use crate::{Error, Result};
 use candle_core::{D, DType, Tensor};
 
-/// Which elements of a head rotate together.
+/// The pairs of elements of a head that rotate together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
 pub enum RotaryPairs {
-    /// (0,1), (2,3)..: the paper's.
+    /// (0,1), (2,3).., as in the paper.
     #[default]
     Adjacent,
-    /// Element i and element i + Dh/2: what the weights of Llama, Qwen and Mistral on Hugging Face expect.
+    /// Element i and element i + Dh/2, as the weights of Llama, Qwen and Mistral on Hugging Face expect.
     Halves,
 }
 
-/// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin`
-/// (T, Dh/2).
+/// Rotates each adjacent pair of the last dimension by its position's angle: x and y (..., T, Dh), `cos` and `sin` (T,
+/// Dh/2).
 ///
-/// Computed in at least f32, rounded once; beside x in half precision the tables may be in f32.
+/// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. The pairs are (0,1), (2,3).., as in the
+/// paper; [`rope_with`] supports others. It is computed in at least f32 and rounded once. If x is in half precision,
+/// the tables may be in f32. Backward rotates back. Saved for backward: `cos` and `sin`, which get no gradient.
 ///
-/// `y[2i] = x[2i] cos - x[2i+1] sin`, `y[2i+1] = x[2i] sin + x[2i+1] cos`. Backward rotates back. Kept for backward:
-/// `cos` and `sin`, which carry no gradient. The adjacent pairs (0,1), (2,3).. are the paper's; [`rope_with`] takes
-/// others. Autocast: follows x, and the tables are rounded to its dtype (where PyTorch's
-/// promotion would turn a half-precision x into f32, in front of an attention that turns it back).
+/// Autocast: follows x, and the tables are rounded to its dtype. (PyTorch's promotion would turn a half-precision x
+/// into f32, which attention then turns back.)
 ///
 /// Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 15 and 34.
 ///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[[1f32, 2.0, 3.0, 4.0]], &Device::Cpu)?; // (T, Dh)
+/// let cos = Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?; // (T, Dh/2)
+/// let sin = Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?;
+/// let y = tallow::ops::rope(&x, &cos, &sin)?; // a quarter turn of 1 and 2
+/// assert_eq!(y.to_vec2::<f32>()?, [[-2.0, 1.0, 3.0, 4.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
-/// An odd Dh, tables of another size than (T, Dh/2), mixed dtypes (but for tables in f32 beside half precision)
-/// or devices.
+/// An odd Dh; tables of another size than (T, Dh/2); mixed devices; mixed dtypes, except for f32 tables with x in half
+/// precision.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rope_with(x, cos, sin, RotaryPairs::Adjacent)
 }
 
-/// As [`rope()`], of these pairs. By halves: `y[i] = x[i] cos - x[i + Dh/2] sin`,
+/// Rotates these pairs, otherwise like [`rope()`]. By halves: `y[i] = x[i] cos - x[i + Dh/2] sin`,
 /// `y[i + Dh/2] = x[i] sin + x[i + Dh/2] cos`.
 ///
 /// ```
@@ -75,7 +85,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`rope()`].
 pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> Result<Tensor> {
-    let (x, [cos, sin]) = &cast_led_by("rope", x, [cos, sin])?;
+    let (x, [cos, sin]) = &cast_with_tables("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
     match choose(&INFO, x)? {
         Path::Kernel => {
@@ -93,7 +103,7 @@ pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> 
     }
 }
 
-/// [`rope()`] in plain candle ops.
+/// Computes [`rope()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`rope()`].
@@ -101,7 +111,7 @@ pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     reference_with(x, cos, sin, RotaryPairs::Adjacent)
 }
 
-/// [`rope_with()`] in plain candle ops.
+/// Computes [`rope_with()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`rope()`].
@@ -141,7 +151,7 @@ pub fn reference_with(
     Ok(y.reshape(x.shape())?.to_dtype(x.dtype())?)
 }
 
-/// A table as kernels read it.
+/// Returns a table in at least f32, as kernels read it.
 fn wide_table(table: &Tensor) -> Result<Tensor> {
     match is_half(table.dtype()) {
         true => cast_table(table, DType::F32),
@@ -180,7 +190,6 @@ pub(crate) const INFO: OpInfo = OpInfo::new("rope").on_gpu().planned(LOWERING).c
     }),
 );
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let reads = with_angles(Slot::Input(0));
@@ -192,12 +201,15 @@ const LOWERING: Lowering = Lowering {
     },
 };
 
-/// What a rotation of `x` reads.
 fn with_angles(x: Slot) -> [(&'static str, Slot); 3] {
-    [("x", x), ("cos", Slot::Read(0)), ("sin", Slot::Read(1))]
+    [
+        ("x", x),
+        ("cos", Slot::ExtraInput(0)),
+        ("sin", Slot::ExtraInput(1)),
+    ]
 }
 
-/// Reads x, cos and sin; writes y, which is x rotated, or rotated `back`.
+/// Reads x, cos and sin; writes y, x rotated, or rotated back if `inverse`.
 fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
     let name = if back { "rope_backward" } else { "rope" };
     let width = signature.output.dims.last().copied().unwrap_or(1);
@@ -215,9 +227,9 @@ fn rotation(signature: &Signature<'_>, back: bool) -> Kernel {
     let kernel = on_gpu!(kernel, |k, l| {
         let (tables, width) = ([l.x("cos")?, l.x("sin")?], k.count("width")?);
         let sizes = (2 * tables[0].len / width.max(1), width);
-        let turn = cuda_kernel::Turn {
+        let turn = cuda_kernel::Rotation {
             by_halves: k.flag(HALVES),
-            back: k.flag("back"),
+            inverse: k.flag("back"),
         };
         cuda_kernel::rotate(l.gpu, l.x("x")?, tables, sizes, turn, l.y("y")?)
     });
@@ -236,16 +248,16 @@ pub(crate) fn in_place(
 ) -> Kernel {
     let name = if back { "rotate_back" } else { "rotate" };
     let kernel = on_gpu!(Kernel::of_gpus(name), |k, l| {
-        let turned = cuda_kernel::Turned {
+        let turned = cuda_kernel::PackedHeads {
             batch: k.count("batch")?,
             length: k.count("length")?,
             heads: k.count("heads")?,
             head_dim: k.count("head_dim")?,
             row: k.count("row")?,
         };
-        let turn = cuda_kernel::Turn {
+        let turn = cuda_kernel::Rotation {
             by_halves: k.flag(HALVES),
-            back: k.flag("back"),
+            inverse: k.flag("back"),
         };
         cuda_kernel::in_place(l.gpu, l.y("x")?, [l.x("cos")?, l.x("sin")?], &turned, turn)
     });
@@ -261,14 +273,13 @@ pub(crate) fn in_place(
     kernel.with_all(&flags).in_place()
 }
 
-/// The attribute of a rotation that is [by halves](RotaryPairs::Halves).
-pub(crate) const HALVES: &str = "by halves";
+/// The attribute of a rotation [by halves](RotaryPairs::Halves).
+pub(crate) const HALVES: &str = "by_halves";
 
-/// The graph of a model keeps many of these, so they are small.
+/// A call of the op. It is small, because the graph of a model keeps many of these.
 struct Rope {
-    /// (T, Dh/2), in the type computed in.
+    /// cos of the angles, (T, Dh/2), in the compute dtype.
     cos: Tensor,
-    /// As `cos`.
     sin: Tensor,
     pairs: RotaryPairs,
 }
@@ -281,7 +292,7 @@ impl Spec for Rope {
         }
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         vec![self.cos.clone(), self.sin.clone()]
     }
 }

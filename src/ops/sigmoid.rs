@@ -1,4 +1,4 @@
-//! The logistic function.
+//! Sigmoid, the logistic function.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -15,8 +15,8 @@ use crate::Result;
 use crate::kernels::Activation;
 use candle_core::Tensor;
 
-/// `y = 1 / (1 + exp(-x))`, elementwise. Backward: `dx = dy y (1 - y)`, computed from x, where nothing cancels. Kept
-/// for backward: x. Autocast: follows x.
+/// Computes `y = 1 / (1 + exp(-x))`, elementwise. Backward: `dx = dy y (1 - y)`, computed from x without cancellation.
+/// Saved for backward: x. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -31,7 +31,7 @@ pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
     activate(Activation::Sigmoid, x)
 }
 
-/// [`sigmoid()`] in plain candle ops.
+/// Computes [`sigmoid()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`sigmoid()`].

@@ -1,4 +1,4 @@
-//! The sigmoid linear unit, x sigmoid(x).
+//! SiLU, the sigmoid linear unit, x sigmoid(x).
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -15,9 +15,9 @@ use crate::Result;
 use crate::kernels::Activation;
 use candle_core::Tensor;
 
-/// `y = x sigmoid(x)`, elementwise; [`swiglu`](super::swiglu()) has it with the product that follows it in a gate.
+/// Computes `y = x sigmoid(x)`, elementwise; [`swiglu`](super::swiglu()) fuses it with the product of a gate.
 ///
-/// Backward, with s = sigmoid(x): `dx = dy s (1 + x (1 - s))`. Kept for backward: x. Autocast: follows x.
+/// Backward, with s = sigmoid(x): `dx = dy s (1 + x (1 - s))`. Saved for backward: x. Autocast: follows x.
 ///
 /// Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
 ///
@@ -34,7 +34,7 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     activate(Activation::Silu, x)
 }
 
-/// [`silu()`] in plain candle ops.
+/// Computes [`silu()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`silu()`].

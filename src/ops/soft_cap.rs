@@ -1,4 +1,4 @@
-//! The soft cap of logits and of attention's scores.
+//! Soft capping of logits and of attention scores.
 
 use super::activation;
 use super::cast::cast_for;
@@ -13,9 +13,10 @@ use crate::kernels::cuda::activation as cuda_kernel;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
-/// `y = cap tanh(x / cap)`, elementwise: close to x where |x| is much smaller than `cap`, and never larger than `cap`.
+/// Computes `y = cap tanh(x / cap)`, elementwise: close to x where |x| is much smaller than `cap`, and never above
+/// `cap` in magnitude.
 ///
-/// Backward: `dx = dy (1 - tanh(x / cap)^2)`. Kept for backward: x. Autocast: follows x.
+/// Backward: `dx = dy (1 - tanh(x / cap)^2)`. Saved for backward: x. Autocast: follows x.
 ///
 /// Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, section 2.
 ///
@@ -31,13 +32,12 @@ use candle_core::Tensor;
 /// ```
 ///
 /// # Errors
-/// A cap that is not positive and finite, a dtype that is not a float.
+/// A cap that is not positive and finite; a dtype that is not a float.
 pub fn soft_cap(x: &Tensor, cap: f64) -> Result<Tensor> {
     check_cap("ops::soft_cap", "cap", cap)?;
     soft_cap_of_scaled(x, 1.0, cap)
 }
 
-/// `cap tanh(scale x / cap)`.
 pub(crate) fn soft_cap_of_scaled(x: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
     let [x] = &cast_for("soft_cap", [x])?;
     let call = CallSpec::like_first()
@@ -52,7 +52,7 @@ fn composed(x: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
     Ok(y.to_dtype(x.dtype())?)
 }
 
-/// [`soft_cap()`] in plain candle ops.
+/// Computes [`soft_cap()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`soft_cap()`].

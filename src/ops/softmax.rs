@@ -12,7 +12,7 @@
 //! ```
 
 use super::cast::cast_for;
-use super::cost::{cost, of_softmax};
+use super::cost::{as_softmax, cost};
 use super::cpu::{for_real, for_stored};
 use super::info::OpInfo;
 #[cfg(feature = "cuda")]
@@ -22,19 +22,20 @@ use super::operand::{check_float, check_size};
 use super::record::{CallSpec, composed, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::rows::softmax as kernel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::softmax as cuda_kernel;
 use crate::{Error, Result};
 use candle_core::{D, DType, Device, Tensor};
 
-/// `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves: x and p (..., Tq, Tk).
+/// Computes `p = softmax(scale * x)` along the last dimension, over the keys that `mask` leaves visible: x and p (...,
+/// Tq, Tk).
 ///
 /// A plain softmax is `softmax(&x, 1.0, Mask::Full)`, for any rank (a scalar is one key). Masked places are 0, and so
-/// is a row without a visible key. Backward: `dx = scale p (dp - sum(dp p))`. Kept for backward: p alone, and neither a
-/// mask tensor nor scaled scores ever exist; in half precision x instead of p, from which p is recomputed,
-/// unrounded. Autocast: f32 under CUDA's policy, follows x under the CPU's.
+/// is a row without a visible key. Backward: `dx = scale p (dp - sum(dp p))`. Saved for backward: p; in half precision
+/// x instead, from which p is recomputed without rounding. There is never a mask tensor or a tensor of scaled scores.
+/// Autocast: f32 under CUDA's policy; follows x under the CPU's.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -46,7 +47,7 @@ use candle_core::{D, DType, Device, Tensor};
 /// ```
 ///
 /// # Errors
-/// A mask on a tensor of less than two dimensions.
+/// A mask on a tensor of fewer than two dimensions.
 pub fn softmax(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let [x] = &cast_for("softmax", [x])?;
     check(x, mask)?;
@@ -59,8 +60,8 @@ fn call(scale: f64, mask: Mask) -> CallSpec {
         .with("mask", Attribute::Mask(mask))
 }
 
-/// As [`softmax()`], of the heads of sequences that have first keys too, (B, Tq) u32: x and p (B H, Tq, Tk). `seen`
-/// makes what the reference takes ([`softmax_over`]).
+/// Computes [`softmax()`] over the heads of sequences with first keys, (B, Tq) u32: x and p (B H, Tq, Tk). `visible`
+/// returns the visible keys for the reference ([`softmax_over`]).
 ///
 /// # Errors
 /// As [`softmax()`].
@@ -77,7 +78,7 @@ pub(crate) fn softmax_of_heads(
     run(&INFO, call, [x], || softmax_over(x, scale, seen))
 }
 
-/// [`softmax()`] in plain candle ops.
+/// Computes [`softmax()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`softmax()`].
@@ -88,7 +89,7 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     }
     let wide = wide_input("softmax", x)?;
     if x.dims().contains(&0) {
-        return Ok(wide.contiguous()?.to_dtype(x.dtype())?); // candle refuses to reduce nothing
+        return Ok(wide.contiguous()?.to_dtype(x.dtype())?); // candle refuses to reduce an empty tensor
     }
     if mask == Mask::Full {
         let scores = scaled(&wide, scale)?;
@@ -98,29 +99,29 @@ pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
         return Ok(p.to_dtype(x.dtype())?);
     }
     softmax_over(x, scale, || {
-        let seen = Seen::by_mask(mask, queries, keys);
+        let seen = KeyRanges::by_mask(mask, queries, keys);
         let seen = (0..queries).flat_map(|i| {
-            let seen = seen.by(i);
+            let seen = seen.of_query(i);
             (0..keys).map(move |j| u8::from(seen.contains(&j)))
         });
         Tensor::from_vec(seen.collect(), (queries, keys), x.device())
     })
 }
 
-/// A constant of x's dtype on its device, converted before it is there: Metal has no f64.
+/// Returns a constant of x's dtype on its device. It is converted on the host, because Metal has no f64.
 fn scalar(value: f64, x: &Tensor) -> candle_core::Result<Tensor> {
     let value = Tensor::new(value, &Device::Cpu)?.to_dtype(x.dtype())?;
     value.to_device(x.device())
 }
 
-/// `scale x`. Not `x * scale`: candle drops the gradient where that factor is 0.
+/// Computes `scale x` as a product of tensors: with `x * 0.0`, candle drops the gradient.
 fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
     composed(&SCALE, &[x], (x.shape(), x.dtype()), || {
         x.broadcast_mul(&scalar(scale, x)?)
     })
 }
 
-/// [`reference`] over the keys where `seen` makes a 1, u8, which broadcasts to the shape of x.
+/// Computes the [`reference`] over the keys where the tensor from `visible`, in u8, is 1; it broadcasts to the shape of x.
 fn softmax_over(
     x: &Tensor,
     scale: f64,
@@ -132,13 +133,14 @@ fn softmax_over(
     };
     let seen = composed(&MASK, &[], ((queries, keys), DType::U8), seen)?;
     let visible = seen.to_dtype(scores.dtype())?;
-    // Low enough to vanish under exp beside any score, and finite: a row that sees nothing is 0 / 1, not NaN.
+    // Low enough that its exponential vanishes next to any score, and finite: a row without a visible key is 0 / 1, not
+    // NaN.
     let low = if scores.dtype() == DType::F64 {
         -1e300
     } else {
         -1e38
     };
-    // Chosen, not multiplied away: a hidden NaN or infinity has no say.
+    // Selected, not multiplied by 0: NaN or infinity in a hidden score has no effect.
     let scores = composed(
         &MASK,
         &[&seen, &scores],
@@ -155,7 +157,7 @@ fn softmax_over(
     Ok(e.broadcast_div(&total)?.to_dtype(x.dtype())?)
 }
 
-/// (Tq, Tk); one query where there is one dimension, and one key where there is none.
+/// Returns (Tq, Tk); Tq is 1 for one dimension, and both are 1 for a scalar.
 fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
     check_float("softmax", x)?;
     check_size("softmax", x.dims(), x.dtype(), x.device())?;
@@ -178,22 +180,21 @@ const INFO: OpInfo = OpInfo::new("softmax")
     .costing(
         "6 an element, backward 5",
         "x, p; backward p, dp, dx",
-        |o| o.elementwise(6.0).map(of_softmax),
+        |o| o.elementwise(6.0).map(as_softmax),
         Some(|o| {
             let flops = 5.0 * o.output.elements();
-            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes()).map(of_softmax)
+            cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes()).map(as_softmax)
         }),
     )
-    .holding("scale and mask");
+    .including("scale and mask");
 
-/// Part of the reference, as is the mask.
+/// Ops of which the reference is composed.
 const SCALE: OpInfo = OpInfo::new("scale").composed("1 an element", |o| o.elementwise(1.0));
 
 const MASK: OpInfo = OpInfo::new("mask").composed("0", |o| o.elementwise(0.0));
 
 pub(super) const INFOS: &[OpInfo] = &[INFO, SCALE, MASK];
 
-/// In a plan.
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let kernel = planned("softmax", signature, |k, s| {
@@ -217,7 +218,7 @@ const LOWERING: Lowering = Lowering {
         calls.call(kernel, reads, [("p", Slot::Output)])
     },
     backward: |signature| {
-        // As in eager: half precision computes p once more from x, without its rounding.
+        // Half precision recomputes p from x, without rounding it.
         let source = match signature.output.dtype {
             DType::F16 | DType::BF16 => ("x", Slot::Input(0)),
             _ => ("p", Slot::Output),
@@ -255,15 +256,15 @@ const LOWERING: Lowering = Lowering {
 };
 
 fn first_keys(signature: &Signature<'_>) -> Option<Slot> {
-    (!signature.reads.is_empty()).then_some(Slot::Read(0))
+    (!signature.extra_inputs.is_empty()).then_some(Slot::ExtraInput(0))
 }
 
-/// The rows of a call: all alike, or those of each sequence.
+/// The rows of a call, with first keys for each sequence if there are any.
 struct Sequences<'a> {
     mask: Mask,
     queries: usize,
     keys: usize,
-    /// (B, Tq), or nothing.
+    /// The first keys, (B, Tq); empty if there are none.
     first_keys: &'a [u32],
 }
 
@@ -277,14 +278,14 @@ impl<'a> Sequences<'a> {
         })
     }
 
-    /// Calls `f` with the elements of each sequence, and what its queries see.
+    /// Calls `f` with the elements of each sequence and the keys that its queries see.
     fn each<T, const N: usize>(
         &self,
         inputs: [&[T]; N],
         y: &mut [T],
-        f: impl Fn([&[T]; N], Seen<'_>, &mut [T]),
+        f: impl Fn([&[T]; N], KeyRanges<'_>, &mut [T]),
     ) {
-        let seen = Seen::by_mask(self.mask, self.queries, self.keys);
+        let seen = KeyRanges::by_mask(self.mask, self.queries, self.keys);
         if self.first_keys.is_empty() {
             return f(inputs, seen, y);
         }
@@ -297,7 +298,7 @@ impl<'a> Sequences<'a> {
     }
 }
 
-/// With the sizes of the rows.
+/// Returns a kernel with the sizes of the rows.
 fn planned(
     name: &'static str,
     signature: &Signature<'_>,
@@ -310,7 +311,7 @@ fn planned(
     };
     let kernel = Kernel::new(name, run).with_all(signature.attributes);
     let kernel = kernel.sized([("queries", queries), ("keys", keys)]);
-    match signature.reads.first() {
+    match signature.extra_inputs.first() {
         None => kernel,
         Some(first_keys) => {
             let matrices = signature.output.rows() / queries.max(1);

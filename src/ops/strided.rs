@@ -1,4 +1,4 @@
-//! Elements by their places: copies of views, their gradients, and constants.
+//! Strided views: copies of their elements, and gradients.
 
 use super::cpu::for_stored;
 use super::lowering::{Kernel, on_gpu};
@@ -6,11 +6,11 @@ use crate::graph::View;
 use crate::kernels::cpu::parallel;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::strided as cuda_kernel;
-use crate::kernels::strided::{Dim, RANK, joined, writes_apart};
+use crate::kernels::strided::{Dim, RANK, merged_dims, writes_are_disjoint};
 use candle_core::{DType, Result, WithDType};
 use std::cmp::Reverse;
 
-/// Whether a view's elements lie one after another.
+/// Returns whether a view's elements are contiguous.
 pub(crate) fn is_contiguous(view: &View) -> bool {
     let mut expected = 1;
     view.shape
@@ -24,8 +24,8 @@ pub(crate) fn is_contiguous(view: &View) -> bool {
         })
 }
 
-/// The order of dimensions in which a view of all of a tensor of this `shape` has its elements as they lie.
-pub(crate) fn put_back(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
+/// Returns the order of dimensions that makes `view` contiguous, if it covers all of a tensor of this `shape`.
+pub(crate) fn contiguous_order(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
     let mut order: Vec<usize> = (0..view.shape.len()).collect();
     order.sort_by_key(|dim| Reverse((view.stride[*dim], view.shape[*dim])));
     let all: usize = shape.iter().product();
@@ -38,7 +38,7 @@ pub(crate) fn put_back(view: &View, shape: &[usize]) -> Option<Vec<usize>> {
     (is_all && in_order).then_some(order)
 }
 
-/// What repeats the elements of a tensor of these dimensions to `shape`.
+/// Returns the view that broadcasts a tensor of these dimensions to `shape`.
 pub(crate) fn broadcast(dims: &[usize], shape: &[usize]) -> View {
     let mut stride = vec![0; shape.len()];
     let mut step = 1;
@@ -57,7 +57,7 @@ pub(crate) fn broadcast(dims: &[usize], shape: &[usize]) -> View {
     }
 }
 
-/// The place behind a view's last element.
+/// Returns the offset after a view's last element.
 pub(crate) fn end(view: &View) -> usize {
     let dims = view.shape.iter().zip(&view.stride);
     let last: usize = dims
@@ -69,8 +69,8 @@ pub(crate) fn end(view: &View) -> usize {
     }
 }
 
-/// The places of a view's elements, in order.
-pub(crate) fn places(view: &View) -> impl Iterator<Item = usize> {
+/// Returns the offsets of a view's elements, in order.
+pub(crate) fn offsets(view: &View) -> impl Iterator<Item = usize> {
     let (width, stride, count) = rows(view);
     let starts = (0..count).map(|number| match view.shape.is_empty() {
         true => view.offset,
@@ -79,7 +79,7 @@ pub(crate) fn places(view: &View) -> impl Iterator<Item = usize> {
     starts.flat_map(move |start| (0..width).map(move |col| start + col * stride))
 }
 
-/// The place of a row's first element, a row being a view's last dimension.
+/// Returns the offset of the first element of a row, which is along the view's last dimension.
 fn row(view: &View, mut number: usize) -> usize {
     let leading = view.shape.len() - 1;
     let dims = view.shape[..leading].iter().zip(&view.stride[..leading]);
@@ -90,7 +90,7 @@ fn row(view: &View, mut number: usize) -> usize {
     })
 }
 
-/// The last dimension, its stride, and how many rows there are.
+/// Returns the size and stride of the last dimension, and the number of rows.
 fn rows(view: &View) -> (usize, usize, usize) {
     match (view.shape.split_last(), view.stride.last()) {
         (Some((width, leading)), Some(stride)) => (*width, *stride, leading.iter().product()),
@@ -98,7 +98,7 @@ fn rows(view: &View) -> (usize, usize, usize) {
     }
 }
 
-/// Reads x; writes y, its elements by the places of `view`, in order.
+/// Copies a view. Reads x; writes y, the elements of x at the offsets of `view`, in order.
 pub(crate) fn gather(view: View) -> Kernel {
     let kernel = Kernel::new("contiguous", |k, s| match s.dtype()? {
         DType::U32 => gathered::<u32>(k.view()?, s.x("x")?, s.y("y")?),
@@ -106,23 +106,23 @@ pub(crate) fn gather(view: View) -> Kernel {
         DType::I64 => gathered::<i64>(k.view()?, s.x("x")?, s.y("y")?),
         dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x("x")?, s.y("y")?)),
     });
-    let is_on_gpu = moves(&view).len() <= RANK;
+    let is_on_gpu = gather_dims(&view).len() <= RANK;
     let kernel = kernel.viewing(view);
     match is_on_gpu {
         false => kernel,
         true => on_gpu!(kernel, |k, l| {
             let view = k.view()?;
-            let x = l.x("x")?.part_from(view.offset);
-            cuda_kernel::copy(l.gpu, x, l.y("y")?, &moves(view))
+            let x = l.x("x")?.slice_from(view.offset);
+            cuda_kernel::copy(l.gpu, x, l.y("y")?, &gather_dims(view))
         }),
     }
 }
 
-/// From a view's places to its elements in order.
-fn moves(view: &View) -> Vec<Dim> {
+/// Returns the dimensions of a copy from a view to contiguous elements.
+fn gather_dims(view: &View) -> Vec<Dim> {
     let mut following = view.shape.iter().product::<usize>();
     let dims = view.shape.iter().zip(&view.stride);
-    joined(dims.map(|(&size, &from)| {
+    merged_dims(dims.map(|(&size, &from)| {
         following /= size.max(1);
         Dim {
             size,
@@ -132,9 +132,9 @@ fn moves(view: &View) -> Vec<Dim> {
     }))
 }
 
-/// From elements in order to a view's places.
-fn moves_back(view: &View) -> Vec<Dim> {
-    let dims = moves(view).into_iter();
+/// Returns the dimensions of a copy from contiguous elements to a view.
+fn scatter_dims(view: &View) -> Vec<Dim> {
+    let dims = gather_dims(view).into_iter();
     let dims = dims.map(|Dim { size, from, to }| Dim {
         size,
         from: to,
@@ -164,26 +164,27 @@ fn gathered<T: WithDType>(view: &View, x: &[T], y: &mut [T]) -> Result<()> {
     Ok(())
 }
 
-/// Reads dy; writes dx, zeros with dy added by the places of `view`, in the dtype that sums are computed in. On a GPU
-/// only where no two elements have one place but for those that a dimension repeats: a sum there is one thread's, or
-/// one block's.
+/// Computes the gradient of a view. Reads dy; writes dx, zeros with dy added at the offsets of `view`, in the dtype of
+/// sums. It runs on a GPU only if elements share an offset solely because a dimension repeats them: a sum is then
+/// computed by one thread or one block.
 pub(crate) fn scatter(view: View) -> Kernel {
     let kernel = Kernel::new("scatter_add", |k, s| match s.dtype()? {
         DType::F64 => scattered::<f64, f64>(k.view()?, s.x("dy")?, s.y("dx")?),
         dtype => for_stored!(dtype, T => scattered::<T, f32>(k.view()?, s.x("dy")?, s.y("dx")?)),
     });
-    let dims = moves_back(&view);
+    let dims = scatter_dims(&view);
     let kernel = kernel.viewing(view);
-    match dims.len() <= RANK && writes_apart(&dims) {
+    match dims.len() <= RANK && writes_are_disjoint(&dims) {
         false => kernel,
         true => on_gpu!(kernel, |k, l| {
             let (view, dy, dx) = (k.view()?, l.x("dy")?, l.y("dx")?);
-            cuda_kernel::sums(l.gpu, dy, dx, view.offset, &moves_back(view))
+            cuda_kernel::sums(l.gpu, dy, dx, view.offset, &scatter_dims(view))
         }),
     }
 }
 
-/// In order: of rows that are one in another place, each thread adds its columns, else one thread adds all.
+/// Adds in a fixed order. If all rows map to one row, each thread adds its columns; otherwise one thread adds
+/// everything.
 fn scattered<T: WithDType, S: WithDType + std::ops::AddAssign>(
     view: &View,
     dy: &[T],

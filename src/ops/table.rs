@@ -1,8 +1,8 @@
-//! The list of the ops here.
+//! The list of this module's ops.
 
 use super::info::OpInfo;
 
-/// Every op of this module.
+/// Returns every op of this module.
 pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
     let several = [
         super::matmul::INFOS,

@@ -1,4 +1,4 @@
-//! The hyperbolic tangent.
+//! Tanh, the hyperbolic tangent.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -15,7 +15,7 @@ use crate::Result;
 use crate::kernels::Activation;
 use candle_core::Tensor;
 
-/// `y = tanh(x)`, elementwise. Backward: `dx = dy (1 - y^2)`, computed from x, where nothing cancels. Kept for
+/// Computes `y = tanh(x)`, elementwise. Backward: `dx = dy (1 - y^2)`, computed from x without cancellation. Saved for
 /// backward: x. Autocast: follows x.
 ///
 /// ```
@@ -31,7 +31,7 @@ pub fn tanh(x: &Tensor) -> Result<Tensor> {
     activate(Activation::Tanh, x)
 }
 
-/// [`tanh()`] in plain candle ops.
+/// Computes [`tanh()`] in plain candle ops.
 ///
 /// # Errors
 /// As [`tanh()`].

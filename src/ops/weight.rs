@@ -1,9 +1,9 @@
-//! A weight as products read it: itself, or in an autocast region its copy in half precision, which is no node of the
-//! graph.
+//! Weights as matmuls read them: the weight itself, or in an autocast region its copy in half precision, which is not a
+//! node of the graph.
 //!
-//! PyTorch's autocast casts the weight first, and the graph has a node for that. Here the op takes the f32 weight
-//! itself and its copy beside it: the products are the same, while the weight's gradient is summed and returned in f32,
-//! without a gradient of the copy.
+//! PyTorch's autocast casts the weight first, and the graph has a node for the cast. Here the op has the f32 weight as
+//! input and its copy as extra input. The matmuls are the same, but the weight's gradient is summed and returned in
+//! f32, without a gradient of the copy.
 
 use super::cast::operand;
 use super::cast::{cached_copy, cast_castable, cast_weight};
@@ -14,20 +14,20 @@ use crate::{Result, precision};
 use candle_core::{DType, Tensor};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What products read beside a weight, for the life of an op; nothing, where they read the weight as it is.
+/// The copy that matmuls read instead of a weight, for the life of an op; `None` if they read the weight itself.
 pub(super) struct WeightCopy(Option<Box<Copied>>);
 
 struct Copied {
-    /// None after forward, where it is dropped then.
+    /// The copy; `None` after forward if it is freed then.
     copy: Mutex<Option<Tensor>>,
     dtype: DType,
-    /// Whether it is of its own, and dropped after forward.
-    drops: bool,
+    /// Whether the copy is not cached, and so is freed after forward.
+    freed_after_forward: bool,
 }
 
-/// x and the weights as `op` takes them here, and the copies that its products read.
+/// Returns x and the weights as inputs of `op`, and the copies that its matmuls read.
 ///
-/// Copies are for f32 variables that a kernel multiplies by in half precision; others are cast as `cast_for` casts.
+/// f32 variables get a copy if a kernel multiplies by them in half precision; other weights are cast as in `cast_for`.
 pub(super) fn with_copies<const N: usize>(
     op: &OpInfo,
     x: &Tensor,
@@ -47,7 +47,7 @@ pub(super) fn with_copies<const N: usize>(
     x = cast(&x)?;
     let has_kernel = current_kernel_policy() != KernelPolicy::Reference && has_kernel(op, &x);
     let in_half = target.filter(|dtype| matches!(dtype, DType::F16 | DType::BF16));
-    let mut copies = weights.map(|_| WeightCopy::none());
+    let mut copies = weights.map(|_| WeightCopy::uncopied());
     for (weight, copy) in inputs.iter_mut().zip(&mut copies) {
         let is_copied = has_kernel && weight.is_variable() && weight.dtype() == DType::F32;
         match in_half {
@@ -58,13 +58,13 @@ pub(super) fn with_copies<const N: usize>(
     Ok((x, inputs, copies))
 }
 
-/// The copies, each for as long as there is one.
+/// Returns the copies that are alive.
 pub(super) fn tensors(copies: &[WeightCopy]) -> Vec<Tensor> {
     copies.iter().filter_map(WeightCopy::get).collect()
 }
 
-/// The copies for backward: a dropped one is made again.
-pub(super) fn tensors_again(
+/// Returns the copies for backward; freed ones are made again.
+pub(super) fn tensors_for_backward(
     copies: &[WeightCopy],
     weights: &[&Tensor],
 ) -> candle_core::Result<Vec<Tensor>> {
@@ -73,18 +73,18 @@ pub(super) fn tensors_again(
     Ok(copied.collect::<Result<_>>()?)
 }
 
-/// The slot that products read input `input` from, a weight: itself, or the copy beside it, where its own dtype is
-/// another than x's. Copies stand first in what an op reads, in the order of their weights.
+/// Returns the slot that matmuls read for the weight `input`: the weight itself, or its copy if its dtype differs from
+/// x's. Copies are the first extra inputs of an op, in the order of their weights.
 pub(super) fn read_weight(signature: &Signature<'_>, input: usize) -> Slot {
     let is_copied = |input: &usize| signature.inputs[*input].dtype != signature.inputs[0].dtype;
     match is_copied(&input) {
-        true => Slot::Read((1..input).filter(is_copied).count()),
+        true => Slot::ExtraInput((1..input).filter(is_copied).count()),
         false => Slot::Input(input),
     }
 }
 
 impl WeightCopy {
-    fn none() -> Self {
+    fn uncopied() -> Self {
         Self(None)
     }
 
@@ -97,7 +97,7 @@ impl WeightCopy {
         Ok(Self(Some(Box::new(Copied {
             dtype: copy.dtype(),
             copy: Mutex::new(Some(copy)),
-            drops: !caches,
+            freed_after_forward: !caches,
         }))))
     }
 
@@ -105,21 +105,21 @@ impl WeightCopy {
         self.0.as_ref()?.lock().clone()
     }
 
-    /// Drops what is dropped when forward is done.
-    pub(super) fn forwarded(&self) {
+    /// Frees the copy after forward, unless it is cached.
+    pub(super) fn free_after_forward(&self) {
         if let Some(copied) = &self.0
-            && copied.drops
+            && copied.freed_after_forward
         {
             *copied.lock() = None;
         }
     }
 
-    /// The weight as products read it, before forward: for checks.
+    /// Returns the weight as matmuls read it, for checks before forward.
     pub(super) fn of(&self, weight: &Tensor) -> Tensor {
         self.get().unwrap_or_else(|| weight.clone())
     }
 
-    /// What backward's products read beside the weight: a dropped copy is made again.
+    /// Returns the copy that backward's matmuls read; a freed one is made again.
     fn for_backward(&self, weight: &Tensor) -> Result<Option<Tensor>> {
         let Some(copied) = &self.0 else {
             return Ok(None);

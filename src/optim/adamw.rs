@@ -8,7 +8,7 @@ use super::slot::{STEP, Slot, step_cpu, step_reference};
 use crate::gradients::{find_gradient, missing};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
-use crate::ops::{Path, check_granted_on, choose, laid_out};
+use crate::ops::{Path, check_granted_on, choose, try_contiguous};
 use crate::probe::{self, Kind, Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
@@ -199,7 +199,7 @@ impl AdamW {
         }
         let gradients = self.readable_gradients(gradients)?;
         self.steps += 1;
-        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
+        crate::ops::clear_cached_casts(); // an autocast region around the step must not go on with the old ones
         for (skipped, gradient) in self.skipped.iter_mut().zip(&gradients) {
             *skipped += usize::from(matches!(gradient, Gradient::Skipped));
         }
@@ -241,7 +241,7 @@ impl AdamW {
             if gradient.dtype() != dtype {
                 check_granted_on(gradient.device(), gradient.dims(), dtype)?;
             }
-            let gradient = laid_out(&gradient.to_dtype(dtype)?)?;
+            let gradient = try_contiguous(&gradient.to_dtype(dtype)?)?;
             match written.contains(&storage_address(&gradient)) {
                 true => {
                     check_granted_on(gradient.device(), gradient.dims(), dtype)?;
@@ -449,7 +449,7 @@ impl AdamW {
                 self.skipped[number] += 1;
             }
         }
-        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
+        crate::ops::clear_cached_casts(); // an autocast region around the step must not go on with the old ones
     }
 }
 

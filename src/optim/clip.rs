@@ -12,6 +12,16 @@ use candle_core::{Tensor, Var, backprop::GradStore};
 ///
 /// A variable that occurs twice (a tied weight) counts once.
 ///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::grad_norm;
+///
+/// let weight = Var::from_slice(&[3f64, 4.0], 2, &Device::Cpu)?;
+/// let gradients = (weight.sqr()?.sum_all()? * 0.5)?.backward()?; // the gradient is the weight
+/// assert_eq!(grad_norm(&gradients, &[("weight".to_string(), weight)])?, 5.0);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::MissingGradient`] names a parameter without a gradient; a gradient of another shape than its parameter.
 pub fn grad_norm(gradients: &GradStore, parameters: &[(String, Var)]) -> Result<f64> {
@@ -69,6 +79,18 @@ pub fn clip_grad_norm(
 }
 
 /// Clips by norm like [`clip_grad_norm`], and returns an error if a gradient is infinite or NaN.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::optim::clip_grad_norm_checked;
+///
+/// let weight = Var::from_slice(&[0f32, 4.0], 2, &Device::Cpu)?;
+/// let parameters = [("weight".to_string(), weight.clone())];
+/// let mut gradients = weight.sqrt()?.sum_all()?.backward()?; // infinite at 0
+/// let error = clip_grad_norm_checked(&mut gradients, &parameters, 1.0).unwrap_err();
+/// assert!(error.to_string().contains("weight"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// Those of [`clip_grad_norm`]; [`Error::Data`] names the first parameter whose gradient is not finite.

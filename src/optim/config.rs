@@ -9,6 +9,16 @@ use candle_nn::VarMap;
 use std::sync::PoisonError;
 
 /// The hyperparameters of AdamW, with PyTorch's meaning and defaults.
+///
+/// ```
+/// use tallow::optim::AdamWConfig;
+///
+/// let config = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
+/// config.validate()?;
+/// let error = AdamWConfig { eps: 0.0, ..config }.validate().unwrap_err();
+/// assert!(error.to_string().contains("eps"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct AdamWConfig {
@@ -149,6 +159,25 @@ fn is_finite_in_f32(value: f64) -> bool {
 }
 
 /// Parameters that are updated with the same hyperparameters.
+///
+/// [`decay_matrices_only`] makes the two usual groups. Other groups are passed to
+/// [`AdamW::with_groups`](super::AdamW::with_groups) likewise:
+///
+/// ```
+/// use candle_core::{DType, Device, Var};
+/// use tallow::optim::{AdamW, AdamWConfig, ParameterGroup};
+///
+/// let group = |name: &str, lr| -> tallow::Result<ParameterGroup> {
+///     let weight = Var::zeros((3, 4), DType::F32, &Device::Cpu)?;
+///     Ok(ParameterGroup {
+///         parameters: vec![(name.to_string(), weight)],
+///         config: AdamWConfig { lr, ..Default::default() },
+///     })
+/// };
+/// let optimizer = AdamW::with_groups(vec![group("embedding", 1e-4)?, group("head", 1e-3)?])?;
+/// assert_eq!(optimizer.groups()[1].config.lr, 1e-3);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ParameterGroup {
     /// The parameters with their names.

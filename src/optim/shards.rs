@@ -108,7 +108,7 @@ impl AdamW {
         for ((_, var), owner) in self.parameters().zip(&shards.owners) {
             shards.communicator.broadcast(var, *owner)?;
         }
-        crate::ops::forget_weights(); // an autocast region around the step must not go on with the old ones
+        crate::ops::clear_cached_casts(); // an autocast region around the step must not go on with the old ones
         Ok(())
     }
 

@@ -28,11 +28,11 @@ pub(super) struct Slot {
 
 impl Slot {
     pub(super) fn new(name: &str, var: &Var, moments: Moments) -> Result<Self> {
-        if graph::is_hollow(var) {
+        if graph::is_meta(var) {
             return Err(Error::order(
                 "AdamW",
-                format!("parameter {name} is hollow: it has no elements to train"),
-                "build the model from nn::seeded or a file; hollow weights are for graph::trace",
+                format!("parameter {name} is a meta tensor, which has no data to train"),
+                "build the model from nn::seeded or a file; meta weights are for graph::trace",
             ));
         }
         if !is_supported(var.dtype()) {
@@ -189,8 +189,8 @@ pub(super) fn step_reference(
     };
     let m = slot.exp_avg.detach().to_dtype(computed)?;
     let v = slot.exp_avg_sq.detach().to_dtype(computed)?;
-    let m = (&m + ((&g - &m)? * update.first_share)?)?;
-    let v = ((v * update.beta2)? + ((&g * update.second_share)? * &g)?)?;
+    let m = (&m + ((&g - &m)? * update.one_minus_beta1)?)?;
+    let v = ((v * update.beta2)? + ((&g * update.one_minus_beta2)? * &g)?)?;
     let denominator = ((v.sqrt()? / update.second_correction)? + update.eps)?;
     let p = ((p * update.decay)? - ((&m * update.step_size)? / denominator)?)?;
     let stored = |moment: &Tensor, shift| match moments == computed {

@@ -53,6 +53,18 @@ pub fn autocast<T>(policy: impl Borrow<Autocast>, f: impl FnOnce() -> Result<T>)
 }
 
 /// Returns the current policy of this thread; `None` outside of regions and if casts are disabled.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::precision::{self, Autocast};
+///
+/// let region = Autocast::cuda(DType::BF16).enter()?;
+/// let policy = precision::current().unwrap();
+/// assert_eq!(policy.compute_dtype(), Some(DType::BF16));
+/// drop(region);
+/// assert!(precision::current().is_none());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn current() -> Option<Autocast> {
     with_policy(Autocast::clone)
 }

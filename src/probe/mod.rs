@@ -1,7 +1,6 @@
-//! What profiling and memory accounting listen to: ranges of work, entered and left, and what ops keep. Free without
-//! listeners.
+//! Instrumentation for profiling and memory accounting: ranges of work, and the operands and costs of ops.
 //!
-//! A range costs one load of an atomic without listeners. Ranges belong to a thread and nest on it:
+//! Without listeners a range costs one atomic load. Ranges belong to a thread and nest on it:
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -42,68 +41,69 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 
-/// What a range stands for.
+/// The kind of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
-    /// A step of training, or of whatever is repeated. Steps are no part of the path, and leave the phase as it is.
+    /// A training step, or another unit of work that repeats. Steps are not part of the path and do not change the
+    /// phase.
     Step,
-    /// A part of a step: forward, backward, optimizer. Phases are no part of the path.
+    /// A part of a step: forward, backward, optimizer. Phases are not part of the path.
     Phase,
-    /// A layer, by the name that its weights have.
+    /// A layer, under the name of its weights.
     Module,
     /// An op of this crate, forward.
     Op,
-    /// An op of this crate, backward: its path is where it was run forward.
+    /// An op of this crate, backward; its path is that of its forward.
     OpBackward,
-    /// What a user has named.
+    /// A range named by a user.
     Range,
 }
 
-/// A range, as it is entered or left.
+/// The begin or end of a range.
 #[derive(Clone, Copy, Debug)]
 pub struct Event<'a> {
-    /// What it stands for.
+    /// The kind of range.
     pub kind: Kind,
     /// Its own name.
     pub name: &'a str,
-    /// Where it is, itself included (but for a phase).
+    /// Its place, itself included (except for steps and phases).
     pub path: Path,
-    /// The phase that the thread is in; empty if in none.
+    /// The phase that the thread is in; empty if none.
     pub phase: &'static str,
-    /// When.
+    /// The time of the event.
     pub at: Instant,
-    /// What an op has read and written: as it is left, if it succeeded.
+    /// Operands of an op, at its end if it succeeded.
     pub operands: Option<Operands<'a>>,
-    /// What an op has cost, if it says so itself, as the calls of a plan do: as it is left. Else its operands say it,
-    /// by the op's [formula](crate::profile::op_costs).
+    /// Cost of an op at its end, if it reports one, as the calls of a plan do. Otherwise the op's
+    /// [formula](crate::profile::op_costs) gives it from the operands.
     pub cost: Option<Cost>,
-    /// What of an op's time went where, as far as its kernels tell it: as it is left.
+    /// Parts of an op's time at its end, as its CPU kernels reported them.
     pub parts: Parts,
-    /// Whether it is the thread's innermost range that is left, as it should be.
+    /// Whether the range that ends is the thread's innermost one, as it should be.
     pub in_order: bool,
 }
 
 /// The operands of an op.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands<'a> {
-    /// What it reads, in the op's order.
+    /// Its inputs, in the op's order.
     pub inputs: &'a [Operand<'a>],
-    /// What it has made: forward's output, backward too.
+    /// Its output in forward, also for a backward.
     pub output: Operand<'a>,
 }
 
-/// A tensor, as far as what it costs is concerned.
+/// Shape and dtype of a tensor, which determine its cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operand<'a> {
-    /// Its shape.
+    /// Size of each dimension.
     pub dims: &'a [usize],
-    /// The dtype of its elements.
+    /// Dtype of the elements.
     pub dtype: DType,
 }
 
 impl Operand<'_> {
-    /// How many rows: elements of all dimensions but the last.
+    /// Returns the number of rows: the product of all dimensions but the last.
     pub(crate) fn rows(&self) -> usize {
         let leading = self
             .dims
@@ -112,7 +112,7 @@ impl Operand<'_> {
         leading.iter().product()
     }
 
-    /// The dtype that its elements are computed in: f32 for half precision.
+    /// Returns the dtype that the elements are computed in: f32 for half precision.
     pub(crate) fn wide_dtype(&self) -> DType {
         match self.dtype {
             DType::F16 | DType::BF16 => DType::F32,
@@ -130,20 +130,21 @@ impl<'a> From<&'a Tensor> for Operand<'a> {
     }
 }
 
-/// Who is told. Called on the thread that does the work, in the middle of it: be quick, and open no range.
+/// A receiver of events. It is called on the working thread in the middle of the work: return quickly, and open no
+/// ranges.
 pub trait Listener: Send + Sync {
-    /// A range begins.
+    /// Called when a range begins.
     fn entered(&self, _event: &Event<'_>) {}
-    /// A range ends.
+    /// Called when a range ends.
     fn left(&self, _event: &Event<'_>) {}
-    /// Whether a GPU may replay recorded work as one launch, of which [`replayed`](Self::replayed) tells. Where a
-    /// listener takes none, each op of it is launched in its range.
+    /// Returns whether a GPU may replay recorded work in one launch and report it with [`replayed`](Self::replayed). If
+    /// any listener returns false, each op is launched in its range.
     fn takes_replays(&self) -> bool {
         false
     }
-    /// The thread has replayed recorded work. Ranges of its ops were entered and left since, one after another, and are
-    /// the last ones of the range that the thread is in. Each kernel's number says which of `ops` ops it is of, in the
-    /// order in which they run.
+    /// Called when the thread has replayed recorded work of `ops` ops. The ranges of these ops were entered and left
+    /// before, one after another, and are the last ones in the thread's current range. `kernels` has the index of each
+    /// kernel's op, in the order in which the kernels run.
     fn replayed(&self, _ops: usize, _kernels: &[usize]) {}
 }
 
@@ -158,11 +159,13 @@ thread_local! {
     static OPEN: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A listener's stay: it is told until this is dropped.
+/// Guard: the listener is called until this is dropped.
 #[must_use = "the listener is told until this is dropped"]
 pub struct Listening(u64);
 
-/// Tells `listener` of what happens on all threads from now on.
+/// Calls `listener` for the events of all threads from now on.
+///
+/// The [module](self) has an example.
 pub fn listen(listener: Arc<dyn Listener>) -> Listening {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -180,13 +183,27 @@ impl Drop for Listening {
     }
 }
 
-/// Whether anybody listens.
+/// Returns whether there is a listener.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// assert!(!probe::is_listening());
+/// let listening = probe::listen(Arc::new(Silent));
+/// assert!(probe::is_listening());
+/// drop(listening);
+/// assert!(!probe::is_listening());
+/// ```
 #[inline]
 pub fn is_listening() -> bool {
     LISTENING.load(Ordering::Relaxed) > 0
 }
 
-/// Whether recorded work may be replayed: whoever listens takes it.
+/// Returns whether recorded work may be replayed: all listeners accept it.
 #[cfg(feature = "cuda")]
 pub(crate) fn takes_replays() -> bool {
     let listeners = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
@@ -195,18 +212,33 @@ pub(crate) fn takes_replays() -> bool {
         .all(|(_, listener)| listener.takes_replays())
 }
 
-/// The thread has replayed the last `ops` ops of the range that it is in; each kernel is of the one with its number.
+/// Reports a replay of the last `ops` ops of the thread's current range; `kernels` has the index of each kernel's op.
 #[cfg(feature = "cuda")]
 pub(crate) fn replayed(ops: usize, kernels: &[usize]) {
     tell(|listener| listener.replayed(ops, kernels));
 }
 
-/// Where this thread is.
+/// Returns this thread's current path.
+///
+/// Ranges are entered only while there is a listener:
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener, Path};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// let _listening = probe::listen(Arc::new(Silent));
+/// assert_eq!(probe::current(), Path::ROOT);
+/// let _range = probe::range("encoder");
+/// assert_eq!(probe::current().to_string(), "encoder");
+/// ```
 pub fn current() -> Path {
     CURRENT.get()
 }
 
-/// Has this thread be at the root, until what is returned goes.
+/// Sets this thread's path to the root until the returned guard is dropped.
 pub(crate) fn at_root() -> AtRoot {
     AtRoot(CURRENT.replace(Path::ROOT))
 }
@@ -219,7 +251,9 @@ impl Drop for AtRoot {
     }
 }
 
-/// The phase that this thread is in; empty if in none.
+/// Returns this thread's current phase; empty if none.
+///
+/// [`phase`] has an example.
 pub fn current_phase() -> &'static str {
     PHASE.get()
 }

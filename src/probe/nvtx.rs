@@ -1,16 +1,16 @@
-//! Ranges for NVIDIA's profilers.
+//! NVTX ranges for NVIDIA's profilers.
 
 use crate::Result;
 use crate::probe::Listening;
 
-/// Hands every range of this crate to NVTX for as long as what it returns lives: steps, phases, layers, ops forward and
-/// backward, and a user's own ([`range`](super::range)), nested on their thread as they are. Nsight Systems draws them
-/// above the kernels that were launched in them (`nsys profile -t cuda,nvtx`, then `nsys stats -r nvtx_gpu_proj_sum`).
-/// With no such tool attached NVTX does nothing; PyTorch's counterpart is `torch.autograd.profiler.emit_nvtx`.
+/// Passes every range of this crate to NVTX while the returned guard is alive: steps, phases, layers, ops forward and
+/// backward, and a user's ranges ([`range`](super::range)), nested on their thread. Nsight Systems draws them above the
+/// kernels that they launched (`nsys profile -t cuda,nvtx`, then `nsys stats -r nvtx_gpu_proj_sum`). If no such tool is
+/// attached, NVTX does nothing. PyTorch's counterpart is `torch.autograd.profiler.emit_nvtx`.
 ///
-/// A range is called by its own name, an op's backward by the op's with ` backward` behind it. NVTX ends the innermost
-/// range whichever is dropped, so ranges dropped out of order change names there. A range that was open before is not
-/// handed on, and one that is open when what this returns is dropped is not ended there: drop it between steps.
+/// A range has its own name, an op's backward the op's name with ` backward` appended. NVTX always ends the innermost
+/// range, so ranges dropped out of order swap names there. A range opened before the guard is not passed on, and one
+/// that is open when the guard is dropped is not ended in NVTX: drop the guard between steps.
 ///
 /// ```
 /// use tallow::profile;
@@ -26,16 +26,25 @@ use crate::probe::Listening;
 /// ```
 ///
 /// # Errors
-/// [`Error::Config`](crate::Error::Config) in a build without the feature `nvtx` (`cuda` has it).
+/// [`Error::Config`](crate::Error::Config) in a build without the feature `nvtx` (`cuda` includes it).
 #[cfg(feature = "nvtx")]
 pub fn emit_nvtx() -> Result<Listening> {
     Ok(crate::probe::listen(std::sync::Arc::new(emitting::Ranges)))
 }
 
-/// Hands ranges to NVTX, in a build with the feature `nvtx`.
+/// Passes ranges to NVTX, in a build with the feature `nvtx`.
+///
+/// ```
+/// use tallow::probe;
+///
+/// match probe::emit_nvtx() {
+///     Ok(emitting) => drop(emitting), // end of the ranges on the profiler's timeline
+///     Err(error) => assert!(error.to_string().contains("--features nvtx")),
+/// }
+/// ```
 ///
 /// # Errors
-/// Always, here.
+/// Always in this build: [`Error::Config`](crate::Error::Config).
 #[cfg(not(feature = "nvtx"))]
 pub fn emit_nvtx() -> Result<Listening> {
     Err(crate::Error::config("profile", "nvtx", "on").must_be(
@@ -50,7 +59,7 @@ mod emitting {
     use std::cell::Cell;
 
     thread_local! {
-        /// Ranges of this thread that were handed on and have not ended.
+        /// Number of this thread's ranges that were passed to NVTX and have not ended.
         static OPEN: Cell<usize> = const { Cell::new(0) };
     }
 
@@ -58,7 +67,7 @@ mod emitting {
 
     impl Listener for Ranges {
         fn entered(&self, event: &Event<'_>) {
-            // C's strings end at the first zero byte.
+            // C strings end at the first zero byte.
             let name = event.name.split('\0').next().unwrap_or_default();
             match event.kind {
                 Kind::OpBackward => nvtx::range_push!("{name} backward"),
@@ -68,7 +77,7 @@ mod emitting {
         }
 
         fn left(&self, _event: &Event<'_>) {
-            // A range that began before there was a listener was not pushed.
+            // A range that began before the listener was not pushed.
             if let Some(open) = OPEN.get().checked_sub(1) {
                 OPEN.set(open);
                 nvtx::range_pop!();

@@ -1,9 +1,9 @@
-//! What work costs, and what of an op's time its matrix products take, and what its softmax.
+//! The cost of ops, and the parts of an op's time: matmuls and softmax.
 //!
-//! CPU kernels run their products and softmaxes through [`timed`]. The calling thread adds up what it spends there, and
-//! an op's range takes the sums as it ends. What tasks of a parallel loop spend is scaled to the loop's wall time
-//! ([`Region`]): of so many nanoseconds of all threads together, products took that share. Without a listener all of
-//! this is one load of an atomic for each product and loop.
+//! CPU kernels run their matmuls and softmaxes through [`timed`]. The calling thread sums the time, and an op's range
+//! takes the sums when it ends. Time spent by the tasks of a parallel loop is scaled to the loop's wall time
+//! ([`Region`]): the share of matmuls in the time of all threads becomes their share of the wall time. Without a
+//! listener this costs one atomic load for each matmul and loop.
 
 use super::is_listening;
 use std::cell::Cell;
@@ -11,24 +11,23 @@ use std::ops::{Add, AddAssign};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-/// Parts of an op's time. What is in none of them is the rest: masks are a part of the softmax, but where a mask is an
-/// op of its own.
+/// Parts of an op's time; the rest is in none of them. A mask counts as softmax, unless it is an op of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parts {
-    /// In matrix products, the packing of their factors included.
+    /// Time in matmuls, the packing of their operands included.
     pub products_ns: u64,
-    /// Of these in attention's scores, q k^T, and the gradients of q and k.
+    /// The part of `products_ns` in attention's scores, q k^T, and in the gradients of q and k.
     pub scores_ns: u64,
-    /// Of these in what attention multiplies values with, p v, and the gradients of p and v.
+    /// The part of `products_ns` in attention's matmul with values, p v, and in the gradients of p and v.
     pub values_ns: u64,
-    /// In softmax and its gradient, scale and mask included.
+    /// Time in softmax and its gradient, scale and mask included.
     pub softmax_ns: u64,
-    /// In GPU kernels that do both and cannot be told apart, as flash attention's.
+    /// Time in GPU kernels that fuse matmuls and softmax, such as flash attention's.
     pub fused_ns: u64,
 }
 
 impl Parts {
-    /// All parts together.
+    /// Returns the sum of all parts.
     pub fn sum_ns(&self) -> u64 {
         self.products_ns + self.softmax_ns + self.fused_ns
     }
@@ -58,14 +57,14 @@ impl AddAssign for Parts {
     }
 }
 
-/// One of the parts that CPU kernels tell apart.
+/// A part that CPU kernels time separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// A product of attention's scores, or of the gradients through it.
+    /// The matmul of attention's scores, or of the gradients through it.
     Scores,
-    /// A product with attention's values, or of the gradients through it.
+    /// The matmul with attention's values, or of the gradients through it.
     Values,
-    /// Any other product.
+    /// Any other matmul.
     Products,
     Softmax,
 }
@@ -87,9 +86,9 @@ impl Part {
 }
 
 thread_local! {
-    /// What this thread has spent in parts since the innermost op began, or the task of a region.
+    /// Time that this thread has spent in parts since the begin of the innermost op, or of a region's task.
     static SPENT: Cell<Parts> = Cell::default();
-    /// Whether this thread is in a part: what is inside of one is counted as that.
+    /// Whether this thread is in a part; nested parts count as the outer one.
     static IN_PART: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -123,25 +122,25 @@ fn end_part(part: Part, start: Instant) {
     IN_PART.set(false);
 }
 
-/// An op begins: what was spent before it, for [`end_op`].
+/// Begins an op; returns the outer op's sums so far, for [`end_op`].
 pub(super) fn begin_op() -> Parts {
     SPENT.take()
 }
 
-/// An op ends: what was spent in it, without ops inside of it.
+/// Ends an op and returns its sums, without those of ops inside of it.
 pub(super) fn end_op(before: Parts) -> Parts {
     SPENT.replace(before)
 }
 
-/// A parallel loop, outside of any part, while there is a listener.
+/// A parallel loop outside of any part, while there is a listener.
 pub(crate) struct Region {
     start: Instant,
-    /// What its tasks have taken, all threads together, and the parts of that.
+    /// The time of its tasks, summed over all threads, and the parts of it.
     taken: Mutex<(u64, Parts)>,
 }
 
 impl Region {
-    /// `None` without a listener, or if the loop belongs to a part as a whole.
+    /// Begins a region; `None` without a listener, or if the whole loop is inside a part.
     #[inline]
     pub(crate) fn begin() -> Option<Self> {
         (is_listening() && !IN_PART.get()).then(|| Self {
@@ -151,7 +150,7 @@ impl Region {
     }
 
     pub(crate) fn task(&self, work: impl FnOnce()) {
-        // A thread that waits may have taken the task while it was in a part of another loop.
+        // A thread that waits in a part of another loop may have stolen this task.
         let (spent, in_part) = (SPENT.take(), IN_PART.replace(false));
         let start = Instant::now();
         work();
@@ -163,7 +162,7 @@ impl Region {
         taken.1 += parts;
     }
 
-    /// All tasks are done: their parts are this thread's, scaled to the loop's wall time.
+    /// Ends the region: adds its tasks' parts, scaled to the loop's wall time, to this thread's.
     pub(crate) fn end(self) {
         let taken = self.taken.into_inner();
         let (busy_ns, parts) = taken.unwrap_or_else(PoisonError::into_inner);
@@ -171,17 +170,17 @@ impl Region {
     }
 }
 
-/// FLOPs and bytes of one call of an op, or of several together.
+/// FLOPs and bytes of one call of an op, or of several calls together.
 ///
-/// The model's work, whatever computes it, as [`flops`](crate::model::flops) counts it: a causal mask saves nothing,
-/// and what flash attention computes twice counts once. Bytes are the least that must move: every tensor read once and
-/// written once, what forward keeps for backward included, caches and second passes not. So a rate over the memory's
-/// own says that the tensors were still in cache.
+/// FLOPs are the model's, independent of the implementation, as [`flops`](crate::model::flops) counts them: a causal
+/// mask saves nothing, and what flash attention recomputes counts once. Bytes are the least that must move: every
+/// tensor is read once and written once, including what forward saves for backward; caches and second passes do not
+/// count. A rate above the memory's bandwidth therefore means that tensors were still in cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
-    /// 2 for each multiply-add of the matrix products.
-    pub product_flops: f64,
-    /// Everything else, an exponential, a root and a division counting 1.
+    /// FLOPs of matmuls, 2 for each multiply-add.
+    pub matmul_flops: f64,
+    /// All other FLOPs; an exponential, a root or a division counts 1.
     pub other_flops: f64,
     /// The FLOPs among `other_flops` that belong to softmax, its scale and its mask.
     pub softmax_flops: f64,
@@ -192,12 +191,12 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// All FLOPs.
+    /// Returns all FLOPs.
     pub fn flops(&self) -> f64 {
-        self.product_flops + self.other_flops
+        self.matmul_flops + self.other_flops
     }
 
-    /// All bytes.
+    /// Returns all bytes.
     pub fn bytes(&self) -> f64 {
         self.read_bytes + self.written_bytes
     }
@@ -208,7 +207,7 @@ impl Add for Cost {
 
     fn add(self, other: Self) -> Self {
         Self {
-            product_flops: self.product_flops + other.product_flops,
+            matmul_flops: self.matmul_flops + other.matmul_flops,
             other_flops: self.other_flops + other.other_flops,
             softmax_flops: self.softmax_flops + other.softmax_flops,
             read_bytes: self.read_bytes + other.read_bytes,

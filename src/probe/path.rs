@@ -1,17 +1,17 @@
-//! Where in a model something happens: a chain of names.
+//! Paths: chains of names that tell where in a model something happens.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{LazyLock, Mutex, MutexGuard};
 
-/// A place in a program, by the names of the ranges around it: `layers.0/attn/q_proj/linear`.
+/// A place in a program, as the names of the ranges around it: `layers.0/attn/q_proj/linear`.
 ///
-/// A small number that stands for the names, which are kept for the life of the process: it can be copied, compared,
+/// It is a small number that stands for the names, which are stored until the process ends. It can be copied, compared,
 /// and written where nothing may be allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Path(u32);
 
-/// Every path there has been: a path's number is its index, and its parent's is smaller.
+/// All paths so far. A path's number is its index, and its parent's index is smaller.
 struct Paths {
     /// Parent and own name. The root is its own parent.
     nodes: Vec<(Path, String)>,
@@ -30,10 +30,10 @@ fn paths() -> MutexGuard<'static, Paths> {
 }
 
 impl Path {
-    /// Inside of no range.
+    /// The path outside of all ranges.
     pub const ROOT: Self = Self(0);
 
-    /// The path of a range called `name` in this one.
+    /// Returns the path of a range called `name` in this path.
     pub fn child(self, name: &str) -> Self {
         let mut paths = paths();
         let key = (self, name.to_string());
@@ -46,12 +46,12 @@ impl Path {
         child
     }
 
-    /// The path around it; `None` for the root.
+    /// Returns the path around this one; `None` for the root.
     pub fn parent(self) -> Option<Self> {
         (self != Self::ROOT).then(|| paths().nodes[self.0 as usize].0)
     }
 
-    /// The path of its first name alone; the root for the root.
+    /// Returns the path of the first name alone; the root for the root.
     pub fn outermost(self) -> Self {
         let paths = paths();
         let mut path = self;
@@ -63,12 +63,12 @@ impl Path {
         }
     }
 
-    /// Its last name; empty for the root.
+    /// Returns the last name; empty for the root.
     pub fn name(self) -> String {
         paths().nodes[self.0 as usize].1.clone()
     }
 
-    /// All of its names, the outermost first.
+    /// Returns all names, the outermost first.
     pub fn names(self) -> Vec<String> {
         let paths = paths();
         let mut names = Vec::new();
@@ -83,7 +83,7 @@ impl Path {
     }
 }
 
-/// The names with slashes between them; `-` for the root.
+/// Writes the names with slashes between them; `-` for the root.
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {

@@ -1,4 +1,4 @@
-//! Ranges of work on a thread.
+//! Guards that enter and leave ranges of work on a thread.
 
 use super::parts::{self, Parts};
 use super::{
@@ -13,7 +13,7 @@ use std::time::Instant;
 #[must_use = "the range ends when this is dropped"]
 pub struct RangeGuard {
     entered: Option<Entered>,
-    /// Ranges are a thread's own.
+    /// Makes the guard `!Send`: a range belongs to its thread.
     thread: PhantomData<*const ()>,
 }
 
@@ -23,7 +23,7 @@ struct Entered {
     path: Path,
     path_before: Path,
     phase_before: &'static str,
-    /// Of an op: what the thread had spent in parts of the one around it.
+    /// For an op: the sums of the parts of the op around it.
     parts_before: Option<Parts>,
 }
 
@@ -37,13 +37,12 @@ impl RangeGuard {
         self.end(Some(operands), None);
     }
 
-    /// As [`leave`](Self::leave), with what it has cost.
+    /// Ends the range as [`leave`](Self::leave) does, and reports its cost.
     pub(crate) fn leave_costing(mut self, operands: Operands<'_>, cost: Cost) {
         self.end(Some(operands), Some(cost));
     }
 
-    /// [`leave`](Self::leave) for an op that has read and overwritten `elements` elements, whatever tensors they are
-    /// in.
+    /// Ends the range of an op that has read and overwritten `elements` elements, in whatever tensors.
     pub(crate) fn leave_flat(self, elements: usize, dtype: DType) {
         let operand = Operand {
             dims: &[elements],
@@ -77,7 +76,7 @@ impl RangeGuard {
         PHASE.set(entered.phase_before);
         OPEN.set(OPEN.get() - 1);
         if OPEN.get() == 0 {
-            // Ranges that ended out of order have left the thread where one of them had been.
+            // Ranges that ended out of order may have restored the wrong path.
             CURRENT.set(Path::ROOT);
             PHASE.set("");
         }
@@ -90,7 +89,7 @@ impl Drop for RangeGuard {
     }
 }
 
-/// A range with its name, path and phase, which are made only if there is a listener.
+/// Enters a range. Name, path and phase are made only if there is a listener.
 #[inline]
 fn enter(kind: Kind, at: impl FnOnce() -> (Cow<'static, str>, Path, &'static str)) -> RangeGuard {
     if !is_listening() {
@@ -128,12 +127,27 @@ fn begin(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
     }
 }
 
-/// A range of the caller's own, inside of those that this thread is in.
+/// Opens a user's range inside of this thread's current ranges.
+///
+/// The [module](super) has an example.
 pub fn range(name: impl Into<Cow<'static, str>>) -> RangeGuard {
     enter(Kind::Range, || named(name.into()))
 }
 
-/// A layer's range; its name is made only if there is a listener.
+/// Opens a layer's range; its name is made only if there is a listener.
+///
+/// ```
+/// use std::cell::Cell;
+/// use tallow::probe;
+///
+/// let is_made = Cell::new(false);
+/// let name = |layer: usize| {
+///     is_made.set(true);
+///     format!("layers.{layer}")
+/// };
+/// let _range = probe::module(|| name(3));
+/// assert!(!is_made.get()); // nobody listens
+/// ```
 pub fn module<N: Into<Cow<'static, str>>>(name: impl FnOnce() -> N) -> RangeGuard {
     enter(Kind::Module, || named(name().into()))
 }
@@ -144,23 +158,51 @@ fn named(name: Cow<'static, str>) -> (Cow<'static, str>, Path, &'static str) {
 }
 
 /// Runs `f` in the range of the layer called `name`.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// let _listening = probe::listen(Arc::new(Silent));
+/// let path = probe::in_module("attn", || probe::in_module("q_proj", probe::current));
+/// assert_eq!(path.to_string(), "attn/q_proj");
+/// ```
 pub fn in_module<T>(name: &'static str, f: impl FnOnce() -> T) -> T {
     let _range = module(|| name);
     f()
 }
 
-/// A part of a step: `forward`, `backward`, `optimizer`. The path stays what it is.
+/// Opens a part of a step: `forward`, `backward`, `optimizer`. The path is unchanged.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tallow::probe::{self, Listener};
+///
+/// struct Silent;
+/// impl Listener for Silent {}
+///
+/// let _listening = probe::listen(Arc::new(Silent));
+/// {
+///     let _phase = probe::phase("forward");
+///     assert_eq!(probe::current_phase(), "forward");
+/// }
+/// assert_eq!(probe::current_phase(), "");
+/// ```
 pub fn phase(name: &'static str) -> RangeGuard {
     enter(Kind::Phase, || (name.into(), current(), name))
 }
 
-/// One of the steps that are repeated. Benchmarks and the trainer open it around theirs. Path and phase stay what they
-/// are.
+/// Opens a step of a loop. Benchmarks and the trainer open one around each of theirs. Path and phase are unchanged.
+///
+/// [`profile`](crate::profile) has an example of a loop with steps and phases.
 pub fn step() -> RangeGuard {
     enter(Kind::Step, || ("step".into(), current(), PHASE.get()))
 }
 
-/// Where an op called `name` is, if it is run here; the root without listeners.
+/// Returns the path of an op called `name` if it is run here; the root without listeners.
 pub(crate) fn op_path(name: &'static str) -> Path {
     match is_listening() {
         false => Path::ROOT,
@@ -168,7 +210,7 @@ pub(crate) fn op_path(name: &'static str) -> Path {
     }
 }
 
-/// An op's range, at the path that it had when it was put into the graph.
+/// Opens an op's range, at the path that it had when it was put into the graph.
 pub(crate) fn op(kind: Kind, name: &'static str, path: Path) -> RangeGuard {
     enter(kind, || match path {
         Path::ROOT => named(name.into()), // put into the graph without listeners

@@ -1,4 +1,4 @@
-//! What a step's wall time is made of, to the nanosecond.
+//! The balance of a step's wall time: its parts, which add up to it exactly.
 
 use super::recording::Recording;
 use super::tree::Tree;
@@ -7,59 +7,59 @@ use std::fmt;
 
 /// The wall time of the steps and its parts, which add up to it exactly.
 ///
-/// Ops are timed themselves. candle's own work has no ranges, and is found as the time inside of a phase in which none
-/// of this crate's ops ran. In backward that is, before the first op, the sorting of the graph; between ops, the sums
-/// of gradients, the backwards of candle's own ops (references), and this crate's checks. In forward it is candle's own
-/// ops (reshapes, copies) and checks. Gaps in other phases, and between them, are unexplained. A step that
-/// runs as planned has no graph of candle's: what lies between its calls is one line.
+/// Ops are timed themselves. candle's own work has no ranges. It is found as the time in a phase in which none of this
+/// crate's ops ran. In backward this is the sorting of the graph before the first op; between ops it is the sums of
+/// gradients, the backwards of candle's own ops (references), and this crate's checks. In forward it is candle's own
+/// ops (reshapes, copies) and checks. Gaps in other phases and between phases are unexplained. A planned step has no
+/// candle graph: the time between its calls is one line.
 ///
-/// With a [GPU's kernels](Recording::kernels) a line's time is that of the kernels launched in it, and the rest of a
-/// phase is the GPU's idle time. Kernels that run side by side count each for itself: the wall time is their sum then,
-/// if that is more.
+/// With a [GPU's kernels](Recording::kernels) the time of a line is that of the kernels launched in it, and the rest of
+/// a phase is GPU idle time. Concurrent kernels each count in full; if their sum exceeds the wall time, it replaces the
+/// wall time.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
-    /// The steps' time; without steps the recording's, for each thread.
+    /// Time of the steps; without steps the recording's duration times the number of threads.
     pub wall_ns: u64,
-    /// How many steps; `None` if none were recorded.
+    /// Number of steps; `None` if none were recorded.
     pub steps: Option<usize>,
-    /// The parts, phase by phase in the order in which they first ran.
+    /// The parts, phase by phase in the order in which the phases first ran.
     pub lines: Vec<Line>,
 }
 
 /// A part of the wall time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// The phase; empty for what is in none.
+    /// The phase; empty for time in no phase.
     pub phase: &'static str,
-    /// What kind of part.
+    /// The kind of work.
     pub kind: LineKind,
-    /// Its time over all steps.
+    /// Its time, summed over all steps.
     pub total_ns: u64,
 }
 
-/// What a part of the wall time is.
+/// The kind of work that a part of the wall time was spent on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LineKind {
-    /// In ops of this crate.
+    /// Ops of this crate.
     Ops,
-    /// Before backward's first op.
+    /// Time before backward's first op.
     GraphSort,
-    /// Between backward's ops.
+    /// Time between backward's ops.
     GradientSums,
-    /// After backward's last op.
+    /// Time after backward's last op.
     GraphFree,
-    /// Between forward's ops; on a GPU kernels of candle's own in any phase but backward.
+    /// Time between forward's ops; on a GPU, candle's own kernels in any phase but backward.
     CandleForward,
-    /// Between the calls of a plan.
+    /// Time between the calls of a plan.
     Plan,
-    /// No kernel ran: the GPU waited for the host.
+    /// Time without a kernel: the GPU waited for the host.
     Idle,
-    /// Anything else.
+    /// Any other time.
     Unexplained,
 }
 
 impl LineKind {
-    /// As reports name it.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ops => "ops",
@@ -75,7 +75,7 @@ impl LineKind {
 }
 
 impl Balance {
-    /// Of all steps of `recording`.
+    /// Computes the balance of all steps of `recording`.
     pub fn new(recording: &Recording) -> Self {
         let tree = Tree::new(recording);
         let mut balance = Self {
@@ -84,7 +84,7 @@ impl Balance {
         };
         let spans = &recording.spans;
         let on_gpu = !recording.kernels.is_empty();
-        let mut within_roots_ns = 0; // of a recording without steps
+        let mut within_roots_ns = 0; // used without steps
         for (i, span) in spans.iter().enumerate() {
             if !tree.counts(i) || !tree.is_owner(i) {
                 continue;
@@ -137,7 +137,7 @@ impl Balance {
         balance.in_order()
     }
 
-    /// A backward's own time, parted by its first and last op.
+    /// Divides a backward's own time at its first and last op.
     fn add_backward(&mut self, recording: &Recording, tree: &Tree<'_>, backward: usize) {
         let span = &recording.spans[backward];
         let later = recording.spans.iter().enumerate().skip(backward + 1);
@@ -177,7 +177,7 @@ impl Balance {
         }
     }
 
-    /// The phases as they first ran, a phase's lines in the kinds' order, what is in no phase last.
+    /// Sorts lines by phase as the phases first ran, then by kind; lines in no phase come last.
     fn in_order(mut self) -> Self {
         let mut phases: Vec<&str> = Vec::new();
         for line in &self.lines {
@@ -191,25 +191,25 @@ impl Balance {
         self
     }
 
-    /// The time of the lines that `wanted` picks.
+    /// Returns the time of the lines for which `wanted` returns true.
     pub fn sum_ns(&self, wanted: impl Fn(&Line) -> bool) -> u64 {
         let lines = self.lines.iter().filter(|line| wanted(line));
         lines.map(|line| line.total_ns).sum()
     }
 
-    /// The part of the wall time that ops and candle's lines make up, in 0..=1; `None` if no time went by.
+    /// Returns the fraction of the wall time that is explained, in 0..=1; `None` if the wall time is 0.
     pub fn explained(&self) -> Option<f64> {
         let explained_ns = self.sum_ns(|line| line.kind != LineKind::Unexplained);
         (self.wall_ns > 0).then(|| explained_ns as f64 / self.wall_ns as f64)
     }
 
-    /// Milliseconds a step, or in all where there are no steps.
+    /// Returns milliseconds a step, or in all without steps.
     pub fn ms_per_step(&self, total_ns: u64) -> f64 {
         total_ns as f64 / 1e6 / self.steps.unwrap_or(1) as f64
     }
 }
 
-/// A line for each part, with its milliseconds a step and its share.
+/// Writes a line for each part, with its milliseconds a step and its share.
 impl fmt::Display for Balance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = "candle: its own ops and bookkeeping, ".len() + 10;

@@ -1,4 +1,4 @@
-//! Where in the model the time goes, as a picture: widths are times, what is below is around.
+//! Flame graphs: time by place in the model. Widths are times, and each rectangle is inside the one below it.
 
 use super::balance::{Balance, LineKind};
 use super::recording::Recording;
@@ -12,9 +12,9 @@ const WIDTH: f64 = 1400.0;
 const MARGIN: f64 = 10.0;
 const TITLE_HEIGHT: f64 = 34.0;
 const ROW_HEIGHT: f64 = 19.0;
-/// What a character of the font takes, a little more rather than less.
+/// Width of a character of the font, rounded up.
 const CHARACTER_WIDTH: f64 = 7.0;
-/// What is narrower is left out: it could not be seen.
+/// Narrower rectangles are left out: they would be invisible.
 const LEAST_WIDTH: f64 = 0.2;
 
 #[derive(Default)]
@@ -47,20 +47,20 @@ impl Node {
 }
 
 impl Recording {
-    /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, backward at the
-    /// places that the ops had forward, and what is candle's or unexplained. Every rectangle says its time and share
-    /// when pointed at.
+    /// Draws the steps' time as an SVG flame graph: phases, in them the model's parts and their ops, and the time of
+    /// candle and unexplained time. Ops of backward are at their place in forward. Each rectangle has a tooltip with
+    /// its time and share.
     ///
-    /// A path that ends in `.png` gets a PNG, in which nothing can be pointed at.
+    /// A path that ends in `.png` gets a PNG, which has no tooltips.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
+    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; an existing file stays as it was.
     /// [`Error::Plot`](crate::Error::Plot) for a PNG in a build without the feature `png`.
     pub fn save_flame_graph(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.flame_graph(), path.as_ref())
     }
 
-    /// The picture; see [`save_flame_graph`](Self::save_flame_graph).
+    /// Returns the SVG; see [`save_flame_graph`](Self::save_flame_graph).
     pub fn flame_graph(&self) -> String {
         let balance = Balance::new(self);
         let root = self.by_place(&balance);
@@ -150,7 +150,7 @@ fn fitting(text: &str, width: f64) -> Option<String> {
     }
 }
 
-/// Warm and light, for black text; the same name has the same colour. What is not an op's is grey.
+/// Returns a light, warm colour for black text, the same for the same name; grey for candle's own and unexplained time.
 fn colour(name: &str) -> String {
     let others = [
         LineKind::GraphSort,

@@ -1,4 +1,4 @@
-//! What a traced forward, and the backward through it, would cost.
+//! FLOPs and bytes of a traced forward and its backward.
 
 use crate::graph::{Graph, Node, ValueRef as Read};
 use crate::op_table;
@@ -10,15 +10,15 @@ use serde_json::json;
 /// A node of a [`Graph`] with its cost by the op's formulas ([`op_costs`](super::op_costs)).
 #[derive(Clone, Copy, Debug)]
 pub struct NodeCost<'a> {
-    /// Which node.
+    /// The node.
     pub node: &'a Node,
-    /// One call; `None` for an op without a formula.
+    /// Cost of one call; `None` for an op without a formula.
     pub forward: Option<Cost>,
-    /// Its backward; `None` where no gradient reaches its output, and where backward is candle's own.
+    /// Cost of its backward; `None` if its output is not tracked, or backward is candle's own.
     pub backward: Option<Cost>,
 }
 
-/// The cost of each node of `graph`: what an eager run would do, op by op, before anything runs.
+/// Returns the cost of each node of `graph`, in order: what an eager run would compute, before anything runs.
 ///
 /// ```
 /// use candle_core::DType;
@@ -28,7 +28,7 @@ pub struct NodeCost<'a> {
 /// let x = graph::input("x", (64, 1 << 14), DType::F32)?;
 /// let graph = graph::trace(graph::Target::Cpu, || layer.forward(&x))?;
 /// let costs = profile::node_costs(&graph);
-/// assert_eq!(costs[0].forward.unwrap().product_flops, 2.0 * 64.0 * 2f64.powi(24));
+/// assert_eq!(costs[0].forward.unwrap().matmul_flops, 2.0 * 64.0 * 2f64.powi(24));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {
@@ -44,11 +44,11 @@ pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {
     costs.collect()
 }
 
-/// A traced forward as a table, a row a node, with what each costs by [`node_costs`].
+/// Returns a traced forward as a table, one row a node, with the costs of [`node_costs`].
 ///
-/// A row has the node's path, its op, the shapes that it reads and makes, what it keeps for backward beside its output,
-/// and what it costs forward and backward. The table prints and is saved in all of [`report`](crate::report)'s formats.
-/// The sums of FLOPs are in a note.
+/// A row has the node's path, its op, the shapes of inputs and output, the bytes saved for backward in addition to the
+/// output, and the costs forward and backward. The table prints and is saved in all of [`report`](crate::report)'s
+/// formats. A note has the sums of FLOPs.
 ///
 /// ```
 /// use candle_core::DType;
@@ -106,13 +106,13 @@ pub fn node_table(graph: &Graph) -> Report {
     }
 }
 
-/// What a node keeps for backward beside its output: nothing, if no gradient reaches that.
+/// Returns the bytes that a node saves for backward in addition to its output: 0 if the output is not tracked.
 fn kept_bytes(graph: &Graph, node: &Node) -> f64 {
     if !graph.value(node.output).tracked {
         return 0.0;
     }
     let kept = node
-        .kept
+        .saved
         .iter()
         .map(|kept| graph.value(kept.value).bytes() as f64);
     let signature = Signature::of(graph, node);

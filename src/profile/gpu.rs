@@ -1,4 +1,4 @@
-//! The kernels of a GPU while a profiler runs, with the ranges that launched them.
+//! A GPU's kernels while a profiler runs, with the ranges that launched them.
 
 use super::recording::Kernel;
 use crate::hardware::cupti::activity::{Activity, Collecting};
@@ -10,27 +10,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// A range's number has the lower bits of the id that CUPTI is given, the profiler's the others: a range that an
-/// earlier one has left open is none of this one's.
+/// An id passed to CUPTI has the range's number in its lower bits and the profiler's in the others. A range left open
+/// by an earlier profiler is thus not mistaken for one of this profiler.
 const NUMBER_BITS: u32 = 40;
 
-/// What a profiler is told of a GPU's work.
+/// The GPU side of a running profiler.
 pub(super) struct Watch {
     context: Arc<CudaContext>,
     collecting: Collecting,
     profiler: u64,
-    /// One moment by both clocks.
+    /// One point in time on both clocks: the host's and CUPTI's.
     now: (Instant, u64),
 }
 
-/// Has the kernels of `device` collected; `None` where it is no GPU of NVIDIA's.
+/// Starts to collect the kernels of `device`; `None` for a device that is not an NVIDIA GPU.
 pub(super) fn watch(device: &Device) -> Result<Option<Watch>> {
     static PROFILERS: AtomicU64 = AtomicU64::new(0);
     let Device::Cuda(gpu) = device else {
         return Ok(None);
     };
     let context = gpu.cuda_stream().context().clone();
-    context.synchronize().w()?; // what was launched before is not this recording's
+    context.synchronize().w()?; // kernels launched before are not of this recording
     let collecting = Collecting::start()?;
     Ok(Some(Watch {
         now: (Instant::now(), collecting.now()?),
@@ -43,21 +43,19 @@ pub(super) fn watch(device: &Device) -> Result<Option<Watch>> {
 impl Watch {
     /// Waits for all streams.
     pub fn wait(&self) {
-        let _ = self.context.synchronize(); // an error there is the next op's to report
+        let _ = self.context.synchronize(); // errors are reported by the next op
     }
 
-    /// The calling thread enters a range.
     pub fn enter(&self, number: usize) {
         self.collecting
             .enter(self.profiler << NUMBER_BITS | number as u64);
     }
 
-    /// And leaves it.
     pub fn leave(&self) {
         self.collecting.leave();
     }
 
-    /// What has run, in order; times are from `start`.
+    /// Returns the kernels in the order in which they began; times are from `start`.
     pub fn finish(self, start: Instant) -> Result<Vec<Kernel>> {
         self.context.synchronize().w()?;
         let (moment, by_cupti) = self.now;

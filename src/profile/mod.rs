@@ -1,23 +1,24 @@
-//! Where the time goes: ops, by name and by place in the model, forward and backward, and what lies between them.
+//! Profiling: time by op and by place in the model, forward and backward, and the time between ops.
 //!
-//! [`Profiler`] listens to [`probe`](crate::probe) and makes a [`Recording`], of which are
-//! made [`ProfileReport`] (a summary like nsys's of kernels), [`Balance`] (what a step's wall time is made of,
-//! without a rest), a trace for Perfetto or Chrome ([`Recording::save_trace`]) and a flame graph
-//! ([`Recording::save_flame_graph`]); and [`OpCost`], the FLOPs and bytes of each op by its formula, and [`node_costs`]
-//! and [`node_table`], those of a traced forward before it runs; [`emit_nvtx`], for NVIDIA's profilers.
+//! [`Profiler`] listens to [`probe`](crate::probe) and makes a [`Recording`]. From a recording come [`ProfileReport`]
+//! (a summary like that of nsys for kernels), [`Balance`] (all parts of a step's wall time), a trace for Perfetto or
+//! Chrome ([`Recording::save_trace`]) and a flame graph ([`Recording::save_flame_graph`]). [`OpCost`] has the FLOPs and
+//! bytes of each op by its formula; [`node_costs`] and [`node_table`] apply the formulas to a traced forward before it
+//! runs. [`emit_nvtx`] passes ranges to NVIDIA's profilers.
 //!
-//! On a GPU of NVIDIA's, [`Profiler::start_on`] records its kernels too, as CUPTI tells of them, each with the range
-//! that launched it, and nothing waits for the GPU at an op. Times are then the kernels': an op's are those that it
-//! launched, and [`Grouping::Kernel`] has a row for each name. A planned step is replayed as it is without a profiler,
-//! as CUDA graphs, and each kernel is given to the call that it was recorded of. Other listeners than this one have the
-//! same calls launched one by one, each in its range.
+//! On an NVIDIA GPU, [`Profiler::start_on`] also records kernels through CUPTI, each with the range that launched it,
+//! without waiting for the GPU at each op. Times are then those of kernels: an op's time is that of the kernels it
+//! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is replayed as CUDA graphs, as
+//! without a profiler, and each kernel counts for the call from which it was recorded. With other listeners the calls
+//! are launched one by one, each in its range.
 //!
-//! Of composite ops reports say what products take of their time, and what softmax takes ([`Row::parts`]): by the
-//! kernels' names on a GPU, timed inside the ops on the CPU, where attention's scores and values are told apart too.
+//! Reports also divide the time of composite ops into matmuls, softmax and the rest ([`Row::parts`]). On a GPU they go
+//! by the kernels' names. On the CPU the parts are timed inside the ops, and attention's matmuls with scores and values
+//! are separate.
 //!
-//! Nothing need be built or flagged for it: layers, ops, benchmarks and the trainer open their ranges always, and while
-//! no profiler runs a range is a load of an atomic. A user's own parts get names by [`range`], steps
-//! and phases of a loop of one's own by [`step`] and [`phase`].
+//! Profiling needs no build flag: layers, ops, benchmarks and the trainer always open ranges, and without a listener a
+//! range costs one atomic load. [`range`] names parts of your own code; [`step`] and [`phase`] mark those of your own
+//! training loop.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -43,7 +44,7 @@
 //! let report = ProfileReport::new(&recording, &forward, Grouping::Path)?;
 //! assert_eq!(report.rows[0].name, "encoder/linear");
 //! assert_eq!(report.rows[0].instances, 3);
-//! assert_eq!(report.rows[0].cost.unwrap().product_flops, 3.0 * 2.0 * 4.0 * 8.0 * 16.0);
+//! assert_eq!(report.rows[0].cost.unwrap().matmul_flops, 3.0 * 2.0 * 4.0 * 8.0 * 16.0);
 //! # Ok::<(), tallow::Error>(())
 //! ```
 

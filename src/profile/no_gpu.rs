@@ -1,4 +1,4 @@
-//! [`super::gpu`] in a build without CUDA, where there is none.
+//! [`super::gpu`] in a build without CUDA.
 
 use super::recording::Kernel;
 use crate::Result;

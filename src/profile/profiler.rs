@@ -1,4 +1,4 @@
-//! Taking ranges down as they come.
+//! The profiler, which records ranges as they are entered and left.
 
 use super::gpu;
 use super::recording::{Kernel, OperandShape, Recording, Span};
@@ -14,13 +14,12 @@ use std::time::Instant;
 
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
-/// A profiler at work: it records every range of the process, or of one thread, until it is
-/// [finished](Self::finish).
+/// A running profiler: it records every range of the process, or of one thread, until it is [finished](Self::finish).
 ///
-/// One runs at a time. Each range costs about a microsecond while it does, and a few hundred bytes: a step of a model
-/// of a dozen layers is some hundred ranges, so record a handful of steps, not a day.
+/// Only one can run at a time. Each range then costs about a microsecond, and a few hundred bytes. A step of a model of
+/// a dozen layers has a few hundred ranges, so record a handful of steps, not a day.
 ///
-/// Start it after the warm-up, or the warm-up's steps are in the recording.
+/// Start it after the warm-up; otherwise the warm-up's steps are in the recording.
 #[must_use = "nothing is recorded once it is dropped"]
 pub struct Profiler {
     recorder: Arc<Recorder>,
@@ -58,17 +57,17 @@ impl Profiler {
         Ok(Self::started(Alone::new()?, None, None, None))
     }
 
-    /// Starts to record all threads, and what runs on `device`. On the CPU, as [`start`](Self::start).
+    /// Starts to record all threads, and the kernels that run on `device`. On the CPU it is the same as
+    /// [`start`](Self::start), on GPUs other than NVIDIA's as [`start_waiting_for`](Self::start_waiting_for).
     ///
-    /// On a GPU of NVIDIA's [`Recording::kernels`] has every kernel, with the range that launched it: CUPTI tells of
-    /// them afterwards. Launches overlap with work as they do without a profiler, though each takes the host longer. A
-    /// planned step is replayed as it is without one, as one CUDA graph for each stretch of a phase; its first step
-    /// records them, unless its phases were timed before. The profiler waits for the GPU where phases and steps begin
-    /// and end, as stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit, loaded
-    /// here. On other GPUs, as [`start_waiting_for`](Self::start_waiting_for).
+    /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
+    /// afterwards. Launches overlap with work as without a profiler, but each takes the host longer. A planned step is
+    /// replayed as without a profiler, as one CUDA graph for each part of a phase; its first step records these graphs,
+    /// unless its phases were timed before. The profiler waits for the GPU where phases and steps begin and end, as
+    /// stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
     ///
     /// # Errors
-    /// [`Error::Order`] if another profiler runs, or CUPTI is not found or serves another program already.
+    /// [`Error::Order`] if another profiler runs, or if CUPTI is not found or serves another program.
     pub fn start_on(device: &Device) -> Result<Self> {
         if device.is_metal() {
             return Self::start_waiting_for(device);
@@ -77,21 +76,21 @@ impl Profiler {
         Ok(Self::started(alone, None, None, gpu::watch(device)?))
     }
 
-    /// Starts to record all threads, and waits for `device` where a range begins and where it ends: what is launched in
-    /// a range counts as its time, not as the next one's that waits. Steps take longer so, by a wait for each range,
-    /// and launches no longer overlap with work. On the CPU, as [`start`](Self::start).
+    /// Starts to record all threads, and waits for `device` where a range begins and ends, so that the time of work
+    /// launched in a range counts for that range. Each range then costs a wait, and launches no longer overlap with
+    /// work. On the CPU it is the same as [`start`](Self::start).
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// Those of [`start`](Self::start).
     pub fn start_waiting_for(device: &Device) -> Result<Self> {
         let awaited = Some(device.clone()).filter(|device| !device.is_cpu());
         Ok(Self::started(Alone::new()?, None, awaited, None))
     }
 
-    /// Starts to record the calling thread alone, whatever others do meanwhile.
+    /// Starts to record the calling thread only.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// Those of [`start`](Self::start).
     pub fn start_on_this_thread() -> Result<Self> {
         let only = Some(thread::current().id());
         Ok(Self::started(Alone::new()?, only, None, None))
@@ -117,11 +116,11 @@ impl Profiler {
         }
     }
 
-    /// Stops, and gives what was recorded. Ranges that are still open end here.
+    /// Stops and returns the recording. Ranges that are still open end here.
     ///
     /// # Errors
-    /// [`Error::Order`], naming both, if a range ended before one inside of it: no sum of times would mean anything.
-    /// On a GPU also where it or CUPTI reports one.
+    /// [`Error::Order`], with both names, if a range ended before one inside of it, which makes sums of times
+    /// meaningless. On a GPU also the errors of CUDA and CUPTI.
     pub fn finish(self) -> Result<Recording> {
         drop(self.listening);
         let Some(recorder) = Arc::into_inner(self.recorder) else {
@@ -163,8 +162,8 @@ impl Profiler {
     }
 }
 
-/// Gives kernels whose launch is not known to the innermost phase or step that they ran in: the GPU is waited for where
-/// those begin and end.
+/// Assigns kernels of unknown launch to the innermost phase or step in which they ran: the profiler waits for the GPU
+/// where phases and steps begin and end.
 fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
     for kernel in kernels.iter_mut().filter(|kernel| kernel.span.is_none()) {
         let holds = |span: &Span| {
@@ -175,7 +174,7 @@ fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
     }
 }
 
-/// Gives kernels of replayed work to their ops: they have run in the order in which they were recorded.
+/// Assigns the kernels of a replay to its ops: they ran in the order in which they were recorded.
 fn place_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>) -> Result<()> {
     for (around, ops) in replayed {
         let launched = kernels.iter_mut();
@@ -202,7 +201,7 @@ fn place_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>
 struct Recorder {
     start: Instant,
     only: Option<ThreadId>,
-    /// The device that is waited for at every range.
+    /// The device to wait for at every range.
     awaited: Option<Device>,
     gpu: Option<gpu::Watch>,
     state: Mutex<State>,
@@ -213,9 +212,9 @@ struct State {
     spans: Vec<Span>,
     threads: Vec<Thread>,
     numbers: HashMap<ThreadId, usize>,
-    /// By the range that replays: the op of each kernel.
+    /// By the number of the replaying range: the op of each kernel.
     replayed: BTreeMap<usize, Vec<usize>>,
-    /// The first range that ended too early, and the one inside of it.
+    /// The first range that ended too early, and the range inside of it.
     disorder: Option<[String; 2]>,
 }
 
@@ -252,12 +251,12 @@ impl Recorder {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When a range begins or ends, in ns from the start: once the device has come that far, where it is waited for.
+    /// Returns the time of an event in ns from the start, after waiting for the device where required.
     fn moment_ns(&self, event: &Event<'_>) -> u64 {
         let is_frame = matches!(event.kind, Kind::Phase | Kind::Step);
         let at = match (&self.awaited, &self.gpu) {
             (Some(device), _) => {
-                let _ = device.synchronize(); // an error there is the next op's to report
+                let _ = device.synchronize(); // errors are reported by the next op
                 Instant::now()
             }
             (None, Some(gpu)) if is_frame => {
@@ -354,7 +353,7 @@ impl Listener for Recorder {
         let inside = spans.filter(|(_, span)| span.parent == Some(around));
         let inside: Vec<usize> = inside.map(|(number, _)| number).collect();
         let Some(first) = inside.len().checked_sub(ops) else {
-            return; // some were before the recording
+            return; // some ran before the recording
         };
         let of_kernels = kernels.iter().map(|op| inside[first + op]);
         state.replayed.entry(around).or_default().extend(of_kernels);

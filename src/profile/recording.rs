@@ -1,4 +1,4 @@
-//! What a profiler has recorded: ranges, and a GPU's kernels.
+//! A profiler's recording: ranges, and a GPU's kernels.
 
 use crate::op_table;
 use crate::ops::cost::{Cost, OpCost};
@@ -7,58 +7,58 @@ use candle_core::DType;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
-/// The ranges of a stretch of time, on every thread that had any.
+/// The ranges of a period of time, on every thread that had any.
 ///
-/// Where steps were recorded ([`step`](super::step); benchmarks and the trainer do so), reports speak of those alone:
-/// what ran outside of them is in the trace only. Else the whole recording counts as one.
+/// If steps were recorded ([`step`](super::step); benchmarks and the trainer open them), reports cover only those
+/// steps, and ranges outside of them are in the trace only. Otherwise the whole recording counts as one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {
-    /// In the order in which they began on their thread, the outer before the inner.
+    /// Ranges in the order in which they began on their thread, outer before inner.
     pub spans: Vec<Span>,
-    /// What ran on a GPU, in the order in which it began; empty on the CPU, and without
+    /// Work of a GPU in the order in which it began; empty on the CPU, and without
     /// [`Profiler::start_on`](super::Profiler::start_on).
     pub kernels: Vec<Kernel>,
-    /// The threads' names; a span's `thread` is an index here.
+    /// Names of the threads; a span's `thread` is an index into this.
     pub threads: Vec<String>,
-    /// From start to finish.
+    /// Time from start to finish.
     pub duration_ns: u64,
 }
 
-/// A range: when, where, and on what.
+/// A recorded range: its time, place and operands.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// What it stands for.
+    /// The kind of range.
     pub kind: Kind,
-    /// Where it was in the model, itself included (but for steps and phases).
+    /// Its place in the model, itself included (except for steps and phases).
     pub path: Path,
-    /// The phase that it was in, or is; empty if none.
+    /// The phase it is in, or that it is; empty if none.
     pub phase: &'static str,
-    /// The thread's number.
+    /// Index of its thread.
     pub thread: usize,
-    /// When it began, after the recording's start.
+    /// Its begin, in ns after the recording's start.
     pub start_ns: u64,
-    /// When it ended.
+    /// Its end, in ns after the recording's start.
     pub end_ns: u64,
-    /// The range around it on its thread.
+    /// Index of the range around it on its thread.
     pub parent: Option<usize>,
-    /// What an op has read; empty where that is not known.
+    /// Shapes of an op's inputs; empty if not known.
     pub inputs: Vec<OperandShape>,
-    /// What it has made forward.
+    /// Shape of an op's output in forward.
     pub output: Option<OperandShape>,
-    /// What it has cost by what was told, as the calls of a plan tell it; [`cost()`](Self::cost) knows the others too.
+    /// Cost reported by the range itself, as by the calls of a plan; [`cost()`](Self::cost) also applies formulas.
     pub cost: Option<Cost>,
-    /// What an op's own time is made of, as far as its kernels told: on the CPU.
+    /// Parts of an op's own time, as its CPU kernels reported them.
     pub parts: Parts,
-    /// What was allocated as it ended; `None` without a [tracker](crate::memory::tracker).
+    /// Bytes allocated when it ended; `None` without a [tracker](crate::memory::tracker).
     pub allocated_bytes: Option<u64>,
 }
 
 /// A tensor's shape and dtype.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperandShape {
-    /// Its dimensions.
+    /// Size of each dimension.
     pub dims: Vec<usize>,
-    /// The dtype of its elements.
+    /// Dtype of the elements.
     pub dtype: DType,
 }
 
@@ -78,7 +78,7 @@ impl OperandShape {
     }
 }
 
-/// `4x256x512 f32`.
+/// Writes `4x256x512 f32`.
 impl fmt::Display for OperandShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let dims: Vec<String> = self.dims.iter().map(usize::to_string).collect();
@@ -90,12 +90,12 @@ impl fmt::Display for OperandShape {
 }
 
 impl Span {
-    /// How long it took, with all that is inside.
+    /// Returns its duration, ranges inside of it included.
     pub fn duration_ns(&self) -> u64 {
         self.end_ns.saturating_sub(self.start_ns)
     }
 
-    /// Its own name.
+    /// Returns its own name.
     pub fn name(&self) -> String {
         match self.kind {
             Kind::Step => "step".into(),
@@ -104,17 +104,18 @@ impl Span {
         }
     }
 
-    /// Whether it is an op's, forward or backward.
+    /// Returns whether it is an op's range, forward or backward.
     pub fn is_op(&self) -> bool {
         matches!(self.kind, Kind::Op | Kind::OpBackward)
     }
 
-    /// Its FLOPs and bytes, as it has told them or by the op's formula; `None` for what is no op, or has no formula.
+    /// Returns its FLOPs and bytes, as reported or by the op's formula; `None` for ranges that are not ops, and ops
+    /// without a formula.
     pub fn cost(&self) -> Option<Cost> {
         self.cost.or_else(|| by_formula(self))
     }
 
-    /// As errors name it: with its path, in quotes.
+    /// Returns its name for errors: with its path, in quotes.
     pub(super) fn title(&self) -> String {
         match self.kind {
             Kind::Step | Kind::Phase => format!("{:?}", self.name()),
@@ -123,36 +124,36 @@ impl Span {
     }
 }
 
-/// A stretch of work on a GPU: a kernel, or memory that is copied or set.
+/// A piece of work on a GPU: a kernel, a memory copy or a memory set.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Kernel {
-    /// The kernel's name, one of C++ as it was written, without parameters; in words for memory.
+    /// The kernel's demangled name without parameters; a description for memory work.
     pub name: Arc<str>,
-    /// The stream that it was in.
+    /// Number of its stream.
     pub stream: u32,
-    /// When it began on the GPU, after the recording's start.
+    /// Its begin on the GPU, in ns after the recording's start.
     pub start_ns: u64,
-    /// When it ended.
+    /// Its end, in ns after the recording's start.
     pub end_ns: u64,
-    /// Blocks along x, y and z; `None` for memory.
+    /// Blocks along x, y and z; `None` for memory work.
     pub grid: Option<[u32; 3]>,
-    /// Threads of a block along x, y and z.
+    /// Threads of a block along x, y and z; `None` for memory work.
     pub block: Option<[u32; 3]>,
-    /// The innermost range that the thread was in which launched it: an index of
+    /// The innermost range of the launching thread at the launch: an index into
     /// [`Recording::spans`](super::Recording::spans).
     pub span: Option<usize>,
 }
 
-/// What a kernel computes, as far as its name says.
+/// The work that a kernel does, as far as its name tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelWork {
-    /// Products of matrices: cuBLAS's kernels, and the sums of what they have split.
+    /// Matmuls: cuBLAS's kernels, and the sums of its split-K kernels.
     Products,
     /// Softmax, or its gradient.
     Softmax,
-    /// Both in one: flash attention.
+    /// Matmuls and softmax in one kernel: flash attention.
     Attention,
-    /// Anything else.
+    /// Any other work.
     Other,
 }
 
@@ -171,12 +172,12 @@ fn work_of(name: &str) -> KernelWork {
 }
 
 impl Kernel {
-    /// How long it ran.
+    /// Returns its duration.
     pub fn duration_ns(&self) -> u64 {
         self.end_ns.saturating_sub(self.start_ns)
     }
 
-    /// What it computes, by its name.
+    /// Returns the work that it does, according to its name.
     pub fn work(&self) -> KernelWork {
         work_of(&self.name.to_ascii_lowercase())
     }
@@ -193,7 +194,7 @@ impl Kernel {
     }
 }
 
-/// `8 x 32 x 1`, without what is 1 at the end.
+/// Returns `8x32x1` for x, y and z, without trailing 1s.
 pub(super) fn extent([x, y, z]: [u32; 3]) -> String {
     match (y, z) {
         (1, 1) => x.to_string(),
@@ -202,7 +203,7 @@ pub(super) fn extent([x, y, z]: [u32; 3]) -> String {
     }
 }
 
-/// A name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it multiplies.
+/// Shortens a kernel's name: no namespaces, and no template arguments except the one that describes CUTLASS's matmul.
 pub(super) fn short(name: &str) -> &str {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut words = name.split(|c| !is_word(c));
@@ -214,8 +215,8 @@ pub(super) fn short(name: &str) -> &str {
     if plain.is_empty() { name } else { plain }
 }
 
-/// The formulas of all ops that have one: x, y and the like are the tensors' bytes, N rows, the other letters as in the
-/// crate's legend.
+/// Returns the formulas of all ops that have one. In these x, y and similar names stand for the bytes of a tensor, N
+/// for rows, and other letters as in the crate's legend.
 ///
 /// ```
 /// for op in tallow::profile::op_costs() {
@@ -232,15 +233,15 @@ pub(super) fn entry(name: &str) -> Option<&'static OpCost> {
     op_costs().iter().find(|entry| entry.op == name)
 }
 
-/// The part that an op is as a whole, which took `ns` and whose kernels have told of none: a product and nothing else,
-/// a softmax. Of a composite op nothing is known then.
+/// Returns `ns` as matmul or softmax time, for an op that is nothing else and whose kernels have reported no parts. For
+/// a composite op the parts are unknown.
 pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
     let mut parts = Parts::default();
-    let has_inside = entry(&span.name()).is_some_and(|entry| entry.inside.is_some());
+    let has_inside = entry(&span.name()).is_some_and(|entry| entry.includes.is_some());
     let is_composite = holds_ops || has_inside;
     if span.name() == "softmax" {
         parts.softmax_ns = ns;
-    } else if !is_composite && span.cost().is_some_and(|cost| cost.product_flops > 0.0) {
+    } else if !is_composite && span.cost().is_some_and(|cost| cost.matmul_flops > 0.0) {
         parts.products_ns = ns;
     }
     parts

@@ -1,37 +1,56 @@
-//! What of a recording a summary is about, and what it takes together.
+//! Selection and grouping of a recording's ranges for a summary.
 
 use super::recording::{Recording, Span};
 use crate::Error;
 use crate::probe::{Kind, Path};
 
-/// What of a recording a report is about. The default is every op of every step.
+/// Filter for the ranges of a report. The default selects every op of every step.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::profile::{self, Grouping, ProfileReport, Profiler, Selection};
+/// use tallow::ops;
+///
+/// let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
+/// let profiler = Profiler::start()?;
+/// let y = {
+///     let _range = profile::range("encoder");
+///     ops::exp(&x)?
+/// };
+/// ops::sum(&y)?; // not in the range
+/// let encoder = Selection { within: Some("encoder".into()), ..Default::default() };
+/// let report = ProfileReport::new(&profiler.finish()?, &encoder, Grouping::Name)?;
+/// assert_eq!(report.rows.len(), 1);
+/// assert_eq!(report.rows[0].name, "exp");
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Selection {
-    /// Only what ran in this phase: `forward`, `backward`, `optimizer`.
+    /// Only ranges in this phase: `forward`, `backward`, `optimizer`.
     pub phase: Option<String>,
-    /// Only what lies in a part of the model: names that follow each other in the path, such as `layers.0`, `attn`,
-    /// `layers.3/attn`, `attn/scores`.
+    /// Only ranges in this part of the model: consecutive names of a path, such as `layers.0`, `attn`, `layers.3/attn`,
+    /// `attn/scores`.
     pub within: Option<String>,
-    /// Only these kinds; empty is ops, forward and backward.
+    /// Only ranges of these kinds; empty selects ops, forward and backward.
     pub kinds: Vec<Kind>,
 }
 
-/// What gets one row together.
+/// The key by which ranges or kernels share a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Grouping {
-    /// Ranges of one name; an op's backward is another row than its forward.
+    /// Name; an op's backward has a row of its own.
     #[default]
     Name,
-    /// Ranges of one path.
+    /// Path.
     Path,
-    /// Ranges of one path, but for numbers in it: all blocks together, `layers.*/attn/q_proj/linear`.
+    /// Path without numbers: all blocks of the model share a row, `layers.*/attn/q_proj/linear`.
     Layer,
-    /// Kernels of one name, on a GPU: by [`Profiler::start_on`](super::Profiler::start_on).
+    /// Name of GPU kernels, as recorded by [`Profiler::start_on`](super::Profiler::start_on).
     Kernel,
 }
 
 impl Selection {
-    /// What ran in `phase`.
+    /// Returns the selection of all ops in `phase`.
     pub fn phase(phase: &str) -> Self {
         Self {
             phase: Some(phase.into()),
@@ -81,7 +100,7 @@ impl Selection {
     }
 }
 
-/// Whether the names of `part` follow each other somewhere in `path`.
+/// Returns whether the names of `part` are consecutive somewhere in `path`.
 fn lies_within(path: Path, part: &str) -> bool {
     let names = path.names();
     let part: Vec<&str> = part.split('/').filter(|name| !name.is_empty()).collect();
@@ -109,7 +128,7 @@ impl Grouping {
     }
 }
 
-/// `layers.*` for `layers.3`.
+/// Replaces numbers: `layers.3` becomes `layers.*`.
 fn without_number(name: &str) -> String {
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     let parts = name

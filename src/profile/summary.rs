@@ -1,4 +1,4 @@
-//! The summary of ops or kernels, as nsys gives it of kernels.
+//! The summary of ops or kernels, in the style of nsys's kernel summary.
 
 use super::balance::{Balance, LineKind};
 use super::recording::{self, Recording, Span, extent};
@@ -10,31 +10,31 @@ use crate::report::{Column, Fields, Report, Statistics};
 use crate::{Error, Result};
 use std::collections::HashMap;
 
-/// Time by op or by place, the longest first.
+/// Time by op, place or kernel, the longest first.
 ///
-/// On a GPU whose kernels were recorded, times are the kernels', and rows may be by kernel. Elsewhere they are the
-/// host's.
+/// On a GPU whose kernels were recorded, times are those of the kernels, and rows may be kernels. Elsewhere times are
+/// the host's.
 ///
-/// An op's time is its own, and so are its FLOPs: those of ops inside of it are theirs. So the ops' rows never count a
-/// moment twice, and with the lines of [`Balance`], which follow them where whole phases or steps are asked for, they
-/// add up to [`whole_ns`](Self::whole_ns). Modules and ranges are given with everything inside.
+/// The time and FLOPs of an op are its own, without those of ops inside of it. The ops' rows therefore never count time
+/// twice. For whole phases or steps the lines of [`Balance`] follow, and together they add up to
+/// [`whole_ns`](Self::whole_ns). Modules and ranges include everything inside of them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProfileReport {
-    /// The rows, the longest total first; time without ops after them.
+    /// The rows, the longest total first; lines of time without ops come after them.
     pub rows: Vec<Row>,
-    /// What shares are of: the wall time of the phase or the steps that were asked for; where only a part of the model
-    /// was, or modules and ranges, the ops' time in it.
+    /// The time that shares refer to: the wall time of the selected phase or steps, or, with a part of the model or
+    /// with modules and ranges selected, the time of the ops in it.
     pub whole_ns: u64,
-    /// How many steps; `None` if none were recorded.
+    /// Number of steps; `None` if none were recorded.
     pub steps: Option<usize>,
 }
 
 impl ProfileReport {
-    /// Of what `selection` picks from `recording`.
+    /// Creates the report of what `selection` selects from `recording`.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) for a selection that nothing in the recording meets; it lists the phases
-    /// that there are.
+    /// [`Error::Data`](crate::Error::Data) if nothing in the recording is selected; it lists the recorded phases.
+    /// Kernels of a recording without kernels are the same error.
     pub fn new(recording: &Recording, selection: &Selection, grouping: Grouping) -> Result<Self> {
         let tree = Tree::new(recording);
         let (groups, whole_ns) = match grouping {
@@ -68,7 +68,7 @@ impl ProfileReport {
         if !selection.kinds.is_empty() {
             return;
         }
-        // Kernels that no op launched are rows like any other.
+        // Kernels that no op launched have rows of their own.
         let by_kernel = self.rows.iter().any(|row| row.launches.is_some());
         let is_row = |kind| kind == LineKind::Ops || by_kernel && kind != LineKind::Idle;
         let lines = balance.lines.iter();
@@ -84,22 +84,22 @@ impl ProfileReport {
         }
     }
 
-    /// A row's part of the whole, in percent.
+    /// Returns a row's share of the whole, in percent.
     pub fn percent(&self, row: &Row) -> f64 {
         100.0 * row.total_ns as f64 / self.whole_ns.max(1) as f64
     }
 
-    /// How often a row's ranges ran in a step; `None` if no steps were recorded.
+    /// Returns the number of a row's instances in a step; `None` if no steps were recorded.
     pub fn instances_per_step(&self, row: &Row) -> Option<f64> {
         Some(row.instances as f64 / self.steps? as f64)
     }
 
-    /// Milliseconds a step, or in all where there are no steps.
+    /// Returns milliseconds a step, or in all without steps.
     pub fn ms_per_step(&self, total_ns: u64) -> f64 {
         total_ns as f64 / 1e6 / self.steps.unwrap_or(1) as f64
     }
 
-    /// The sum of the rows that `wanted` picks, as one row called `name`.
+    /// Returns the sum of the rows for which `wanted` returns true, as one row called `name`.
     pub fn sum(&self, name: &str, wanted: impl Fn(&Row) -> bool) -> Row {
         let mut sum = Row {
             name: name.into(),
@@ -117,9 +117,9 @@ impl ProfileReport {
 }
 
 impl ProfileReport {
-    /// The rows as a table: nsys's columns, the instances in a step beside those in all, and what was achieved.
+    /// Returns the rows as a table with nsys's columns, the instances a step, and the achieved rates.
     ///
-    /// Times of a row are of one instance, `total_ms` is over all steps.
+    /// Avg, Med, Min, Max and StdDev are of one instance; `total_ms` is the sum over all steps.
     ///
     /// ```
     /// # use tallow::profile::{Grouping, Profiler, ProfileReport, Selection};
@@ -144,7 +144,7 @@ impl ProfileReport {
         }
     }
 
-    /// The rows' fields, for a table that holds more than this summary; [`columns`](Self::columns) show them.
+    /// Returns the rows' fields, for a table with more than this summary; [`columns`](Self::columns) show them.
     pub fn fields(&self) -> Vec<Fields> {
         let rows = self.rows.iter().map(|row| {
             let mut fields = Fields::new();
@@ -160,7 +160,7 @@ impl ProfileReport {
             if let Some(statistics) = &row.statistics {
                 fields.merge(statistics.fields());
             }
-            fields.insert("product_flops", row.cost.map(|cost| cost.product_flops));
+            fields.insert("product_flops", row.cost.map(|cost| cost.matmul_flops));
             fields.insert("flops", row.cost.map(|cost| cost.flops()));
             fields.insert("flops_per_s", row.flops_per_s());
             fields.insert("bytes", row.cost.map(|cost| cost.bytes()));
@@ -188,7 +188,7 @@ impl ProfileReport {
         rows.collect()
     }
 
-    /// The columns of [`table`](Self::table) for ops.
+    /// Returns the columns of [`table`](Self::table) for ops.
     pub fn columns() -> Vec<Column> {
         vec![
             Column::number("time_percent", "Time", "%", 1),
@@ -208,8 +208,8 @@ impl ProfileReport {
         ]
     }
 
-    /// The columns of [`table`](Self::table) for kernels: as nsys has them, with grid, block and the ops that launched
-    /// them.
+    /// Returns the columns of [`table`](Self::table) for kernels: nsys's columns, with grid, block and the ops that
+    /// launched them.
     pub fn kernel_columns() -> Vec<Column> {
         let unknown = "flops_per_s bytes_per_s products_ms_per_step softmax_ms_per_step";
         let mut columns = Self::columns();
@@ -229,26 +229,26 @@ impl ProfileReport {
 pub struct Row {
     /// The name or path.
     pub name: String,
-    /// What kind of range; `None` for kernels, and for a line of time in which no op ran.
+    /// The kind of range; `None` for kernels, and for a line of time without ops.
     pub kind: Option<Kind>,
-    /// How many there were, over all steps.
+    /// Number of instances, over all steps.
     pub instances: usize,
     /// Their time, over all steps.
     pub total_ns: u64,
-    /// Their times; `None` for a line of time in which no op ran.
+    /// Statistics of their times; `None` for a line of time without ops.
     pub statistics: Option<Statistics>,
-    /// Their FLOPs and bytes, over all steps; `None` where one of them has no formula.
+    /// Their FLOPs and bytes, over all steps; `None` if one of them has no formula.
     pub cost: Option<Cost>,
-    /// What of the time products took, and what softmax; nothing where the ops' kernels did not tell.
+    /// Time of matmuls and of softmax; 0 if the ops' kernels did not report it.
     pub parts: Parts,
-    /// What these ops hold that others time apart.
+    /// A description of other ops' work that is inside of these.
     pub inside: Option<&'static str>,
-    /// Of kernels: how they were launched.
+    /// For kernels: how they were launched.
     pub launches: Option<Launches>,
 }
 
 impl Row {
-    /// The name, with what is inside.
+    /// Returns the name, with the description of what is inside.
     pub fn label(&self) -> String {
         match self.inside {
             Some(inside) => format!("{} ({inside} inside)", self.name),
@@ -256,8 +256,8 @@ impl Row {
         }
     }
 
-    /// A kernel's name in few words: no namespaces, no template arguments but the one in which CUTLASS says what it
-    /// multiplies. Any other name as it is.
+    /// Returns a kernel's name without namespaces, and without template arguments except the one that describes
+    /// CUTLASS's matmul. Other names are unchanged.
     pub fn short_name(&self) -> &str {
         match self.launches {
             Some(_) => recording::short(&self.name),
@@ -265,22 +265,22 @@ impl Row {
         }
     }
 
-    /// Whether it is a line of time in which no op or kernel ran.
+    /// Returns whether it is a line of time without ops or kernels.
     pub fn is_gap(&self) -> bool {
         self.instances == 0
     }
 
-    /// Its time without products and softmax.
+    /// Returns its time without matmuls and softmax.
     pub fn rest_ns(&self) -> u64 {
         self.total_ns.saturating_sub(self.parts.sum_ns())
     }
 
-    /// FLOP/s, where FLOPs are known and there are any.
+    /// Returns FLOP/s, if FLOPs are known and not 0.
     pub fn flops_per_s(&self) -> Option<f64> {
         self.rate(self.cost?.flops())
     }
 
-    /// Bytes/s by the formula's bytes.
+    /// Returns bytes/s by the formula's bytes.
     pub fn bytes_per_s(&self) -> Option<f64> {
         self.rate(self.cost?.bytes())
     }
@@ -289,29 +289,31 @@ impl Row {
         (amount > 0.0 && self.total_ns > 0).then(|| amount / (self.total_ns as f64 / 1e9))
     }
 
-    /// Whether it multiplies matrices, with whatever else is inside.
+    /// Returns whether it has a matmul, whatever else is inside.
     pub fn is_product(&self) -> bool {
-        self.cost.is_some_and(|cost| cost.product_flops > 0.0)
+        self.cost.is_some_and(|cost| cost.matmul_flops > 0.0)
     }
 }
 
 /// How the kernels of a row were launched.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Launches {
-    /// The most frequent grid; `None` for memory.
+    /// The most frequent grid; `None` for memory work.
     pub grid: Option<[u32; 3]>,
     /// The most frequent block.
     pub block: Option<[u32; 3]>,
-    /// How many different grids and blocks there are.
+    /// Number of different pairs of grid and block.
     pub shapes: usize,
-    /// The ops that launched them, and how often, the most frequent first; `candle` outside of this crate's ops.
+    /// The ops that launched them with the number of launches, the most frequent first; `candle` outside of this
+    /// crate's ops.
     pub ops: Vec<(String, usize)>,
-    /// Likewise their places, all blocks of the model together ([`Grouping::Layer`](super::Grouping::Layer)).
+    /// The places that launched them, likewise, with all blocks of the model together
+    /// ([`Grouping::Layer`](super::Grouping::Layer)).
     pub places: Vec<(String, usize)>,
 }
 
 impl Launches {
-    /// Some of the counted names as one text: `linear, swiglu_linear and 2 more`.
+    /// Joins the first `most` names: `linear, swiglu_linear and 2 more`.
     pub(super) fn text(counts: &[(String, usize)], most: usize) -> String {
         let names: Vec<&str> = counts.iter().map(|(name, _)| name.as_str()).collect();
         match names.len().checked_sub(most + 1) {
@@ -321,15 +323,15 @@ impl Launches {
     }
 }
 
-/// Each op's cost as its time is its own: without the FLOPs of ops inside of it, which are theirs. Bytes stay: what is
-/// handed from one to another is read and written by both.
+/// Returns the cost of each op without the FLOPs of ops inside of it. Bytes are not subtracted: a tensor passed from
+/// one op to another is written by one and read by the other.
 fn own_costs(recording: &Recording, tree: &Tree<'_>) -> Vec<Option<Cost>> {
     let costs: Vec<Option<Cost>> = recording.spans.iter().map(Span::cost).collect();
     let mut own = costs.clone();
     for (inner, node) in costs.iter().zip(&tree.nodes) {
         let owners = node.owner.and_then(|owner| own[owner].as_mut());
         if let (Some(owners), Some(inner)) = (owners, inner) {
-            owners.product_flops = (owners.product_flops - inner.product_flops).max(0.0);
+            owners.matmul_flops = (owners.matmul_flops - inner.matmul_flops).max(0.0);
             owners.other_flops = (owners.other_flops - inner.other_flops).max(0.0);
             let softmax_flops = (owners.softmax_flops - inner.softmax_flops).max(0.0);
             owners.softmax_flops = softmax_flops.min(owners.other_flops);
@@ -338,7 +340,7 @@ fn own_costs(recording: &Recording, tree: &Tree<'_>) -> Vec<Option<Cost>> {
     own
 }
 
-/// The selected ranges, and the time of the ops among them.
+/// Groups the selected ranges, and returns the time of the ops among them.
 fn ranges(
     recording: &Recording,
     tree: &Tree<'_>,
@@ -366,16 +368,16 @@ fn ranges(
                 .cost
                 .zip(own_costs[i])
                 .map(|(sum, cost)| sum + cost);
-            // Where the parts are ops of their own, they are not inside.
+            // If the parts are ops with ranges of their own, they are not inside.
             if span.is_op() && !tree.nodes[i].holds_ops {
-                group.row.inside = recording::entry(&span.name()).and_then(|entry| entry.inside);
+                group.row.inside = recording::entry(&span.name()).and_then(|entry| entry.includes);
             }
         }
     }
     (groups, ops_ns)
 }
 
-/// The kernels that the selected ranges launched, and their time.
+/// Groups the kernels that the selected ranges launched, and returns their time.
 fn kernels(recording: &Recording, tree: &Tree<'_>, selection: &Selection) -> Result<(Groups, u64)> {
     if recording.kernels.is_empty() {
         return Err(
@@ -422,7 +424,7 @@ type Extent = Option<[u32; 3]>;
 struct Group {
     row: Row,
     samples_ns: Vec<u64>,
-    /// Grids and blocks of kernels, and how often they came.
+    /// Grids and blocks of kernels, with the number of launches.
     shapes: Vec<((Extent, Extent), usize)>,
 }
 

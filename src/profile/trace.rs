@@ -1,4 +1,4 @@
-//! The recording as a trace that Perfetto and Chrome open.
+//! A recording as a trace for Perfetto and Chrome.
 
 use super::recording::{Kernel, OperandShape, Recording, Span, extent, short};
 use crate::probe::Kind;
@@ -9,25 +9,25 @@ use std::path::Path;
 const PROCESS: u32 = 1;
 
 impl Recording {
-    /// Writes the recording in Chrome's trace event format, for <https://ui.perfetto.dev> or `chrome://tracing`: a
-    /// complete event (`X`) for each range with path, phase, shapes, FLOPs and bytes as arguments, the threads' names,
-    /// and what is allocated as a counter (`C`) where a [tracker](crate::memory::tracker) is installed. Times are in
-    /// microseconds, to the nanosecond. A GPU's streams follow the threads, each kernel with the
-    /// place that launched it.
+    /// Writes the recording in Chrome's trace event format, for <https://ui.perfetto.dev> or `chrome://tracing`. Each
+    /// range is a complete event (`X`) with path, phase, shapes, FLOPs and bytes as arguments. Threads have their
+    /// names. The allocated bytes are a counter (`C`) if a [tracker](crate::memory::tracker) is installed. Times are in
+    /// microseconds, exact to the nanosecond. A GPU's streams follow the threads, each kernel with the place that
+    /// launched it.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; what was there stays.
+    /// [`Error::Io`](crate::Error::Io) for a path that cannot be written; an existing file stays as it was.
     pub fn save_trace(&self, path: impl AsRef<Path>) -> Result<()> {
         files::write_bytes(path.as_ref(), self.trace().to_string().as_bytes())
     }
 
-    /// The trace as JSON; see [`save_trace`](Self::save_trace).
+    /// Returns the trace as JSON; see [`save_trace`](Self::save_trace).
     pub fn trace(&self) -> Value {
         let mut events = vec![metadata("process_name", 0, env!("CARGO_PKG_NAME"))];
         let threads = self.threads.iter().enumerate();
         events.extend(threads.map(|(number, name)| metadata("thread_name", number, name)));
 
-        // Each thread's from left to right, the outer before the inner: as they are recorded.
+        // Events of a thread by time, outer before inner, as recorded.
         let mut order: Vec<usize> = (0..self.spans.len()).collect();
         order.sort_by_key(|&i| (self.spans[i].thread, i));
         events.extend(order.iter().map(|&i| complete(&self.spans[i])));
@@ -86,7 +86,7 @@ fn complete(span: &Span) -> Value {
         arguments["output"] = output.to_string().into();
     }
     if let Some(cost) = span.cost() {
-        arguments["product_flops"] = cost.product_flops.into();
+        arguments["product_flops"] = cost.matmul_flops.into();
         arguments["flops"] = cost.flops().into();
         arguments["bytes"] = cost.bytes().into();
     }

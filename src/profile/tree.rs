@@ -1,39 +1,37 @@
-//! Whose time is whose: each moment of a step belongs to the innermost op, phase or step around it.
+//! Attribution of time: each point in a step's time belongs to the innermost op, phase or step around it.
 //!
-//! With a GPU's kernels, an op's time is that of the kernels which it launched, and what is left of a phase or a step
-//! without any is the GPU's idle time.
+//! With a GPU's kernels, an op's time is that of the kernels it launched, and the time of a phase or step without a
+//! kernel is GPU idle time.
 
 use super::recording::{self, Recording};
 use crate::probe::{Kind, Parts};
 
-/// How the spans of a recording lie in each other.
+/// The nesting of a recording's spans.
 pub(super) struct Tree<'a> {
     recording: &'a Recording,
-    /// One for each span.
     pub nodes: Vec<Node>,
     /// The outermost steps.
     pub steps: Vec<usize>,
-    /// For each outermost step, and for what is in none at the end: whether it ran as planned.
+    /// For each outermost step whether it was planned; the last element is for spans outside of steps.
     planned: Vec<bool>,
 }
 
 #[derive(Clone, Default)]
 pub(super) struct Node {
-    /// The span around it on its thread. A number that is no earlier span's is left out.
+    /// The span around it on its thread; only indices of earlier spans are accepted.
     parent: Option<usize>,
-    /// The outermost step around it, or that it is.
+    /// The outermost step around it; itself if it is that step.
     step: Option<usize>,
     /// The innermost op, phase or outermost step around it.
     pub owner: Option<usize>,
-    /// Of an op, phase or outermost step: its time without that of the ones that it owns.
+    /// For an op, phase or outermost step: its time without the time of those that it owns.
     pub own_ns: u64,
-    /// Of an op what its own time is made of.
+    /// For an op: the parts of its own time.
     pub parts: Parts,
-    /// Its time with all that is inside.
+    /// Its time with everything inside.
     pub whole_ns: u64,
-    /// Of a phase or outermost step: how long no kernel of it ran, without the phases that it owns. Nothing on the CPU.
+    /// For a phase or outermost step: the time without a kernel of it, without the phases that it owns. 0 on the CPU.
     pub idle_ns: u64,
-    /// Whether it owns an op.
     pub holds_ops: bool,
 }
 
@@ -46,7 +44,7 @@ impl<'a> Tree<'a> {
             steps: Vec::new(),
             planned: vec![false; spans.len() + 1],
         };
-        // The outer comes before the inner, so that what is asked of a parent is known.
+        // Outer spans come before inner ones, so a parent's fields are set already.
         for (i, span) in spans.iter().enumerate() {
             let parent = span.parent.filter(|parent| *parent < i);
             let step_around = parent.and_then(|parent| tree.nodes[parent].step);
@@ -57,7 +55,7 @@ impl<'a> Tree<'a> {
             if begins_step {
                 tree.steps.push(i);
             }
-            // The calls of a plan say what they cost; eager ops have formulas.
+            // Calls of a plan report their cost; eager ops have formulas.
             let step = tree.nodes[i].step.unwrap_or(spans.len());
             tree.planned[step] |= span.cost.is_some();
             tree.nodes[i].owner = parent.and_then(|parent| match tree.is_owner(parent) {
@@ -81,8 +79,8 @@ impl<'a> Tree<'a> {
         tree
     }
 
-    /// What ops' own time is made of, by what their kernels told; an op that is a product or a softmax and nothing else
-    /// need not tell.
+    /// Sets the parts of ops' own time from what their kernels reported. An op that is only a matmul or only a softmax
+    /// needs no report.
     fn part_on_the_host(&mut self) {
         let spans = self.recording.spans.iter();
         for (i, span) in spans.enumerate().filter(|(_, span)| span.is_op()) {
@@ -98,10 +96,10 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Times by the kernels' in place of the host's.
+    /// Replaces the host's times with those of the kernels.
     fn take_kernels(&mut self) {
         let (spans, kernels) = (&self.recording.spans, &self.recording.kernels);
-        // Phases and steps without the phases in them.
+        // Phases and steps, without the phases in them.
         let mut frame: Vec<Option<usize>> = vec![None; spans.len()];
         for (i, span) in spans.iter().enumerate() {
             let around = self.nodes[i].parent.and_then(|parent| frame[parent]);
@@ -131,7 +129,7 @@ impl<'a> Tree<'a> {
             if let Some(owner) = owner {
                 self.nodes[owner].own_ns += ns;
                 self.nodes[owner].parts += match spans[owner].name() == "softmax" {
-                    true => recording::whole_part(&spans[owner], ns, true), // composed of candle's own
+                    true => recording::whole_part(&spans[owner], ns, true), // composed of candle's own ops
                     false => kernel.parts(),
                 };
             }
@@ -146,7 +144,7 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Whether time is counted as span `i`'s.
+    /// Returns whether span `i` owns time.
     pub fn is_owner(&self, i: usize) -> bool {
         match self.recording.spans[i].kind {
             Kind::Op | Kind::OpBackward | Kind::Phase => true,
@@ -155,7 +153,7 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// The op whose work it is that was done in span `i`; `i` itself where it is no op's.
+    /// Returns the op that owns the work of span `i`, or `i` itself if no op does.
     pub fn op_or_itself(&self, i: usize) -> usize {
         let spans = &self.recording.spans;
         match self.nodes[i].owner {
@@ -164,18 +162,18 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// Whether reports speak of span `i`; not, if there is no such span.
+    /// Returns whether reports cover span `i`; false for an index out of range.
     pub fn counts(&self, i: usize) -> bool {
         let node = self.nodes.get(i);
         node.is_some_and(|node| self.steps.is_empty() || node.step.is_some())
     }
 
-    /// Whether what span `i` is in ran as planned.
+    /// Returns whether the step around span `i` was planned.
     pub fn is_planned(&self, i: usize) -> bool {
         self.planned[self.nodes[i].step.unwrap_or(self.planned.len() - 1)]
     }
 
-    /// How many steps there were; `None` if it is not known.
+    /// Returns the number of steps; `None` if none were recorded.
     pub fn num_steps(&self) -> Option<usize> {
         (!self.steps.is_empty()).then_some(self.steps.len())
     }

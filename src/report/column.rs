@@ -1,16 +1,15 @@
-//! A column of a table: which field it shows, and how.
+//! Table columns: the field that each shows, and its format.
 
 use serde_json::Value;
 
 use super::words::{decimals_of, fixed, group};
 
-/// What stands where a value could not be measured.
+/// The text of a cell without a value.
 pub(super) const NOT_AVAILABLE: &str = "n/a";
 
-/// One column: the field it shows, its heading, and one unit and precision from top to bottom.
+/// A table column: its field, heading, unit and number format.
 ///
-/// The formats for people (text, Markdown, LaTeX) divide, round and group as the column says; CSV and JSON
-/// carry the field as it is.
+/// Text, Markdown and LaTeX divide, round and group values as the column specifies; CSV and JSON do not.
 ///
 /// ```
 /// use tallow::report::Column;
@@ -28,23 +27,23 @@ pub struct Column {
     pub title: String,
     /// The unit, for example `ms`; empty if there is none.
     pub unit: String,
-    /// What a value is divided by to be in `unit`: 1, or 2^20 for bytes shown as MiB.
+    /// The divisor that converts a value to `unit`: 1, or 2^20 for bytes shown as MiB.
     pub divisor: f64,
-    /// Decimals of a number, of which 1,074 are shown at most (an f64 has no more); `None` shows it as it is.
+    /// The number of decimals, at most 1,074 (an f64 has no more); `None` shows the value unchanged.
     pub decimals: Option<usize>,
-    /// Whether large numbers have fewer decimals, so that all have three or four digits.
+    /// Whether large numbers get fewer decimals, so that all have three or four digits.
     pub rounded: bool,
     /// Whether thousands are separated by commas.
     pub grouped: bool,
-    /// The heading over it and those of its neighbours that have the same; empty if there is none.
+    /// The heading above `title`, shared by neighbouring columns that have the same one; empty if there is none.
     pub under: String,
-    /// Where text has no room for all columns, those with the most are left out first, of equals the last; 0 for what a
-    /// reader cannot do without.
+    /// The rank for leaving columns out of a narrow text table. The highest is left out first, and the last column
+    /// among equals. 0 marks the columns that a reader needs.
     pub minor: u8,
 }
 
 impl Column {
-    /// A column of words, or of numbers that are names (a context length): shown as they are.
+    /// Creates a column of words, or of numbers that are labels (a context length). Values are shown unchanged.
     pub fn text(key: impl Into<String>, title: impl Into<String>) -> Self {
         Self {
             key: key.into(),
@@ -54,7 +53,7 @@ impl Column {
         }
     }
 
-    /// A column of quantities in `unit` (which may be empty), with a fixed number of decimals.
+    /// Creates a column of quantities in `unit` (which may be empty), with a fixed number of decimals.
     pub fn number(
         key: impl Into<String>,
         title: impl Into<String>,
@@ -68,7 +67,7 @@ impl Column {
         }
     }
 
-    /// A column of times in ms, in three or four digits: `0.074`, `12.35`, `1,345`.
+    /// Creates a column of times in ms with three or four digits: `0.074`, `12.35`, `1,345`.
     pub fn ms(key: impl Into<String>, title: impl Into<String>) -> Self {
         Self {
             rounded: true,
@@ -76,19 +75,19 @@ impl Column {
         }
     }
 
-    /// A column of large whole numbers without a unit: `128,625,408`.
+    /// Creates a column of large integers without a unit: `128,625,408`.
     pub fn count(key: impl Into<String>, title: impl Into<String>) -> Self {
         Self::number(key, title, "", 0).grouped()
     }
 
-    /// A column whose field is in bytes, shown in MiB (2^20 bytes) with one decimal.
+    /// Creates a column of bytes, shown in MiB (2^20 bytes) with one decimal.
     pub fn mib(key: impl Into<String>, title: impl Into<String>) -> Self {
         Self::number(key, title, "MiB", 1)
             .scaled(super::bytes_to_mib(1).recip())
             .grouped()
     }
 
-    /// Divides by `divisor` before showing: `1e9` for FLOP shown in GFLOP.
+    /// Sets the divisor: `1e9` shows FLOP in GFLOP.
     pub fn scaled(self, divisor: f64) -> Self {
         Self { divisor, ..self }
     }
@@ -99,18 +98,18 @@ impl Column {
         self
     }
 
-    /// Puts it under a heading that its neighbours may share: `Forward` over `eager` and `planned`.
+    /// Sets the heading above the title, which neighbours may share: `Forward` above `eager` and `planned`.
     pub fn under(mut self, heading: impl Into<String>) -> Self {
         self.under = heading.into();
         self
     }
 
-    /// Says how minor it is: the more, the earlier it is left out where text has no room.
+    /// Sets [`minor`](Self::minor), the rank for leaving columns out of a narrow text table.
     pub fn minor(self, minor: u8) -> Self {
         Self { minor, ..self }
     }
 
-    /// The title with what it is under, and its unit: `Mean (ms)`, `Forward eager (ms)`.
+    /// Returns the full heading: the shared heading, the title and the unit, as in `Mean (ms)` or `Forward eager (ms)`.
     pub fn heading(&self) -> String {
         match self.under.is_empty() {
             true => self.own_heading(),
@@ -125,15 +124,15 @@ impl Column {
         }
     }
 
-    /// Whether a reader means it by `name`: its key, its title, its heading, or the heading over it, with or without the
-    /// unit.
+    /// Returns whether `name` is the key, the title or the heading, or the shared heading with or without unit,
+    /// ignoring case.
     pub(super) fn is_called(&self, name: &str) -> bool {
         let over = format!("{} ({})", self.under, self.unit);
         let names = [&self.key, &self.title, &self.heading(), &self.under, &over];
         names.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
 
-    /// The value as a reader sees it; `n/a` where it is missing or null.
+    /// Returns the formatted value; `n/a` if it is missing or null.
     pub fn cell(&self, value: Option<&Value>) -> String {
         let Some(value) = value.filter(|value| !value.is_null()) else {
             return NOT_AVAILABLE.to_string();
@@ -145,7 +144,7 @@ impl Column {
         if self.grouped { group(&text) } else { text }
     }
 
-    /// Whether cells stand at the right: a column of quantities, or one whose every value is a number.
+    /// Returns whether cells are right-aligned: the column has decimals, or all of its values are numbers.
     pub(super) fn aligns_right<'a>(&self, values: impl Iterator<Item = &'a Value>) -> bool {
         if self.decimals.is_some() {
             return true;
@@ -154,10 +153,10 @@ impl Column {
         values.peek().is_some() && values.all(Value::is_number)
     }
 
-    /// `None` unless this is a number that the column rounds or scales.
+    /// Returns the text of a number that the column rounds or scales, else `None`.
     fn number_text(&self, value: &Value) -> Option<String> {
         let decimals = self.decimals?;
-        // Whole numbers past 2^53 would change on their way through f64.
+        // Integers above 2^53 would not survive the conversion to f64.
         if decimals == 0 && self.divisor == 1.0 && (value.is_u64() || value.is_i64()) {
             return Some(value.to_string());
         }
@@ -170,7 +169,7 @@ impl Column {
     }
 }
 
-/// A value without JSON's quotes; a list of plain values as `a, b, c`.
+/// Returns a value without JSON's quotes; a list of scalars becomes `a, b, c`.
 pub(super) fn plain(value: &Value) -> String {
     match value {
         Value::Null => NOT_AVAILABLE.to_string(),

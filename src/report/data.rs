@@ -1,4 +1,4 @@
-//! The formats for programs: nothing rounded, nothing left out.
+//! CSV and JSON output: every field, unrounded.
 
 use std::io::{self, Write};
 
@@ -19,7 +19,7 @@ pub(super) fn write_csv(report: &Report, out: &mut dyn Write) -> io::Result<()> 
     csv.flush()
 }
 
-/// Strings as they are, lists with `;` between their values, and an empty cell for what is missing.
+/// Returns a CSV cell: strings unquoted, lists joined by `;`, empty if the value is missing.
 fn csv_cell(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),
@@ -32,7 +32,7 @@ fn csv_cell(value: Option<&Value>) -> String {
     }
 }
 
-/// One document, one line for each row, so that long lists of samples stay out of the way.
+/// Writes one JSON document with one line for each row, so that long lists of samples do not spread over many lines.
 pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let fields = [
         ("environment", to_string(&report.environment)?),

@@ -1,4 +1,4 @@
-//! The document that every benchmark prints: where it ran, what was asked for, what came out.
+//! The document that every benchmark prints: environment, configuration and results.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -7,16 +7,17 @@ use super::text::Strip;
 use super::{Column, Fields};
 use crate::{Error, Result};
 
-/// One content, five formats.
+/// A benchmark's results, which can be written in five formats.
 ///
-/// Columns show some of the fields of the rows. Markdown shows all columns; text and LaTeX leave out the minor ones
-/// that a [`Layout`](super::Layout) or [`LATEX_COLUMNS`](super::LATEX_COLUMNS) has no place for. CSV and JSON carry
-/// every field of every row, unrounded, those that no column shows (`samples_ms`, say) after those that one does.
+/// Columns show some of the fields of the rows. Markdown shows all columns. Text leaves out minor columns that do not
+/// fit the [`Layout`](super::Layout), and LaTeX those beyond [`LATEX_COLUMNS`](super::LATEX_COLUMNS). CSV and JSON have
+/// every field of every row, unrounded: first the fields of the columns, then the others (such as `samples_ms`).
 ///
 /// The JSON document is
-/// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`, and with detail
-/// tables `"details": [{"title": "..", "answers": [..], "notes": [..], "rows": [..]}, ..]` after the rows. All rows of
-/// a table have the same keys: what a row lacks is `null` there, an empty cell in CSV, and `n/a` in the other formats.
+/// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`. If there are
+/// detail tables, `"details": [{"title": "..", "answers": [..], "notes": [..], "rows": [..]}, ..]` follows the rows.
+/// All rows of a table have the same keys. A missing value is `null` in JSON, an empty cell in CSV, and `n/a` in the
+/// other formats.
 ///
 /// ```
 /// use tallow::report::{Column, Fields, Format, Report};
@@ -37,30 +38,30 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
-    /// Where it ran: device, versions, features, threads, allocator, seed.
+    /// The environment: device, versions, features, threads, allocator, seed.
     pub environment: Fields,
-    /// What was asked for.
+    /// The requested configuration.
     pub configuration: Fields,
-    /// What the tables show, from left to right.
+    /// The columns of the table, from left to right.
     pub columns: Vec<Column>,
-    /// What came out, one row a measurement.
+    /// The results, one row for each measurement.
     pub rows: Vec<Fields>,
-    /// What the tables show in place of the rows, where people read better in another cut ([`pivot`](super::pivot()));
-    /// empty if they show the rows themselves. CSV and JSON keep to the rows.
+    /// Rows that the tables show instead of `rows`, for example [pivoted](super::pivot()) ones; empty if they show
+    /// `rows`. CSV and JSON always have `rows`.
     pub lines: Vec<Fields>,
-    /// What the figures say about the questions that the report was made for.
+    /// Answers to the questions that the report was made for.
     pub answers: Vec<Answer>,
-    /// Sentences that a reader needs to judge the numbers: formulas, warnings. The formats for people number them.
+    /// Notes that help to judge the numbers, such as formulas and warnings. Text, Markdown and LaTeX number them.
     pub notes: Vec<String>,
-    /// The line over the table, and its caption in LaTeX.
+    /// The line above the table; the caption in LaTeX.
     pub title: String,
-    /// Tables that go into detail, each with its title; their environment is this one's. CSV has one table:
-    /// [`save`](Self::save) puts each of these into a file of its own. One that has lines and no rows shows people
-    /// this report's own rows in another cut: CSV leaves it out.
+    /// Detail tables, each with its title, which share this report's environment. A CSV file holds one table, so
+    /// [`save`](Self::save) writes each detail to its own file. CSV leaves out details that have `lines` but no `rows`:
+    /// these show this report's rows in another arrangement.
     pub details: Vec<Report>,
 }
 
-/// A question and what the figures of a [`Report`] say about it, in one short paragraph.
+/// A question and its answer, in one short paragraph.
 ///
 /// ```
 /// use tallow::report::{Answer, Format, Report};
@@ -76,14 +77,14 @@ pub struct Report {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Answer {
-    /// The question, as its exercise asks it.
+    /// The question, worded as in its exercise.
     pub question: String,
-    /// The answer, with the figures and the formula it follows from.
+    /// The answer, with its figures and the formula behind them.
     pub answer: String,
 }
 
 impl Answer {
-    /// A question with its answer.
+    /// Creates a question with its answer.
     pub fn new(question: impl Into<String>, answer: impl Into<String>) -> Self {
         Self {
             question: question.into(),
@@ -93,7 +94,7 @@ impl Answer {
 }
 
 impl Report {
-    /// A table of `columns`, each row an array with a value for each of them.
+    /// Creates a table of `columns`. Each row is an array with one value for each column.
     pub(crate) fn table(columns: Vec<Column>, rows: impl IntoIterator<Item = Value>) -> Self {
         let fields = |row: Value| {
             let values = row.as_array().cloned().unwrap_or_default();
@@ -107,12 +108,12 @@ impl Report {
         }
     }
 
-    /// Keeps the columns of these names, in this order: keys, titles, or headings over several columns, in any case. It
-    /// is the table's own columns if it has all of them, else those of each detail that does. CSV and JSON keep every
-    /// field.
+    /// Keeps only the columns with these names, in this order. A name is a key, a title or a shared heading; case is
+    /// ignored. If this table does not have all of them, the selection applies to each detail table that does. CSV and
+    /// JSON keep every field.
     ///
     /// # Errors
-    /// [`Error::Config`] for names that no table has together, with those there are.
+    /// [`Error::Config`] if no single table has all the names; the message lists the existing headings.
     pub fn select(&mut self, names: &[String]) -> Result<()> {
         if self.keep(names) {
             return Ok(());
@@ -159,7 +160,7 @@ impl Report {
         self.columns.iter().map(Column::heading).collect()
     }
 
-    /// The columns with their cells as people read them, unescaped.
+    /// Returns the columns with their formatted cells, unescaped.
     pub(super) fn strips(&self) -> Vec<Strip<'_>> {
         let strips = self.columns.iter().map(|column| {
             let values = || self.shown().iter().map(|row| row.get(&column.key));
@@ -172,8 +173,8 @@ impl Report {
         strips.collect()
     }
 
-    /// Every key of the rows: the columns' first, then the others as they come. None twice. Where the tables show
-    /// lines, a column may be of those alone, and no key of the rows.
+    /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. If the
+    /// tables show `lines`, keys of columns that no row has are left out.
     pub(super) fn keys(&self) -> Vec<&str> {
         let mut keys: Vec<&str> = Vec::new();
         let of_rows = |key: &&str| {
@@ -192,7 +193,7 @@ impl Report {
         keys
     }
 
-    /// Title and content of the two headers, leaving out one without content.
+    /// Returns title and content of the two headers that are not empty.
     pub(super) fn headers(&self) -> impl Iterator<Item = (&'static str, &Fields)> {
         [
             ("Environment", &self.environment),

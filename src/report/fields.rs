@@ -1,4 +1,4 @@
-//! Named values in the order in which they were put in, and rows of them joined into lines.
+//! Fields in insertion order, and pivoting rows of fields.
 
 use super::Speedup;
 use super::column::NOT_AVAILABLE;
@@ -9,10 +9,9 @@ use serde::ser::{Serialize, Serializer};
 use serde_json::Value;
 use std::fmt;
 
-/// Keys and JSON values in a fixed order: the environment, the configuration or a row of a
-/// [`Report`](super::Report).
+/// Keys and JSON values in insertion order: the environment, the configuration or a row of a [`Report`](super::Report).
 ///
-/// A missing value is [`Value::Null`]: `None` becomes one, and so do NaN and infinity, which JSON does not have.
+/// A missing value is [`Value::Null`]. `None`, NaN and infinity become null, because JSON cannot represent them.
 ///
 /// ```
 /// use tallow::report::Fields;
@@ -32,12 +31,12 @@ use std::fmt;
 pub struct Fields(Vec<(String, Value)>);
 
 impl Fields {
-    /// No fields.
+    /// Creates an empty list of fields.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The fields of a row that is a struct, in their order; fields that are `None`, NaN or infinite become null.
+    /// Returns the fields of a struct, in their order. `None`, NaN and infinity become null.
     ///
     /// ```
     /// use tallow::report::Fields;
@@ -56,7 +55,8 @@ impl Fields {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Data`] for what JSON has no object for: a number, or a map whose keys are no strings.
+    /// [`Error::Data`] if the value does not serialize to a JSON object: for example a number, or a map whose keys are
+    /// not strings.
     pub fn of(row: &impl Serialize) -> crate::Result<Self> {
         let json = serde_json::to_string(row);
         let fields = json.and_then(|json| serde_json::from_str(&json));
@@ -66,7 +66,7 @@ impl Fields {
         })
     }
 
-    /// The row as a struct that names some of its fields; `None` if one is missing or of another type.
+    /// Deserializes a struct that names some of the fields; `None` if one is missing or of another type.
     pub fn read<T: DeserializeOwned>(&self) -> Option<T> {
         let entries = self
             .iter()
@@ -74,7 +74,7 @@ impl Fields {
         serde_json::from_value(Value::Object(entries.collect())).ok()
     }
 
-    /// Puts `value` under `key`: at the end, or in the place of the value that stood there.
+    /// Sets the value of `key`. An existing key keeps its position; a new one is appended.
     pub fn insert(&mut self, key: impl Into<String>, value: impl Into<Value>) -> &mut Self {
         let (key, value) = (key.into(), value.into());
         match self.0.iter_mut().find(|(existing, _)| *existing == key) {
@@ -84,7 +84,7 @@ impl Fields {
         self
     }
 
-    /// [`insert`](Self::insert)s everything in `other`.
+    /// [Inserts](Self::insert) all fields of `other`.
     pub fn merge(&mut self, other: Fields) -> &mut Self {
         for (key, value) in other.0 {
             self.insert(key, value);
@@ -92,24 +92,24 @@ impl Fields {
         self
     }
 
-    /// The value under `key`, if there is one; it may be null.
+    /// Returns the value of `key`, which may be null; `None` if there is no such key.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.iter()
             .find(|(existing, _)| *existing == key)
             .map(|(_, value)| value)
     }
 
-    /// Keys and values in order.
+    /// Iterates over keys and values in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.0.iter().map(|(key, value)| (key.as_str(), value))
     }
 
-    /// How many there are.
+    /// Returns the number of fields.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no fields.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -155,10 +155,10 @@ impl<K: Into<String>, V: Into<Value>> FromIterator<(K, V)> for Fields {
     }
 }
 
-/// Joins the rows that agree in every field of `by` into one line, in the order in which they first come.
+/// Joins rows that agree in all fields of `by` into one line, in the order of first appearance.
 ///
-/// A line has all fields of its rows, the last row's where they differ, and for each row, under the name that stands
-/// in its field `across`, what `cell` makes of it.
+/// A line has all fields of its rows; where rows differ, the last one wins. It also has one field for each row: its
+/// name is the row's value of `across`, and its value is the result of `cell`.
 ///
 /// ```
 /// use tallow::report::{Fields, mean_and_std, pivot};
@@ -196,8 +196,17 @@ pub fn pivot(
     lines
 }
 
-/// A row's `mean_ms` and `std_ms` as one cell, `9.14 ± 0.38`, in three or four digits of the mean;
-/// where there is no mean, the row's `status` if that is not `ok`, else null.
+/// Formats `mean_ms` and `std_ms` of a row as one cell, `9.14 ± 0.38`, with three or four digits of the mean. Without a
+/// mean, it returns the row's `status` if that is not `ok`, else null.
+///
+/// ```
+/// use tallow::report::{Fields, mean_and_std};
+///
+/// let measured = Fields::from_iter([("mean_ms", 9.138), ("std_ms", 0.381)]);
+/// assert_eq!(mean_and_std(&measured), "9.14 ± 0.38");
+/// let failed = Fields::from_iter([("status", "OOM")]);
+/// assert_eq!(mean_and_std(&failed), "OOM");
+/// ```
 pub fn mean_and_std(row: &Fields) -> Value {
     let number = |key: &str| row.get(key)?.as_f64();
     let Some(mean) = number("mean_ms") else {
@@ -209,7 +218,17 @@ pub fn mean_and_std(row: &Fields) -> Value {
     format!("{} ± {std}", text(mean)).into()
 }
 
-/// How many times as fast `row` is as `before`, by their `mean_ms`, `std_ms` and `n`; `None` where one of them is missing.
+/// Returns the speedup of `row` over `before`, from `mean_ms`, `std_ms` and `n`; `None` if one of them is missing.
+///
+/// ```
+/// use tallow::report::{Statistics, speedup};
+///
+/// let eager = Statistics::new(&[10.0, 10.1, 9.9, 10.0])?.fields();
+/// let planned = Statistics::new(&[5.0, 5.1, 4.9, 5.0])?.fields();
+/// assert_eq!(speedup(&eager, &planned).unwrap().ratio, 2.0);
+/// assert!(speedup(&eager, &Default::default()).is_none());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn speedup(before: &Fields, row: &Fields) -> Option<Speedup> {
     let part = |row: &Fields| {
         let number = |key: &str| row.get(key)?.as_f64();

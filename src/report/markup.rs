@@ -1,4 +1,4 @@
-//! Reports as Markdown and LaTeX.
+//! Markdown and LaTeX output.
 
 use std::io::{self, Write};
 use std::iter::once;
@@ -8,7 +8,7 @@ use super::text::leave_out;
 use super::words::{list_in_note, one_line};
 use super::{Answer, Report};
 
-/// Headers as lists, the table, notes as a numbered list, the detail tables.
+/// Writes the headers as lists, the table, the notes as a numbered list, and the detail tables.
 pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     for (title, fields) in report.headers() {
         writeln!(out, "**{title}**\n")?;
@@ -45,7 +45,7 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
     Ok(())
 }
 
-/// The source is aligned as well: people read it before it is rendered.
+/// Writes the table with its source aligned too, because people read Markdown before it is rendered.
 fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let columns = report.strips().into_iter().map(|strip| {
         let texts = once(strip.column.heading()).chain(strip.cells);
@@ -74,7 +74,7 @@ fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// Plain text as Markdown that shows exactly it. An underscore within a word means nothing in Markdown, and stays.
+/// Escapes plain text for Markdown. An underscore within a word has no meaning in Markdown and is not escaped.
 fn escape_markdown(text: &str) -> String {
     let text = text.replace("\r\n", "\n");
     let mut escaped = String::with_capacity(text.len());
@@ -98,13 +98,14 @@ fn escape_markdown(text: &str) -> String {
     escaped
 }
 
-/// The most columns of a table in LaTeX: a page is not wider. More minor ones are left out ([`Column::minor`]).
+/// The largest number of columns in a LaTeX table, which is what fits on a page. More minor columns are left out first
+/// ([`Column::minor`]).
 ///
 /// [`Column::minor`]: super::Column::minor
 pub const LATEX_COLUMNS: usize = 8;
 
-/// A table to include in a paper, its answers and notes as text under it. What led to the numbers is a comment, so that
-/// the file can be included anywhere and still says where they come from.
+/// Writes a table to include in a paper, with its answers and notes as text below it. Environment and configuration are
+/// comments, so the file can be included anywhere and still documents where the numbers come from.
 pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let fields = report.headers().flat_map(|(_, fields)| fields.iter());
     for (key, value) in fields {
@@ -145,7 +146,7 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
     Ok(())
 }
 
-/// Writes the table, and returns the headings of the columns that it has no place for.
+/// Writes the table, and returns the headings of the columns that were left out.
 fn write_latex_table(report: &Report, out: &mut dyn Write) -> io::Result<Vec<String>> {
     let mut strips = report.strips();
     let mut left_out = Vec::new();
@@ -200,7 +201,7 @@ fn escape_latex(text: &str) -> String {
             '>' => escaped.push_str("\\textgreater{}"),
             '|' => escaped.push_str("\\textbar{}"),
             '`' => escaped.push_str("\\textasciigrave{}"),
-            // At the start of a row these two would belong to the \\ before it.
+            // At the start of a row these two would be parsed as arguments of the preceding \\.
             '[' | '*' => {
                 escaped.push('{');
                 escaped.push(c);

@@ -1,12 +1,8 @@
 //! Reports of measurements: statistics over samples, tables in five formats, charts.
 //!
-//! - [`Statistics`] turns samples into mean, deviation and quantiles;
-//! - [`Report`] holds what was measured, where and how, and writes it as text, Markdown, CSV, JSON or LaTeX
-//!   ([`Format`]); [`Layout`] fits text to a terminal; [`pivot()`] puts the phases of a configuration side by side;
-//! - [`Speedup`] compares two timings and [`PowerLaw`] fits growth: each says whether its figures decide;
-//! - [`plot`] draws charts, as SVG or PNG.
+//! - [`plot`] draws charts as SVG or PNG.
 //!
-//! Nothing here takes a measurement: timing lives in `bench`, memory in `memory`.
+//! Measuring is done by `bench` (time) and `memory` (bytes).
 //!
 //! ```
 //! use tallow::report::{Column, Fields, Format, Report, Statistics};

@@ -1,12 +1,12 @@
-//! Pictures in files: an SVG document as it is, or drawn as a PNG where the file's name asks for one.
+//! Saving pictures: an SVG document as it is, or rendered to PNG if the file's extension is `.png`.
 
 use crate::{Error, Result, files};
 use std::path::Path;
 
-/// Writes the picture `svg` to a file: as a PNG where the path ends in `.png`, else as it is.
+/// Writes the picture `svg` to a file: as PNG if the path ends in `.png`, else as SVG.
 ///
 /// # Errors
-/// [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for a PNG in a build without the feature `png`.
+/// [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for PNG in a build without the feature `png`.
 pub(crate) fn save(svg: &str, path: &Path) -> Result<()> {
     let wants_png = path
         .extension()
@@ -18,8 +18,8 @@ pub(crate) fn save(svg: &str, path: &Path) -> Result<()> {
     }
 }
 
-/// The picture in two pixels for each of the document's, so that small text can be read on any screen. Text is set in
-/// DejaVu Sans Condensed, which the build carries: the same picture on every machine, whatever fonts it has.
+/// Renders the document as PNG at two pixels for each of its units, so that small text is readable on any screen. Text
+/// is set in DejaVu Sans Condensed, which is compiled in: the picture does not depend on the fonts of the machine.
 #[cfg(feature = "png")]
 pub(crate) fn png(svg: &str) -> Result<Vec<u8>> {
     use resvg::{tiny_skia, usvg};

@@ -1,19 +1,21 @@
-//! Mean, deviation and quantiles of a handful of timings, and how fast something grows.
+//! Mean, deviation and quantiles of timings, speedups, and power-law fits of growth.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::Fields;
+use super::column::NOT_AVAILABLE;
+use super::words::{decimals_of, fixed, group};
 use crate::{Error, Result};
 
-/// Above this share of the median, an interquartile range says that something else was running.
+/// The interquartile range, as a fraction of the median, above which other work probably disturbed the measurement.
 const NOISY_IQR_SHARE: f64 = 0.10;
 
-/// What a set of samples, in milliseconds, says.
+/// Summary statistics of samples in milliseconds.
 ///
-/// What cannot be computed is `None` (`null` in JSON, `n/a` in tables), never 0. The order of the samples makes no
-/// difference, not even to the last bit.
+/// Statistics that cannot be computed are `None` (`null` in JSON, `n/a` in tables), never 0. The result does not depend
+/// on the order of the samples, not even in the last bit.
 ///
 /// ```
 /// use tallow::report::Statistics;
@@ -27,7 +29,7 @@ const NOISY_IQR_SHARE: f64 = 0.10;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Statistics {
-    /// How many samples there are.
+    /// The number of samples.
     pub n: usize,
     /// Arithmetic mean.
     pub mean_ms: f64,
@@ -50,10 +52,10 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// Statistics of `samples_ms`, in any order.
+    /// Computes the statistics of `samples_ms`, in any order.
     ///
     /// # Errors
-    /// [`Error::Data`] if there is no sample, or one is NaN or infinite.
+    /// [`Error::Data`] if there are no samples, or one is NaN or infinite.
     pub fn new(samples_ms: &[f64]) -> Result<Self> {
         if samples_ms.is_empty() {
             return Err(Error::data("statistics", "none")
@@ -72,7 +74,7 @@ impl Statistics {
         let n = sorted_ms.len();
         let (min_ms, max_ms) = (sorted_ms[0], sorted_ms[n - 1]);
 
-        // Summing distances from the minimum keeps equal samples exact.
+        // Summing the distances from the minimum keeps equal samples exact.
         let mean_ms = min_ms + sorted_ms.iter().map(|x| x - min_ms).sum::<f64>() / n as f64;
         let mean_ms = mean_ms.clamp(min_ms, max_ms);
         let std_ms = (n > 1).then(|| {
@@ -97,22 +99,31 @@ impl Statistics {
         })
     }
 
-    /// Whether the interquartile range is more than 10% of the median: the machine was not quiet, and the numbers
-    /// deserve a warning.
+    /// Returns whether the interquartile range exceeds 10% of the median: the machine was not quiet.
     pub fn noisy(&self) -> bool {
         self.iqr_ms > NOISY_IQR_SHARE * self.median_ms.abs()
     }
 
-    /// The public fields under their own names, ready for a row of a [`Report`](super::Report).
+    /// Returns the public fields under their own names, for a row of a [`Report`](super::Report).
     pub fn fields(&self) -> Fields {
         Fields::of(self).unwrap_or_default()
     }
 }
 
-/// How many times as fast one timing is as another: the ratio of their means, with what their spread leaves open.
+/// Mean and standard deviation with three or four digits of the mean: `9.14 ± 0.38`.
+impl fmt::Display for Statistics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |ms| group(&fixed(ms, decimals_of(self.mean_ms)));
+        let std = self.std_ms.map_or(NOT_AVAILABLE.into(), text);
+        write!(f, "{} ± {std}", text(self.mean_ms))
+    }
+}
+
+/// The speedup of one timing over another: the ratio of their means, with its error.
 ///
-/// `ratio = mean_before / mean_after`. Its standard error, by the first-order propagation of those of the means, is
-/// `ratio * sqrt((s_b / m_b)^2 / n_b + (s_a / m_a)^2 / n_a)`; the interval is two of them either way, about 95%.
+/// `ratio = mean_before / mean_after`. Its standard error follows from those of the means by first-order propagation:
+/// `ratio * sqrt((s_b / m_b)^2 / n_b + (s_a / m_a)^2 / n_a)`. The interval is two standard errors either way, about
+/// 95%.
 ///
 /// ```
 /// use tallow::report::{Speedup, Statistics, Verdict};
@@ -131,37 +142,37 @@ impl Statistics {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Speedup {
-    /// The mean before over the mean after: 2 is twice as fast.
+    /// The mean before divided by the mean after: 2 is twice as fast.
     pub ratio: f64,
     /// Two standard errors of the ratio.
     pub error: f64,
 }
 
-/// What a [`Speedup`] shows.
+/// The conclusion from a [`Speedup`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The ratio is clear, and its whole interval is over 1.
+    /// The ratio is clear, and its interval is entirely above 1.
     Faster,
-    /// The ratio is clear, and its whole interval is under 1.
+    /// The ratio is clear, and its interval is entirely below 1.
     Slower,
-    /// The ratio is clear, and its interval holds 1.
+    /// The ratio is clear, and its interval contains 1.
     AsFast,
-    /// The ratio is not [clear](Speedup::is_clear): one outlier can do that, and these samples do not decide. More steps
-    /// or a quieter machine would.
+    /// The ratio is not [clear](Speedup::is_clear): one outlier is enough for that. More steps or a quieter machine
+    /// help.
     Unclear,
 }
 
 impl Speedup {
-    /// The largest error, as a part of the ratio, with which the ratio is a figure worth printing.
+    /// The largest error, as a fraction of the ratio, at which the ratio alone is printed.
     pub const CLEAR: f64 = 0.2;
 
-    /// Compares two timings; `None` where either has one sample, or a mean that is not positive.
+    /// Compares two timings; `None` if either has one sample, or a mean that is not positive.
     pub fn new(before: &Statistics, after: &Statistics) -> Option<Self> {
         let part = |s: &Statistics| Some((s.mean_ms, s.std_ms?, s.n));
         Self::of_means(part(before)?, part(after)?)
     }
 
-    /// Compares two timings, each by mean, standard deviation and number of samples.
+    /// Compares two timings, each as mean, standard deviation and number of samples.
     pub(super) fn of_means(before: (f64, f64, usize), after: (f64, f64, usize)) -> Option<Self> {
         let relative = |(mean, std, n): (f64, f64, usize)| (std / mean).powi(2) / n as f64;
         let ratio = before.0 / after.0;
@@ -170,12 +181,12 @@ impl Speedup {
         is_usable.then_some(Self { ratio, error })
     }
 
-    /// Whether the spread leaves the ratio meaningful: an error within [`CLEAR`](Self::CLEAR) of it.
+    /// Returns whether the error is at most [`CLEAR`](Self::CLEAR) times the ratio.
     pub fn is_clear(&self) -> bool {
         self.error <= Self::CLEAR * self.ratio
     }
 
-    /// What the interval shows.
+    /// Returns what the interval shows.
     pub fn verdict(&self) -> Verdict {
         let (low, high) = (self.ratio - self.error, self.ratio + self.error);
         match self.is_clear() {
@@ -187,7 +198,7 @@ impl Speedup {
     }
 }
 
-/// `1.24x`, or where that is not clear `between 0.9x and 1.6x`.
+/// `1.24x`, or `between 0.9x and 1.6x` if the ratio is not clear.
 impl fmt::Display for Speedup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (low, high) = (self.ratio - self.error, self.ratio + self.error);
@@ -198,17 +209,17 @@ impl fmt::Display for Speedup {
     }
 }
 
-/// `sorted` is not empty and `q` lies in 0..=1.
+/// Returns the `q` quantile by linear interpolation. `sorted` must not be empty, and `q` must be in 0..=1.
 fn interpolate(sorted: &[f64], q: f64) -> f64 {
     let position = q * (sorted.len() - 1) as f64;
     let below = position.floor() as usize;
     let low = sorted[below];
     let high = sorted[(below + 1).min(sorted.len() - 1)];
-    // Rounding must not carry the result past the upper sample.
+    // Rounding must not push the result above the upper sample.
     (low + (position - below as f64) * (high - low)).min(high)
 }
 
-/// `y = coefficient * x^exponent`, fitted to measurements: 2 is what quadratic growth looks like.
+/// `y = coefficient * x^exponent`, fitted to measurements; quadratic growth has the exponent 2.
 ///
 /// ```
 /// use tallow::report::PowerLaw;
@@ -220,21 +231,21 @@ fn interpolate(sorted: &[f64], q: f64) -> f64 {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PowerLaw {
-    /// The slope in log y over log x.
+    /// The slope of log y over log x.
     pub exponent: f64,
     /// y at x = 1.
     pub coefficient: f64,
-    /// How many points it was fitted to.
+    /// The number of points in the fit.
     pub points: usize,
-    /// R^2 of the line: the part of the variance of log y that it explains, 1 for points on a line.
+    /// R^2 of the line: the fraction of the variance of log y that it explains; 1 for points on a line.
     pub r_squared: f64,
 }
 
 impl PowerLaw {
-    /// The line of least squares through (log x, log y).
+    /// Fits a line through (log x, log y) by least squares.
     ///
-    /// `None` for fewer than three different x, since a line goes through any two points and would say nothing about
-    /// the growth. Points whose x or y is not finite and positive are left out.
+    /// Returns `None` for fewer than three different x: a line fits any two points, so it would not show how y grows.
+    /// Points are ignored unless both x and y are finite and positive.
     pub fn fit(points: &[(f64, f64)]) -> Option<Self> {
         let usable = |value: f64| value.is_finite() && value > 0.0;
         let logs: Vec<(f64, f64)> = points
@@ -264,7 +275,7 @@ impl PowerLaw {
         })
     }
 
-    /// Whether the points lie near enough to the line for its exponent to be worth a sentence: R^2 of at least 0.95.
+    /// Returns whether R^2 is at least 0.95, so that the exponent is worth reporting.
     pub fn fits(&self) -> bool {
         self.r_squared >= 0.95
     }

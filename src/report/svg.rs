@@ -46,7 +46,7 @@ impl Svg {
     }
 
     fn turned_text(&mut self, (x, y): Point<f64>, size: i32, anchor: &str, turn: &str, text: &str) {
-        // The line that letters stand on is below their middle.
+        // SVG's y is the baseline, which is below the middle of the letters.
         let (x, y) = (rounded(x), rounded(y + f64::from(size) * 0.35));
         let text = escaped(text);
         self.write(format_args!(
@@ -54,7 +54,7 @@ impl Svg {
         ));
     }
 
-    /// Draws a line through points. `more` has further attributes.
+    /// Draws a line through points. `more` is appended to the element's attributes.
     pub fn line<N: Into<f64> + Copy>(
         &mut self,
         points: &[Point<N>],
@@ -68,7 +68,7 @@ impl Svg {
         ));
     }
 
-    /// Fills the area inside of points.
+    /// Fills the polygon of these points.
     pub fn area<N: Into<f64> + Copy>(&mut self, points: &[Point<N>], colour: &str) {
         let points = listed(points);
         self.write(format_args!(
@@ -83,7 +83,7 @@ impl Svg {
         ));
     }
 
-    /// Draws a rectangle (left, top, width, height) with a tooltip, and a label inside unless that is empty.
+    /// Draws a rectangle (left, top, width, height) with a tooltip, and a label inside it if `label` is not empty.
     pub fn rectangle(&mut self, sides: [f64; 4], colour: &str, tooltip: &str, label: &str) {
         let [x, y, width, height] = sides.map(rounded);
         let tooltip = escaped(tooltip);
@@ -114,7 +114,7 @@ fn listed<N: Into<f64> + Copy>(points: &[Point<N>]) -> String {
     points.collect::<Vec<_>>().join(" ")
 }
 
-/// Escapes text for SVG, and replaces control characters, which XML does not have.
+/// Escapes text for SVG, and replaces control characters, which XML does not allow.
 fn escaped(text: &str) -> String {
     let text = text.replace(char::is_control, " ");
     let text = text.replace('&', "&amp;").replace('<', "&lt;");

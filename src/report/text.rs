@@ -1,22 +1,24 @@
-//! Reports for a terminal: which columns are shown in a given width, and their text.
+//! Text output for a terminal: the columns that fit a given width, and their text.
 
 use super::column::{NOT_AVAILABLE, plain};
 use super::words::{list_in_note, one_line, wrap};
 use super::{Answer, Column, Fields, Report};
 use std::iter::once;
 
-/// How a [`Report`](super::Report) is laid out as text.
+/// The layout of a [`Report`](super::Report) as text.
 ///
-/// A column of names whose cells all agree moves into the header, and one of quantities without any value is left out.
-/// Where the table is still wider than `width`, columns are left out, the most minor first, and a note names them.
-/// Text in a cell is never wrapped.
+/// A column of names whose cells are all equal moves into the header, and a column of quantities without any value is
+/// left out. If the table is still wider than `width`, columns are left out, the most minor first, and a note lists
+/// them. Text in a cell is never wrapped.
+///
+/// [`Report::to_text`] has an example.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// The most characters of a line; `None` for as many as it takes.
+    /// The maximum line length in characters; `None` for no limit.
     pub width: Option<usize>,
-    /// Shows every column as it is, whatever the width: none moves, none is left out.
+    /// Shows every column in the table, whatever the width: none moves into the header, and none is left out.
     pub every_column: bool,
-    /// How a reader gets at the columns that were left out: the end of the note that names them.
+    /// How to see the columns that were left out; the end of the note that lists them.
     pub hint: String,
 }
 
@@ -75,7 +77,7 @@ fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
     blocks
 }
 
-/// The answers under their heading, each indented below its question.
+/// Returns the answers under their heading, each indented below its question.
 fn answers(report: &Report, layout: &Layout) -> Option<String> {
     let lines = report
         .answers
@@ -88,7 +90,7 @@ fn answers(report: &Report, layout: &Layout) -> Option<String> {
     (!report.answers.is_empty()).then(|| lines.join("\n"))
 }
 
-/// `Configuration: precision f32; data: 12,345 tokens`, without what is null.
+/// Returns `Configuration: precision f32; data: 12,345 tokens`, without fields that are null.
 fn header(name: &str, fields: &Fields, layout: &Layout) -> Option<String> {
     let parts = fields.iter().filter(|(_, value)| !value.is_null());
     let parts: Vec<String> = parts
@@ -106,7 +108,7 @@ fn header(name: &str, fields: &Fields, layout: &Layout) -> Option<String> {
     (!parts.is_empty()).then(|| wrap(&text, layout.width, 2).join("\n"))
 }
 
-/// A title within a line: `Precision` becomes `precision`, `T` and `FLOPs` stay.
+/// Returns a title for use within a sentence: `Precision` becomes `precision`; `T` and `FLOPs` stay.
 fn in_a_sentence(title: &str) -> String {
     let is_word = title.len() > 1 && !title.chars().skip(1).any(char::is_uppercase);
     match is_word {
@@ -115,7 +117,7 @@ fn in_a_sentence(title: &str) -> String {
     }
 }
 
-/// What the table shows as lines, with the columns that have moved into the header, and a note on what was left out.
+/// Returns the lines of the table, the columns that moved into the header, and a note on those that were left out.
 fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<String>) {
     let mut strips = report.strips();
     let cells = strips.iter_mut().flat_map(|strip| &mut strip.cells);
@@ -139,7 +141,7 @@ fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<Str
     (lines, same, note)
 }
 
-/// Moves names that agree, and drops what has no value; what is left tells the rows apart, or is the first column.
+/// Moves columns of equal names into `same`, and drops empty columns. The first one stays if none tells the rows apart.
 fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
     if strips.first().is_none_or(|first| first.cells.is_empty()) {
         return;
@@ -204,7 +206,7 @@ fn draw(strips: &[Strip<'_>]) -> Vec<String> {
     lines
 }
 
-/// A heading with a rule after it, as wide as the columns below it.
+/// Returns a heading followed by a rule, as wide as the columns below it.
 fn fill(over: String, width: usize) -> String {
     let rest = width - over.chars().count();
     match rest {
@@ -215,8 +217,8 @@ fn fill(over: String, width: usize) -> String {
 
 const LEAST_WORDS: usize = 20;
 
-/// Leaves columns out until the others fit `width`, and returns their headings: the most minor first, of equals the
-/// last. Once only the columns that a reader needs are left, long words are cut before one of those goes.
+/// Leaves out columns until the others fit `width`, and returns their headings. The most minor column goes first, and
+/// the last one among equals. If all remaining columns are needed, long words are cut before a column is left out.
 fn fit(strips: &mut Vec<Strip<'_>>, width: usize) -> Vec<String> {
     let mut left_out = Vec::new();
     while total(&widths(strips)) > width {
@@ -233,8 +235,9 @@ fn fit(strips: &mut Vec<Strip<'_>>, width: usize) -> Vec<String> {
     left_out
 }
 
-/// Leaves out the most minor column, of equals the last, with its equals under the same heading: half a comparison says
-/// nothing. Returns their headings, the shared one if all under it go; none if only the first column is left.
+/// Leaves out the most minor column, or the last one among equals. Columns with the same rank and the same shared
+/// heading are left out too, because half of a comparison is useless. Returns their headings, or the shared one if all
+/// columns under it are left out; returns none if only the first column remains.
 pub(super) fn leave_out(strips: &mut Vec<Strip<'_>>) -> Vec<String> {
     let Some(most) = (1..strips.len()).max_by_key(|i| (strips[*i].column.minor, *i)) else {
         return Vec::new();
@@ -255,7 +258,7 @@ pub(super) fn leave_out(strips: &mut Vec<Strip<'_>>) -> Vec<String> {
     }
 }
 
-/// Cuts the widest column of words by what is too much; whether there was one to cut.
+/// Cuts the widest column of words by the excess width, and returns whether there was one to cut.
 fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
     let widths = widths(strips);
     let too_much = total(&widths) - width;
@@ -279,7 +282,7 @@ fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
     true
 }
 
-/// Cuts a text to `room` characters: a path at its beginning, for its end says more, any other at its end.
+/// Cuts a text to `room` characters: the beginning of a path, whose end is more informative, or the end of other text.
 fn cut(text: &mut String, room: usize) {
     let length = text.chars().count();
     if length <= room {
@@ -301,12 +304,12 @@ const GAP: usize = 2;
 pub(super) struct Strip<'a> {
     pub column: &'a Column,
     pub cells: Vec<String>,
-    /// Whether they stand at the right.
+    /// Whether the cells are right-aligned.
     pub right: bool,
 }
 
 impl Strip<'_> {
-    /// Whether it holds names and not quantities.
+    /// Returns whether the column holds names, as opposed to quantities.
     fn is_of_names(&self) -> bool {
         self.column.decimals.is_none()
     }
@@ -324,7 +327,7 @@ fn total(widths: &[usize]) -> usize {
     widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
 }
 
-/// Neighbours under one heading, by their first and the one after their last; a column under none is alone.
+/// Returns the ranges (first, end) of neighbours that share a heading; a column without one is its own range.
 fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
     let mut spans: Vec<(usize, usize)> = Vec::new();
     for (i, strip) in strips.iter().enumerate() {
@@ -339,7 +342,7 @@ fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
     spans
 }
 
-/// The heading over a span, with the unit if its columns have only one.
+/// Returns the heading above a span, with the unit if its columns have only one.
 fn over(strips: &[Strip<'_>]) -> String {
     let under = &strips[0].column.under;
     match shared_unit(strips) {
@@ -348,7 +351,7 @@ fn over(strips: &[Strip<'_>]) -> String {
     }
 }
 
-/// The unit of every column under one heading that has a unit.
+/// Returns the unit of the columns under one heading, if all that have a unit agree.
 fn shared_unit<'s>(strips: &'s [Strip<'_>]) -> Option<&'s str> {
     let mut units = strips.iter().map(|s| s.column.unit.as_str());
     let mut units = units.by_ref().filter(|unit| !unit.is_empty());
@@ -357,7 +360,7 @@ fn shared_unit<'s>(strips: &'s [Strip<'_>]) -> Option<&'s str> {
     is_shared.then_some(first)
 }
 
-/// What stands over each column, below the headings of groups.
+/// Returns the heading directly above each column, below the shared headings.
 fn headings(strips: &[Strip<'_>]) -> Vec<String> {
     let spans = spans(strips).into_iter();
     let headings = spans.flat_map(|(first, end)| {

@@ -1,15 +1,19 @@
-//! Numbers, and the sentences under a table, as people read them.
+//! Formatting of numbers, and of the sentences under a table.
 
 use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 
 const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
 
-/// Bytes as MiB: `bytes / 2^20`.
+/// Converts bytes to MiB: `bytes / 2^20`.
+///
+/// ```
+/// assert_eq!(tallow::report::bytes_to_mib(3 << 19), 1.5);
+/// ```
 pub fn bytes_to_mib(bytes: u64) -> f64 {
     bytes as f64 / BYTES_PER_MIB
 }
 
-/// Bytes in words, with one decimal.
+/// Formats bytes as MiB with one decimal.
 ///
 /// ```
 /// assert_eq!(tallow::report::format_mib(3 << 19), "1.5 MiB");
@@ -19,7 +23,7 @@ pub fn format_mib(bytes: u64) -> String {
     format!("{} MiB", group(&fixed(bytes_to_mib(bytes), 1)))
 }
 
-/// A count with a comma between thousands.
+/// Formats a count with commas between thousands.
 ///
 /// ```
 /// assert_eq!(tallow::report::group_digits(128_625_408), "128,625,408");
@@ -28,7 +32,7 @@ pub fn group_digits(count: u64) -> String {
     group(&count.to_string())
 }
 
-/// Commas between the thousands of a plain decimal number, which may have a sign and a fraction.
+/// Puts commas between the thousands of a plain decimal number, which may have a sign and a fraction.
 pub(super) fn group(number: &str) -> String {
     let (sign, digits) = match number.strip_prefix('-') {
         Some(rest) => ("-", rest),
@@ -48,7 +52,7 @@ pub(super) fn group(number: &str) -> String {
     grouped + fraction
 }
 
-/// Decimals that show a time or a rate in three or four digits.
+/// Returns the number of decimals that show a time or a rate with three or four digits.
 pub(super) fn decimals_of(value: f64) -> usize {
     let under = [1000.0, 100.0, 1.0]
         .iter()
@@ -56,10 +60,10 @@ pub(super) fn decimals_of(value: f64) -> usize {
     under.count()
 }
 
-/// Decimals after which every f64 has zeros only: the smallest is 2^-1074.
+/// The number of decimals after which every f64 has only zeros: the smallest is 2^-1074.
 const MAX_DECIMALS: usize = 1074;
 
-/// `value` with a fixed number of decimals, and no minus before a zero. At most [`MAX_DECIMALS`] are shown.
+/// Formats `value` with a fixed number of decimals, at most [`MAX_DECIMALS`], and no minus sign before a zero.
 pub(super) fn fixed(value: f64, decimals: usize) -> String {
     let decimals = decimals.min(MAX_DECIMALS); // formatting panics from 2^16 on
     let text = format!("{value:.decimals$}");
@@ -69,10 +73,10 @@ pub(super) fn fixed(value: f64, decimals: usize) -> String {
     }
 }
 
-/// The most characters of a note: more is not read.
+/// The maximum length of a note in characters: nobody reads longer ones.
 pub const NOTE_CHARS: usize = 200;
 
-/// `start: a, b, c and 5 more.`, with as many of `items` as a note of [`NOTE_CHARS`] holds; `start.` if there are none.
+/// Returns `start: a, b, c and 5 more.`, with as many of `items` as [`NOTE_CHARS`] allow; `start.` if there are none.
 ///
 /// ```
 /// use tallow::report::{NOTE_CHARS, list_in_note};
@@ -98,7 +102,7 @@ pub fn list_in_note(start: &str, items: &[String]) -> String {
     with((0..=items.len()).rev().find(fits).unwrap_or(0))
 }
 
-/// A count with its noun: `1 shape`, `1,024 shapes`.
+/// Returns a count with its noun: `1 shape`, `1,024 shapes`.
 ///
 /// ```
 /// assert_eq!(tallow::report::counted(1, "shape"), "1 shape");
@@ -109,8 +113,8 @@ pub fn counted(count: usize, noun: &str) -> String {
     format!("{} {noun}{plural}", group_digits(count as u64))
 }
 
-/// Words in lines of at most `width` characters, the second and later ones after `indent` spaces. A word that is
-/// longer than a line is cut.
+/// Wraps text into lines of at most `width` characters; all but the first are indented by `indent` spaces. Words longer
+/// than a line are broken.
 pub(super) fn wrap(text: &str, width: Option<usize>, indent: usize) -> Vec<String> {
     let text = one_line(text);
     let Some(width) = width else {
@@ -126,7 +130,7 @@ pub(super) fn wrap(text: &str, width: Option<usize>, indent: usize) -> Vec<Strin
     lines.into_iter().map(|line| line.into_owned()).collect()
 }
 
-/// The text without characters that end a line or move the cursor.
+/// Returns the text with characters that end a line or move the cursor replaced by spaces.
 pub(super) fn one_line(text: &str) -> String {
     let is_bad = |c: char| c.is_control() || matches!(c, '\u{2028}' | '\u{2029}');
     text.replace("\r\n", " ").replace(is_bad, " ")

@@ -1,4 +1,4 @@
-//! A report written, in each of the formats.
+//! Writing reports, in each of the formats.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -8,7 +8,7 @@ use std::str::FromStr;
 use super::{Layout, Report, data, markup, text};
 use crate::{Error, Result, files};
 
-/// How a [`Report`](super::Report) is written.
+/// The output formats of a [`Report`](super::Report).
 ///
 /// ```
 /// use tallow::report::Format;
@@ -21,22 +21,22 @@ use crate::{Error, Result, files};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Format {
-    /// An aligned table for a terminal, between the configuration and the environment ([`Layout`](super::Layout)).
+    /// An aligned table for a terminal, between configuration and environment ([`Layout`](super::Layout)).
     #[default]
     Text,
-    /// A pipe table (GitHub's dialect), under the environment and the configuration.
+    /// A pipe table (GitHub's dialect), below the environment and the configuration.
     Markdown,
-    /// The rows alone, one table: every field under its key, unrounded; what is missing is an empty cell.
+    /// The rows alone, as one table: every field under its key, unrounded. Missing values are empty cells.
     Csv,
-    /// One document with everything, unrounded; what is missing is `null`.
+    /// One document with everything, unrounded. Missing values are `null`.
     Json,
-    /// A `table` with a caption, booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns, answers and
-    /// notes as text under it; environment and configuration as comments.
+    /// A `table` with a caption, booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns. Answers
+    /// and notes follow as text; environment and configuration are comments.
     Latex,
 }
 
 impl Format {
-    /// Every format, in the order in which help texts list them.
+    /// Every format, in the order of the help texts.
     pub const ALL: [Format; 5] = [
         Format::Text,
         Format::Markdown,
@@ -45,7 +45,7 @@ impl Format {
         Format::Latex,
     ];
 
-    /// The name that [`FromStr`] takes.
+    /// Returns the name that [`FromStr`] parses.
     pub fn name(self) -> &'static str {
         match self {
             Format::Text => "text",
@@ -84,14 +84,14 @@ impl Report {
     /// Writes the whole document, ending in a newline, and flushes.
     ///
     /// # Errors
-    /// [`Error::Io`] if `out` refuses, with `output` for the path it does not know.
+    /// [`Error::Io`] if writing to `out` fails. Its path is `output`, because the writer's path is unknown.
     pub fn write_to(&self, format: Format, out: &mut dyn Write) -> Result<()> {
         self.render(format, out)
             .and_then(|()| out.flush())
             .map_err(|e| Error::io("write", "output", e))
     }
 
-    /// The document as text, in a layout; [`write_to`](Self::write_to) writes it in the default layout.
+    /// Returns the document as text in `layout`; [`write_to`](Self::write_to) uses the default layout.
     ///
     /// ```
     /// use tallow::report::{Column, Fields, Layout, Report};
@@ -130,9 +130,9 @@ impl Report {
         text::text(self, layout)
     }
 
-    /// Writes to a file, which appears complete or not at all: what stood at `path` is replaced only once the new
-    /// content is safely on the disk. As CSV, each detail is a file beside it, `rows-largest-allocations.csv` for
-    /// `rows.csv`, and a report of details alone is these files.
+    /// Writes the document to a file atomically: an existing file is replaced only once the new content is safely on
+    /// disk. With CSV, each detail gets a file in the same folder, such as `rows-largest-allocations.csv` for
+    /// `rows.csv`; a report that has only details writes only these files.
     ///
     /// # Errors
     /// [`Error::Io`] with the path if it cannot be written.
@@ -163,7 +163,7 @@ impl Report {
     }
 }
 
-/// `rows-largest-allocations.csv` for `rows.csv` and `Largest allocations`.
+/// Returns `rows-largest-allocations.csv` for `rows.csv` and `Largest allocations`.
 fn beside(path: &Path, title: &str) -> PathBuf {
     let is_word = |c: &char| c.is_alphanumeric() || *c == '.';
     let words = title.to_lowercase();
@@ -180,7 +180,19 @@ fn beside(path: &Path, title: &str) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Writes a document made of several reports as [`Report::save`] writes one: the file appears complete or not at all.
+/// Writes the content of a document that was made of several reports, atomically like [`Report::save`].
+///
+/// ```
+/// use tallow::report::save_document;
+///
+/// # let folder = std::env::temp_dir().join(format!("tallow-save-document-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let path = folder.join("results.md");
+/// save_document(b"# Results\n", &path)?;
+/// assert_eq!(std::fs::read(&path).unwrap(), b"# Results\n");
+/// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::Io`] with the path if it cannot be written.

@@ -1,4 +1,4 @@
-//! A run in a file: what it says, and how it is written.
+//! Checkpoints: the format of a saved run, and its writing.
 
 use super::ranks::Job;
 use super::{DataFingerprint, History, TrainConfig, Trainer};
@@ -13,17 +13,17 @@ use std::path::Path;
 use std::sync::PoisonError;
 
 const KEY: &str = "tallow.train";
-/// Raised when a reader of the old format could not make sense of the new one. In format 1 the history was in the JSON.
+/// Increased when readers of the old format cannot read the new one. In format 1 the history was in the JSON.
 const FORMAT: u32 = 2;
 
-/// What a saved run says about itself.
+/// The description of a saved run.
 ///
-/// The file is safetensors, written by [`Trainer::save`]: the weights under their own names, so that
-/// [`TransformerLM::load`](crate::model::TransformerLM::load) reads it as it reads any model's; the optimizer's state
-/// as `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`; the history as `history.losses` (f64, a number a
-/// step), `history.skipped`, `history.evaluated_steps` (i64) and `history.evaluations` (f64); and the rest of this, as
-/// JSON, in the metadata under `tallow.train`. Beside it, under `tallow.crc32`, is the CRC-32 of every tensor, as
-/// `zlib.crc32` gives it, and of this text: reading the file here finds damage.
+/// [`Trainer::save`] writes a safetensors file. The weights have their own names, so that
+/// [`TransformerLM::load`](crate::model::TransformerLM::load) reads the file like any model's. The optimizer's state is
+/// `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`. The history is `history.losses` (f64, one a step),
+/// `history.skipped`, `history.evaluated_steps` (i64) and `history.evaluations` (f64). The other fields are JSON in the
+/// metadata under `tallow.train`. The metadata's `tallow.crc32` has the CRC-32 of every tensor, as `zlib.crc32`
+/// computes it, and of this JSON, so that reading the file detects damage.
 ///
 /// ```no_run
 /// use tallow::model::TransformerLM;
@@ -37,27 +37,27 @@ const FORMAT: u32 = 2;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Checkpoint {
-    /// Steps taken. With the seed it is the position in the data, and with the schedule the learning rate.
+    /// Steps taken. With the seed it determines the position in the data, and with the schedule the learning rate.
     pub step: usize,
-    /// The model's sizes, and its attention.
+    /// The model's configuration.
     pub model: TransformerConfig,
-    /// The parameters' type, as candle names it: `f32`.
+    /// Dtype of the parameters, as candle names it: `f32`.
     pub dtype: String,
-    /// What the run was told.
+    /// The configuration of the run.
     pub train: TrainConfig,
-    /// The data it trains on.
+    /// Fingerprint of the training data.
     pub training_data: DataFingerprint,
-    /// The data it is evaluated on.
+    /// Fingerprint of the validation data.
     pub validation_data: DataFingerprint,
-    /// The losses so far. As JSON, `serde` leaves them out: a long run's are too many for a file's metadata.
+    /// The losses so far. `serde` omits them from JSON: those of a long run are too many for a file's metadata.
     #[serde(skip)]
     pub history: History,
-    /// Where the loss scale stands, in f16. Runs saved without one go on with a fresh one.
+    /// The state of the loss scale, in f16. A run saved without one continues with a new one.
     #[serde(default)]
     pub loss_scaling: Option<GradScalerState>,
 }
 
-/// The metadata's text: the checkpoint, and how to read it.
+/// The JSON in the metadata: the checkpoint, and its format.
 #[derive(Serialize)]
 struct Written<'a> {
     format: u32,
@@ -66,11 +66,11 @@ struct Written<'a> {
 }
 
 impl Checkpoint {
-    /// Reads what a file says, and of its tensors only the history.
+    /// Reads the description of a run; of the file's tensors only the history is read.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read or is no regular file; [`Error::Format`] if it is not whole, damaged, no
-    /// safetensors, or no run's; [`Error::Weight`] for a history that lacks a part.
+    /// [`Error::Io`] if the file cannot be read or is not regular; [`Error::Format`] if it is incomplete, damaged, not
+    /// safetensors, or not a run; [`Error::Weight`] if a part of the history is missing.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         Self::parse(&TensorFile::open(path.as_ref())?)
     }
@@ -95,7 +95,7 @@ impl Checkpoint {
                 Some(history) => Some(serde_json::from_value(history.take())),
                 None => Some(Err(serde::de::Error::missing_field("history"))),
             },
-            Some(2) => None, // in tensors
+            Some(2) => None, // stored as tensors
             _ => {
                 return Err(refuse(
                     format!("a run in format {}", json["format"]),
@@ -144,27 +144,26 @@ impl Checkpoint {
 }
 
 impl Trainer {
-    /// Writes the run to one file, whole or not at all: into a temporary file beside it, synced, then renamed over it.
-    /// [`Checkpoint`] says what is in it.
+    /// Writes the run to a file, completely or not at all: to a temporary file in the same folder, synced, then renamed
+    /// to `path`. [`Checkpoint`] describes the format.
     ///
-    /// If [`TrainConfig::keep`] is over 1, the files that were there before stay as `path.1`, the latest, `path.2`
-    /// and so on. Temporary files that killed processes left in the folder are removed.
+    /// If [`TrainConfig::keep`] is more than 1, earlier files are kept as `path.1` (the latest), `path.2` and so on.
+    /// Temporary files of killed processes in the folder are removed.
     ///
-    /// From the first save on the path belongs to this run, until it is dropped or saves elsewhere: `path.lock` says
-    /// so, and another run that saves there, in this process or another, gets an error. What a process leaves that is
-    /// killed keeps no other writer away. (On a file system without locks no writer is kept away at all.)
+    /// From the first save on this run owns the path, until it is dropped or saves elsewhere: it holds `path.lock`, and
+    /// another run that saves there, in this process or another, gets an error. The lock file of a killed process does
+    /// not block other writers. (On a file system without locks other writers are not blocked at all.)
     ///
-    /// Of [ranks that train together](Self::replicate) rank 0 alone writes: they all have the same run. Where the
-    /// [optimizer is divided](Self::shard_optimizer) among them, it gets the others' state: all ranks have to call
-    /// this. Where [weights are divided](Self::fully_sharded), every rank writes its part to a file of its own beside
-    /// `path`, `path.part-...`, and rank 0 then the file at `path`, which names them: with it the run is whole, and
-    /// before it the one that was there. Parts that no file names any more are removed. The folder must be one that all
-    /// ranks see.
+    /// If [ranks train together](Self::replicate), only rank 0 writes, since all have the same run. If the [optimizer
+    /// is sharded](Self::shard_optimizer), rank 0 gathers the others' state, so all ranks must call this. If [weights
+    /// are sharded](Self::fully_sharded), every rank writes its part to a file of its own next to `path`,
+    /// `path.part-...`. Rank 0 then writes the file at `path`, which lists the parts and completes the save; until then
+    /// the earlier save is valid. Parts that no file lists any more are removed. All ranks must see the same folder.
     ///
     /// # Errors
-    /// [`Error::Io`] naming `path`, and the process that writes there if that is why; [`Error::Weight`] names a
-    /// weight or an entry of the optimizer's state that is not finite, or negative where it is a mean of squares.
-    /// What was there before stays.
+    /// [`Error::Io`] naming `path`, and the process that writes there if there is one; [`Error::Weight`] naming a
+    /// weight or an entry of the optimizer's state that is not finite, or a negative mean of squares. Earlier files
+    /// stay unchanged.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         if let Some(Job::FullyShard(sharded)) = &self.job {
@@ -173,13 +172,13 @@ impl Trainer {
         self.optimizer.gather_weights()?;
         let state = self.optimizer.state_entries(STATE_PREFIX)?;
         if self.communicator().is_some_and(|ranks| ranks.rank() > 0) {
-            return Ok(()); // rank 0 writes what all have
+            return Ok(()); // rank 0 writes for all
         }
         let tensors = self.model.entries().chain(state).collect();
         self.write(path, tensors, None)
     }
 
-    /// Writes the run with these tensors beside the history, and with what says where others are.
+    /// Writes the run with these tensors and the history; `parts` lists the files of other tensors.
     pub(super) fn write(
         &self,
         path: &Path,
@@ -195,7 +194,7 @@ impl Trainer {
             train: self.config.clone(),
             training_data: self.training_data.clone(),
             validation_data: self.validation_data.clone(),
-            history: History::default(), // not in this text
+            history: History::default(), // stored as tensors instead
             loss_scaling: self.scaler.as_ref().map(GradScaler::state),
         };
         let written = Written {

@@ -1,4 +1,4 @@
-//! What a run is told.
+//! The configuration of a training run.
 
 use crate::compile::{StepConfig, check_clip_value, check_precision};
 use crate::optim::{AdamWConfig, GradScaler, GradScalerConfig, Schedule};
@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 
 /// Batches, steps and hyperparameters of a run.
 ///
-/// A step takes `accumulation` batches of `batch_size` windows of `sequence_length` tokens. Its loss is the mean over
-/// all of their targets that count, as one batch of `accumulation * batch_size` windows would give, in less memory.
+/// A step uses `accumulation` batches of `batch_size` windows of `sequence_length` tokens. Its loss is the mean over
+/// all of their counted targets, like that of one batch of `accumulation * batch_size` windows, in less memory.
 ///
 /// The default is nanoGPT's recipe for characters on a CPU: batches of 12 x 64 tokens, 2,000 steps, learning rate 1e-3
-/// after 100 steps of warm-up and down to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.
+/// after 100 steps of warm-up, decaying to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.
 ///
 /// ```
 /// use tallow::train::TrainConfig;
@@ -25,61 +25,58 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainConfig {
-    /// B: windows in a batch, to train and to evaluate.
+    /// B: windows in a batch, for training and evaluation.
     pub batch_size: usize,
     /// T: tokens in a window.
     pub sequence_length: usize,
-    /// Batches in a step, of [all ranks](super::Trainer::replicate) where there are several.
+    /// Batches in a step, of [all ranks](super::Trainer::replicate) together.
     pub accumulation: usize,
-    /// Steps in the whole run. A resumed run may be given more, or fewer, than it was saved with.
+    /// Steps of the whole run. A resumed run may have more or fewer than the saved one.
     pub steps: usize,
-    /// The learning rate of every step, the first being step 0.
+    /// The schedule of the learning rate; the first step is step 0.
     pub schedule: Schedule,
-    /// The optimizer's other hyperparameters: its `lr` is not used. Weight decay is for matrices only.
+    /// The optimizer's other hyperparameters; its `lr` is ignored. Weight decay applies to matrices only.
     pub optimizer: AdamWConfig,
-    /// Gradients whose L2 norm is larger are scaled down to it; `None` leaves them as they are.
+    /// The largest L2 norm of all gradients; larger ones are scaled down to it. `None` disables clipping by norm.
     pub max_grad_norm: Option<f64>,
-    /// Each element of the gradients is clipped to be from minus this to this, after `max_grad_norm`; `None` leaves
-    /// them as they are, and so does a saved run that says nothing.
+    /// The largest absolute value of a gradient's element; others are clipped to it after `max_grad_norm`. `None`, the
+    /// serialized default, disables clipping by value.
     #[serde(default)]
     pub max_grad_value: Option<f64>,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
-    /// parameters are in f32. f32 where a saved run says nothing.
+    /// parameters are f32. The serialized default is f32.
     #[serde(default)]
     pub precision: Precision,
-    /// How the loss is scaled where the precision is f16; no other is scaled. If it is not `enabled`, f16 is trained as
-    /// it is, and gradients that overflow are an error. The default where a saved run says nothing.
+    /// Scaling of the loss in f16; other precisions are not scaled. If it is not `enabled`, f16 runs unscaled, and
+    /// gradients that overflow are an error.
     #[serde(default)]
     pub loss_scaling: GradScalerConfig,
-    /// Updates each parameter as soon as its gradient is there, whose memory is then free again: one
-    /// gradient is alive at a time. Their norm is not taken then
-    /// ([`StepReport::grad_norm`](super::StepReport::grad_norm) is NaN), a loss that is not finite is an error *after*
-    /// its update, and `max_grad_norm` must be `None`, `accumulation` 1 and the loss not scaled. False where a saved
-    /// run says nothing.
+    /// Updates each parameter as soon as its gradient is computed, and frees the gradient: one gradient is alive at a
+    /// time. The gradients' norm is then not computed ([`StepReport::grad_norm`](super::StepReport::grad_norm) is NaN),
+    /// and a loss that is not finite is an error *after* its update. `max_grad_norm` must be `None`, `accumulation` 1,
+    /// and the loss not scaled. The serialized default is false.
     #[serde(default)]
     pub optimizer_in_backward: bool,
-    /// The most bytes that activations and gradients of a step may take: as little is recomputed in backward as
-    /// [will do](crate::compile::StepConfig::memory_budget_bytes). Not saved.
+    /// The most bytes that activations and gradients of a step may use; backward recomputes as little as [this
+    /// allows](crate::compile::StepConfig::memory_budget_bytes). Not saved.
     #[serde(skip)]
     pub memory_budget_bytes: Option<u64>,
-    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). A
-    /// resumed run may be given another number.
+    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). It
+    /// may change when a run is resumed.
     pub evaluate_every: usize,
-    /// Checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one it writes at its path, and those
-    /// before it as `path.1`, the latest, to `path.{keep - 1}`. 1 where a saved run says nothing; a resumed run may
-    /// be given another number.
+    /// Number of checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one at its path, and earlier ones
+    /// as `path.1`, the latest, to `path.{keep - 1}`. The serialized default is 1; it may change when a run is resumed.
     #[serde(default = "one")]
     pub keep: usize,
-    /// The token that documents end with: those that a window holds then see nothing of each other, and the first token
-    /// of one is not predicted from the end of the one before. `None` where a saved run says nothing: a window is one
-    /// text.
+    /// The token that ends a document. Documents in one window then do not attend to each other, and the first token of
+    /// a document is not predicted from the previous one. With `None`, the serialized default, a window is one text.
     #[serde(default)]
     pub separator: Option<u32>,
-    /// Targets with this value do not count, as -100 in PyTorch: in loss, gradients and evaluation. Batches of masked
-    /// targets come from [`Batches`](crate::data::Batches). `None` where a saved run says nothing.
+    /// The value of targets that do not count in loss, gradients and evaluation, such as PyTorch's -100. Batches with
+    /// masked targets come from [`Batches`](crate::data::Batches). The serialized default is `None`.
     #[serde(default)]
     pub ignore_index: Option<i64>,
-    /// Chooses the batches, and what dropout drops. (The weights' first values have their seed in the model.)
+    /// Seed of the batches and of dropout. (The model has the seed of the initial weights.)
     pub seed: u64,
 }
 
@@ -121,12 +118,12 @@ impl Default for TrainConfig {
 }
 
 impl TrainConfig {
-    /// Checks the ranges.
+    /// Checks the fields.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field: a zero size or count, a `max_grad_norm` or `max_grad_value` that is not over
-    /// 0, a precision that is not planned, an optimizer in backward beside `max_grad_norm`, accumulation or loss
-    /// scaling; and those of the schedule, the optimizer and the loss scale.
+    /// [`Error::Config`] naming the field: a size or count of 0; a `max_grad_norm` or `max_grad_value` that is not
+    /// positive; a precision that cannot be planned; an optimizer in backward together with `max_grad_norm`,
+    /// accumulation or loss scaling. Also the errors of the schedule, the optimizer and the loss scale.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TrainConfig", field, got).must_be(expected, hint))
@@ -221,7 +218,7 @@ impl TrainConfig {
         self.schedule.validate()?;
         self.loss_scaling.validate()?;
         self.optimizer.validate()?;
-        // The schedule's rate takes the place of the optimizer's own.
+        // The schedule's learning rate replaces the optimizer's own.
         let lr = self.schedule.highest();
         AdamWConfig {
             lr,
@@ -234,9 +231,9 @@ impl TrainConfig {
         self.precision.dtype() == DType::F16 && self.loss_scaling.enabled
     }
 
-    /// The scaler of a run in f16; none where nothing is scaled. Returns the configuration of the run's planned step on
-    /// one rank, for estimates of its memory and time. The norm of all gradients is computed unless the optimizer runs
-    /// in backward: the history records it, and it guards the update.
+    /// Returns the configuration of the run's planned step on one rank, for estimates of its memory and time. The norm
+    /// of all gradients is computed unless the optimizer runs in backward: the history records it, and it guards the
+    /// update.
     pub fn step(&self) -> StepConfig {
         let all_norms = (!self.optimizer_in_backward).then_some(f64::INFINITY);
         StepConfig {
@@ -252,12 +249,13 @@ impl TrainConfig {
         }
     }
 
+    /// Returns the scaler of a run in f16; `None` if the loss is not scaled.
     pub(super) fn scaler(&self) -> Result<Option<GradScaler>> {
         let scaler = self.is_scaled().then(|| GradScaler::new(self.loss_scaling));
         scaler.transpose()
     }
 
-    /// `accumulation * batch_size * sequence_length`: the targets of a step, those that do not count included.
+    /// Returns `accumulation * batch_size * sequence_length`: the targets of a step, including those that do not count.
     pub fn tokens_per_step(&self) -> usize {
         self.accumulation * self.batch_size * self.sequence_length
     }

@@ -4,14 +4,14 @@ use super::history::{History, mean_of_finite};
 use crate::report::plot::{LineChart, Series};
 use crate::report::{Column, Fields, Report};
 
-/// Points that a line of the chart has at most: more would not be seen, and a file of them is slow to draw.
+/// The most points of a line in the chart: more would be invisible, and slow to draw.
 const CHART_POINTS: usize = 500;
 
 impl History {
-    /// The loss curve over steps. Of a long run, each point of the training line is the mean of as many steps as its
-    /// name says.
+    /// Returns the loss curve over steps. In a long run each point of the training line is the mean of several steps;
+    /// the line's name has their number.
     ///
-    /// Drawing it is an error as long as there is no loss at all.
+    /// Drawing it is an error if there are no losses yet.
     pub fn chart(&self) -> LineChart {
         let steps_a_point = self.losses.len().div_ceil(CHART_POINTS).max(1);
         let means = self.losses.chunks(steps_a_point).enumerate();
@@ -38,14 +38,14 @@ impl History {
         }
     }
 
-    /// The same as a table: a row for each step with `step`, `loss` and, where it was evaluated, `validation_loss`.
-    /// Saved as CSV it is what other programs plot.
+    /// Returns the losses as a table, a row for each step with `step`, `loss` and, if it was evaluated,
+    /// `validation_loss`. Save it as CSV to plot it with other programs.
     pub fn report(&self) -> Report {
         let mut rows = Vec::with_capacity(self.losses.len() + 1);
         let mut evaluations = self.evaluations.iter().peekable();
         for step in 0..=self.losses.len() {
             let evaluation = evaluations.next_if(|e| e.step == step).map(|e| e.loss);
-            // Before the first step there is a row only if the loss was evaluated there.
+            // Step 0 has a row only if the loss was evaluated before the first step.
             let loss = step.checked_sub(1).map(|last| self.losses[last]);
             if loss.is_none() && evaluation.is_none() {
                 continue;

@@ -1,5 +1,4 @@
-//! What a run reads: tokens, from which it cuts its batches, or batches of the caller's own; and what it asks of model
-//! and data; and fingerprints, by which it knows data again.
+//! The data of a run (tokens, or custom batches), checks of model and data, and fingerprints that detect other data.
 
 use super::TrainConfig;
 use crate::data::{Batch, Batches, RandomBatches, SequentialBatches, Tokens};
@@ -9,13 +8,13 @@ use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The data of a run: [`Tokens`], or [`Batches`] that the caller makes. Both convert into it.
+/// The data of a run: [`Tokens`] or custom [`Batches`]. Both convert into it.
 #[derive(Debug)]
 pub enum Data {
-    /// Windows of a token sequence: anywhere in it for training, one after another for evaluation.
+    /// Windows of a token sequence: at random positions for training, consecutive ones for evaluation.
     Tokens(Tokens),
-    /// Batches in the order of their indices. Training batches are (`batch_size`, `sequence_length`) of the
-    /// [`TrainConfig`]; its seed does not choose them.
+    /// Batches in the order of their indices. Training batches have the shape (`batch_size`, `sequence_length`) of the
+    /// [`TrainConfig`]; its seed does not affect them.
     Batches(Box<dyn Batches>),
 }
 
@@ -32,7 +31,7 @@ impl<B: Batches + 'static> From<B> for Data {
 }
 
 impl Data {
-    /// The fingerprint of the data, for a model of `vocab_size`.
+    /// Returns the fingerprint of the data, for a model of `vocab_size`.
     pub(super) fn fingerprint(&self, vocab_size: usize) -> Result<DataFingerprint> {
         match self {
             Self::Tokens(tokens) => DataFingerprint::new(tokens),
@@ -63,7 +62,7 @@ impl Data {
     }
 }
 
-/// An error unless a training batch has the shape that a step is made for.
+/// Returns the batch; an error unless it has the shape that the step is planned for.
 pub(super) fn check_shape(batch: Batch, config: &TrainConfig) -> Result<Batch> {
     let expected = [config.batch_size, config.sequence_length];
     if batch.inputs.dims() == expected && batch.targets.dims() == expected {
@@ -81,7 +80,7 @@ pub(super) fn check_shape(batch: Batch, config: &TrainConfig) -> Result<Batch> {
     })
 }
 
-/// Refuses parameters that are not in f32, or in f64 where the precision is f32.
+/// Refuses parameters that are not f32, nor f64 with precision f32.
 pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result<()> {
     let precision = config.precision;
     let other = model.parameters().into_iter().find(|(_, parameter)| {
@@ -98,7 +97,7 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
     Err(Error::dtype("Trainer", got).must_be(expected, hint))
 }
 
-/// Whether the model can run on sequences of this data.
+/// Checks that the model can run on sequences of this data.
 pub(super) fn check_fits(model: &TransformerLM, config: &TrainConfig, data: &Data) -> Result<()> {
     let context_length = model.config().context_length;
     if config.sequence_length > context_length {
@@ -124,7 +123,7 @@ pub(super) fn check_fits(model: &TransformerLM, config: &TrainConfig, data: &Dat
     Ok(())
 }
 
-/// An error for documents that end with a token which the model has not.
+/// Refuses a separator outside of the model's vocabulary.
 fn check_separator(separator: Option<u32>, model: &TransformerConfig) -> Result<()> {
     match separator {
         Some(id) if id as usize >= model.vocab_size => {
@@ -136,32 +135,33 @@ fn check_separator(separator: Option<u32>, model: &TransformerConfig) -> Result<
     }
 }
 
-/// Tokens that are looked at: all of up to a million, of more a sample.
+/// The most tokens that are hashed: all of smaller data, a sample of larger data.
 const SAMPLE_TOKENS: usize = 1 << 20;
-/// Tokens in one piece of the sample.
+/// Tokens in a piece of the sample.
 const PIECE_TOKENS: usize = 1 << 12;
-/// Batches that are read for a fingerprint, at most.
+/// The most batches that are read for a fingerprint.
 const SAMPLE_BATCHES: u64 = 256;
 
-/// What a checkpoint knows of its data: enough to notice that a run goes on with other data.
+/// A fingerprint of data in a checkpoint, which detects that a run is resumed with other data.
 ///
-/// Where the data lies does not matter, only what it is. Of more than 2^20 tokens the hash covers 256 pieces of 4096,
-/// evenly spread from the first token to the last: other data is noticed, a changed word in a large file may not be.
+/// It depends on the data only, not on its location. For more than 2^20 tokens the hash covers 256 pieces of 4096,
+/// evenly spread from the first token to the last: other data is detected, but a changed word in a large file may not
+/// be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataFingerprint {
-    /// How many tokens; of batches, how many ids its hash covers.
+    /// Number of tokens; for batches, the number of ids that the hash covers.
     pub tokens: usize,
-    /// Their vocabulary; of batches, the model's.
+    /// The vocabulary size of the tokens; for batches, that of the model.
     pub vocab_size: usize,
-    /// A hash of their ids, 16 hexadecimal digits.
+    /// Hash of the ids, 16 hexadecimal digits.
     pub hash: String,
 }
 
 impl DataFingerprint {
-    /// The fingerprint of `tokens`.
+    /// Computes the fingerprint of `tokens`.
     ///
     /// # Errors
-    /// [`Error::Format`](crate::Error::Format) if an id that it looks at is outside the vocabulary.
+    /// [`Error::Format`](crate::Error::Format) if an id that is hashed is outside the vocabulary.
     pub fn new(tokens: &Tokens) -> Result<Self> {
         let mut hash = Hash::default();
         let mut ids = Vec::with_capacity(PIECE_TOKENS);
@@ -177,7 +177,7 @@ impl DataFingerprint {
         })
     }
 
-    /// The fingerprint of batches: of ids and targets in up to [`SAMPLE_BATCHES`] of a pass, evenly spread.
+    /// Computes the fingerprint of batches: of ids and targets in up to [`SAMPLE_BATCHES`] of a pass, evenly spread.
     pub(super) fn of_batches(batches: &dyn Batches, vocab_size: usize) -> Result<Self> {
         let (mut hash, mut tokens, len) = (Hash::default(), 0, batches.len() as u64);
         hash.add(len.to_le_bytes());
@@ -198,7 +198,7 @@ impl DataFingerprint {
     }
 }
 
-/// FNV-1a, which gives the same values on every machine.
+/// FNV-1a, which has the same values on every machine.
 struct Hash(u64);
 
 impl Default for Hash {
@@ -219,7 +219,7 @@ impl Hash {
     }
 }
 
-/// Where the pieces start: one after another, or spread so that the last piece ends with the data.
+/// Yields the first indices of the pieces: consecutive, or spread so that the last piece ends with the data.
 fn piece_starts(len: usize) -> Box<dyn Iterator<Item = usize>> {
     if len <= SAMPLE_TOKENS {
         return Box::new((0..len).step_by(PIECE_TOKENS));

@@ -8,37 +8,37 @@ use candle_core::{Device, Tensor, WithDType};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ops::RangeInclusive;
 
-/// The history's lists in a file, after its prefix.
+/// Names of the history's tensors in a file, after their prefix.
 const LOSSES: &str = "losses";
 const SKIPPED: &str = "skipped";
 const EVALUATED: &str = "evaluated_steps";
 const EVALUATIONS: &str = "evaluations";
 
-/// Every step's loss, and every evaluation's: nats a token. Checkpoints keep it, so that a resumed run's curve is
-/// whole.
+/// The losses of all steps and evaluations, in nats a token. Checkpoints contain it, so the curve of a resumed run is
+/// complete.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct History {
-    /// The loss of each step's own batch, before the step's update; the first step's first. NaN where it was no number,
-    /// as may be where the loss is scaled.
+    /// The mean loss of each step's batches, before the update; the first step's first. NaN if it was not finite, which
+    /// a scaled loss may be.
     #[serde(deserialize_with = "null_as_nan")]
     pub losses: Vec<f64>,
-    /// The steps, counted from 1, whose update was skipped for gradients that overflowed at their loss scale.
+    /// The steps, counted from 1, whose update was skipped because gradients overflowed.
     #[serde(default)]
     pub skipped: Vec<usize>,
     /// The evaluations, in the order of their steps.
     pub evaluations: Vec<Evaluation>,
 }
 
-/// The mean loss over the validation tokens, after some steps.
+/// The mean loss over the validation data after a number of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
     /// Steps taken before it.
     pub step: usize,
-    /// Nats a token.
+    /// Loss in nats a token.
     pub loss: f64,
 }
 
-/// JSON has no NaN.
+/// Replaces null by NaN, which JSON lacks.
 fn null_as_nan<'de, D: Deserializer<'de>>(losses: D) -> std::result::Result<Vec<f64>, D::Error> {
     let losses = Vec::<Option<f64>>::deserialize(losses)?;
     Ok(losses
@@ -49,7 +49,7 @@ fn null_as_nan<'de, D: Deserializer<'de>>(losses: D) -> std::result::Result<Vec<
 
 impl History {
     pub(super) fn stepped(&mut self, loss: f64, skipped: bool) {
-        // One value for all that is none: it comes back from a file as it went in.
+        // NaN for every loss that is not finite, so that it is the same after a file's round trip.
         self.losses
             .push(if loss.is_finite() { loss } else { f64::NAN });
         if skipped {
@@ -57,13 +57,14 @@ impl History {
         }
     }
 
-    /// Puts an evaluation down, in the place of an earlier one of the same step.
+    /// Records an evaluation, and removes an earlier one of the same step.
     pub(super) fn evaluated(&mut self, step: usize, loss: f64) {
         self.evaluations.retain(|earlier| earlier.step < step);
         self.evaluations.push(Evaluation { step, loss });
     }
 
-    /// As a checkpoint holds it: a vector for each list, of which that of the losses has a number a step.
+    /// Returns the history as entries of a checkpoint: a vector for each list; that of the losses has one number a
+    /// step.
     pub(super) fn entries(&self) -> Result<Vec<Entry>> {
         let integers = |values: &mut dyn Iterator<Item = usize>| {
             let values: Vec<i64> = values.map(|value| value as i64).collect();
@@ -93,11 +94,11 @@ impl History {
         Ok(entries.collect())
     }
 
-    /// Reads what [`History::entries`] gave, of a run of `step` steps: no list is read that is longer than that allows.
+    /// Reads the entries of a run of `step` steps. Lists that are longer than this allows are refused before they are
+    /// read.
     ///
     /// # Errors
-    /// [`Error::Weight`] for a part that is missing, of another type or of another length; those of
-    /// [`TensorFile::get`].
+    /// [`Error::Weight`] for a part that is missing, or has another dtype or length; those of [`TensorFile::get`].
     pub(super) fn read(file: &TensorFile, step: usize) -> Result<Self> {
         let steps = |name, lengths| -> Result<Vec<usize>> {
             let steps = vector::<i64>(file, name, lengths)?.into_iter();
@@ -127,8 +128,8 @@ impl History {
         })
     }
 
-    /// The mean loss of the last `steps` steps, or of as many as there are; one batch's loss says little. Losses that
-    /// are no numbers are left out, and `None` says that nothing is left.
+    /// Returns the mean loss of the last `steps` steps, or of all if there are fewer: the loss of one batch is noisy.
+    /// Losses that are not finite are ignored; `None` if no others are left.
     pub fn recent_loss(&self, steps: usize) -> Option<f64> {
         mean_of_finite(&self.losses[self.losses.len().saturating_sub(steps)..])
     }
@@ -146,7 +147,7 @@ fn vector<T: WithDType>(
         false => format!("at most {most}"),
     };
     let expected = || format!("{count} {} in a row", T::DTYPE.as_str());
-    // Before it is read: a file may claim any length.
+    // Checked before it is read: a file may claim any length.
     match file.shape(&saved) {
         Some([length]) if lengths.contains(length) => {}
         found => {
@@ -169,7 +170,7 @@ fn refuse(file: &TensorFile, name: &str, expected: String, got: String) -> Error
     )
 }
 
-/// `None` if there is no number among them.
+/// Returns the mean of finite losses; `None` if there are none.
 pub(super) fn mean_of_finite(losses: &[f64]) -> Option<f64> {
     let finite = losses.iter().filter(|loss| loss.is_finite());
     let count = finite.clone().count();

@@ -1,8 +1,8 @@
-//! The training loop: it takes steps, evaluates, and writes checkpoints from which a run resumes.
+//! The training loop: steps, evaluation, and checkpoints from which a run resumes.
 //!
-//! [`Trainer`] takes steps and evaluates as a [`TrainConfig`] says; [`History`] holds the losses so far, with their
-//! chart and table; [`Checkpoint`] is what a saved run says of itself. Model, optimizer and batches are in
-//! [`model`](crate::model), [`optim`](crate::optim) and [`data`](crate::data), and can be used without it.
+//! [`Trainer`] takes steps and evaluates according to a [`TrainConfig`]. [`History`] has the losses so far, with their
+//! chart and table. [`Checkpoint`] describes a saved run. Model, optimizer and batches are in [`model`](crate::model),
+//! [`optim`](crate::optim) and [`data`](crate::data), and can be used without this module.
 //!
 //! ```
 //! use tallow::data::Tokens;

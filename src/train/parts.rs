@@ -1,4 +1,4 @@
-//! A run whose ranks have parts of everything, in files: each rank writes its own.
+//! Saving of a fully sharded run: each rank writes its part to a file.
 
 use super::Trainer;
 use crate::distributed::{Communicator, FullyShard};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 impl Trainer {
-    /// Writes this rank's part, and on rank 0, once all have, the file that names them.
+    /// Writes this rank's part and, on rank 0 once all ranks have written theirs, the file that lists the parts.
     pub(super) fn save_parts(&self, path: &Path, sharded: &FullyShard) -> Result<()> {
         let ranks = sharded.communicator();
         let entries = self.part_entries()?;
@@ -72,7 +72,7 @@ impl Trainer {
         Ok(weights.chain(state).collect())
     }
 
-    /// Removes parts that neither the file at `path` names nor those that were kept of before.
+    /// Removes parts that neither the file at `path` nor the earlier files that are kept list.
     fn remove_old_parts(&self, path: &Path, prefix: &str) {
         let kept = (1..self.config.keep).map(|number| {
             let mut name = path.as_os_str().to_owned();
@@ -85,10 +85,10 @@ impl Trainer {
                 continue;
             }
             let Ok(file) = TensorFile::open_one(&file) else {
-                return; // it may name some
+                return; // it may list some
             };
             let Some(text) = file.text(Manifest::KEY) else {
-                continue; // of a run without parts
+                continue; // a run without parts
             };
             match serde_json::from_str::<Manifest>(text) {
                 Ok(manifest) => named.extend(manifest.files.into_iter().map(|file| file.name)),
@@ -104,16 +104,16 @@ impl Trainer {
                 continue;
             };
             if name.starts_with(prefix) && !named.contains(name) {
-                let _ = fs::remove_file(entry.path()); // the next save tries it too
+                let _ = fs::remove_file(entry.path()); // the next save retries
             }
         }
     }
 }
 
-/// How the parts' names begin.
+/// Returns the beginning of the parts' names.
 ///
 /// # Errors
-/// [`Error::Io`] for a path that is no file's.
+/// [`Error::Io`] for a path without a file name.
 fn prefix_of(path: &Path) -> Result<String> {
     match path.file_name() {
         Some(name) => Ok(format!("{}.part-", name.to_string_lossy())),
@@ -129,7 +129,7 @@ fn beside(path: &Path, name: &str) -> PathBuf {
     path.parent().unwrap_or(Path::new("")).join(name)
 }
 
-/// A number that no other save has, the same on all ranks: no part is written over that a file names.
+/// Returns a number that is unique to this save and the same on all ranks, so that no part in use is overwritten.
 fn save_number(ranks: &Communicator) -> Result<u32> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -138,19 +138,19 @@ fn save_number(ranks: &Communicator) -> Result<u32> {
     Ok(of_every_rank(ranks, own)?[0])
 }
 
-/// The numbers of all ranks, in their order.
+/// Returns the numbers of all ranks, in rank order.
 fn of_every_rank(ranks: &Communicator, own: u32) -> Result<Vec<u32>> {
     let world_size = ranks.world_size();
     let mut numbers = vec![0.0; world_size];
     numbers[ranks.rank()] = f64::from(own);
     let means = ranks.mean(&numbers)?.into_iter();
-    // A u32 divided and multiplied again in f64 is off by far less than a half.
+    // Dividing and multiplying a u32 in f64 has an error far below one half.
     Ok(means
         .map(|mean| (mean * world_size as f64).round() as u32)
         .collect())
 }
 
-/// Returns what came of writing, and an error on all ranks where one could not.
+/// Returns the result of writing; an error on all ranks if it failed on one.
 fn on_all<T>(ranks: &Communicator, path: &Path, written: Result<T>) -> Result<T> {
     let failed = f64::from(u8::from(written.is_err()));
     let failed = ranks.mean(&[failed])?[0] > 0.0;

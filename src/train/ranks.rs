@@ -1,4 +1,4 @@
-//! A run on several ranks, each of which takes a part of every step's batches.
+//! A run on several ranks, each of which computes a part of every step's batches.
 
 use super::{Data, TrainConfig, Trainer};
 use crate::distributed::{Communicator, FullyShard, Replicated, ReplicatedConfig};
@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// How ranks train together.
+/// The way in which ranks train together.
 #[derive(Debug)]
 pub(super) enum Job {
     Replicated(Replicated),
@@ -26,17 +26,17 @@ impl Job {
 }
 
 impl Trainer {
-    /// A run at its beginning whose ranks train together, as [`replicate`](Self::replicate) says, and each of which has
-    /// a part of every weight, gradient and state: `model` was built from the [builder](FullyShard::builder) of
-    /// `sharded`, and so is hollow. Every rank calls it.
+    /// Creates a run whose ranks train together, as in [`replicate`](Self::replicate), and each of which has a shard of
+    /// every weight, gradient and state. `model` must be built from the [builder](FullyShard::builder) of `sharded`, so
+    /// its weights are meta tensors. Every rank calls this.
     ///
-    /// In [`save`](Self::save) every rank writes its part; any number of ranks goes on with them
-    /// ([`resume_fully_sharded`](Self::resume_fully_sharded)), and one that has all of the model, too
+    /// In [`save`](Self::save) every rank writes its part. The run can be resumed by any number of ranks
+    /// ([`resume_fully_sharded`](Self::resume_fully_sharded)), and by one that has the full model
     /// ([`resume`](Self::resume)).
     ///
     /// # Errors
-    /// As [`new`](Self::new) and [`replicate`](Self::replicate); [`Error::Order`] for a model that is not all of what
-    /// the builder gave.
+    /// Those of [`new`](Self::new) and [`replicate`](Self::replicate); [`Error::Order`] for a model that does not have
+    /// all weights that the builder created.
     pub fn fully_sharded(
         model: TransformerLM,
         sharded: &FullyShard,
@@ -49,7 +49,7 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// The same, of ranks that have not compared what they were told.
+    /// Creates the run without comparing the ranks' settings.
     pub(super) fn of_parts(
         model: TransformerLM,
         sharded: &FullyShard,
@@ -63,8 +63,8 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// The model with all of its weights; where [they are divided](Self::fully_sharded) among ranks, gathered on the
-    /// host of rank 0. The other ranks have none; all have to call it.
+    /// Returns the model with full weights on rank 0; `None` on other ranks. [Sharded weights](Self::fully_sharded) are
+    /// gathered on the host of rank 0, so all ranks must call this.
     ///
     /// # Errors
     /// [`Error::Rank`]; a model that is too large for the host.
@@ -78,7 +78,7 @@ impl Trainer {
         for (name, _) in &self.parameters {
             let whole = sharded.whole(name)?;
             if is_first {
-                // A variable, which the builder below shares: the weights exist once.
+                // A variable, which the builder below shares, so that the weights exist only once.
                 let whole = ops::variable_of(&whole.to_device(&Device::Cpu)?)?;
                 weights.insert(name.clone(), whole.into_inner());
             }
@@ -90,20 +90,20 @@ impl Trainer {
         TransformerLM::from_var_builder(self.model.config(), vb).map(Some)
     }
 
-    /// Has the ranks of a job train together: each takes its part of a step's [`accumulation`] batches, and gradients
-    /// and losses are averaged over all. Every rank calls it, right after [`new`](Self::new) or
-    /// [`resume`](Self::resume) and before the first step; all then have the weights of rank 0.
+    /// Makes the ranks of a job train together: each computes its part of a step's [`accumulation`] batches, and
+    /// gradients and losses are averaged over all ranks. Every rank calls this, right after [`new`](Self::new) or
+    /// [`resume`](Self::resume) and before the first step. Afterwards all have the weights of rank 0.
     ///
-    /// A step of several ranks is the same as one rank's, but for the order of sums: the same batches, the same
-    /// dropout, the same configuration, which counts the batches of all ranks. So a run may be resumed with another
-    /// number of them. Evaluations are divided among the ranks; rank 0 alone writes files.
+    /// A step of several ranks equals that of one rank, except for the order of sums: it has the same batches, the same
+    /// dropout, and the same configuration, which counts the batches of all ranks. A run may therefore be resumed with
+    /// another number of ranks. Evaluations are divided among the ranks; only rank 0 writes files.
     ///
     /// [`accumulation`]: crate::train::TrainConfig::accumulation
     ///
     /// # Errors
-    /// [`Error::Config`] for batches that the ranks do not divide; [`Error::Order`] for a run that is planned already;
-    /// [`Error::Rank`] on all ranks where one has another configuration, other data or another step; those of
-    /// [`Replicated::new`].
+    /// [`Error::Config`] if the number of batches is not a multiple of the number of ranks; [`Error::Order`] for a run
+    /// that is already planned; [`Error::Rank`] on all ranks if one has another configuration, other data or another
+    /// step; those of [`Replicated::new`].
     pub fn replicate(
         &mut self,
         communicator: &Communicator,
@@ -123,7 +123,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Whether the ranks can train together, on the same run.
+    /// Checks that the ranks can train together, and are in the same run.
     pub(super) fn check_ranks(&self, op: &'static str, communicator: &Communicator) -> Result<()> {
         let world_size = communicator.world_size();
         if !self.config.accumulation.is_multiple_of(world_size) {
@@ -152,15 +152,15 @@ impl Trainer {
         communicator.agree(op, &facts)
     }
 
-    /// Divides the optimizer's state and update among the ranks that train together (ZeRO, stage 1): each has the state
-    /// of its own part of the parameters, and updates those. Every rank calls it, after
+    /// Shards the optimizer's state and update among the ranks that train together (ZeRO stage 1): each rank has the
+    /// state of its part of the parameters, and updates that part. Every rank calls this, after
     /// [`replicate`](Self::replicate) and before the first step. See [`AdamW::shard`](crate::optim::AdamW::shard).
     ///
-    /// The run is the same one otherwise, and so is its file, which rank 0 writes with the state of all: all ranks have
-    /// to call [`save`](Self::save), and the run may be resumed by any number of ranks, divided or not.
+    /// The run is otherwise the same, and so is its file, which rank 0 writes with the state of all: all ranks must
+    /// call [`save`](Self::save). The run may be resumed by any number of ranks, sharded or not.
     ///
     /// # Errors
-    /// [`Error::Order`] for a run that is of no ranks, is planned, or whose optimizer is divided already;
+    /// [`Error::Order`] for a run without ranks, a planned run, or an optimizer that is already sharded;
     /// [`Error::Rank`].
     pub fn shard_optimizer(&mut self) -> Result<()> {
         let refuse = |problem: &str, hint: &str| {
@@ -181,7 +181,7 @@ impl Trainer {
         self.optimizer.shard(replicated.communicator())
     }
 
-    /// The ranks that train together, if they [do](Self::replicate).
+    /// Returns the communicator of the ranks that [train together](Self::replicate), if any.
     pub fn communicator(&self) -> Option<&Communicator> {
         self.job.as_ref().map(Job::communicator)
     }
@@ -197,7 +197,7 @@ impl Trainer {
         rank * count..(rank + 1) * count
     }
 
-    /// Numbers that each rank has of its own, averaged.
+    /// Returns the means over all ranks of numbers that differ between ranks.
     pub(super) fn mean_over_ranks<const N: usize>(&self, numbers: [f64; N]) -> Result<[f64; N]> {
         let mut means = numbers;
         if let Some(ranks) = self.communicator() {

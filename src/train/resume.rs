@@ -1,4 +1,4 @@
-//! A run out of its file again.
+//! Resuming of a run from its file.
 
 use super::{Checkpoint, Data, TrainConfig, Trainer};
 use crate::distributed::FullyShard;
@@ -9,25 +9,25 @@ use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::Path;
 
-/// Settings that may change from one part of a run to the next: no step depends on them.
+/// Settings that may change when a run is resumed, since no step depends on them.
 const FREE_SETTINGS: [&str; 4] = ["steps", "evaluate_every", "keep", "optimizer.lr"];
 
 impl Trainer {
-    /// The run that [`Trainer::save`] wrote to `path`, to go on with: its steps have the bits that they would have had
-    /// without the break (on one machine and build, and one kind of device).
+    /// Resumes the run that [`Trainer::save`] wrote to `path`. Its steps have the same bits as without the interruption
+    /// (on one machine and build, and one kind of device).
     ///
-    /// `model`, `config` and the data must be those it was saved with, in what its steps depend on. (On
-    /// [`TransformerConfig::attention`] they do, by rounding: another algorithm is another run, from the weights that
-    /// [`TransformerLM::load`] reads. On [`TransformerConfig::checkpointing`] they do not.) So `steps`,
-    /// `evaluate_every` and `keep` may differ: a finished run goes on if it is given more steps, at the learning
-    /// rates that its schedule has beyond its end. And the data may lie elsewhere, as long as it is the same.
+    /// `model`, `config` and the data must be those it was saved with, where steps depend on them. Steps depend on
+    /// [`TransformerConfig::attention`] by rounding: for another algorithm start a new run from the weights, with
+    /// [`TransformerLM::load`]. They do not depend on [`TransformerConfig::checkpointing`], nor on `steps`,
+    /// `evaluate_every` and `keep`. A finished run continues if it gets more steps, with the learning rates that its
+    /// schedule has after its end. The data may be at another path if it is the same.
     ///
-    /// The file is opened once: a run that saves to `path` meanwhile does no harm. Temporary files that killed
-    /// processes left beside it are removed.
+    /// The file is opened once, so another save to `path` meanwhile does no harm. Temporary files of killed processes
+    /// in its folder are removed.
     ///
     /// # Errors
     /// [`Error::Resume`] names the setting that differs, with both values. [`Error::Io`], [`Error::Format`] and
-    /// [`Error::Weight`] for a file that cannot be read, is not whole, was damaged, lacks a part, or has weights or a
+    /// [`Error::Weight`] for a file that cannot be read, is incomplete, was damaged, lacks a part, or has weights or a
     /// state that are not finite; and those of [`Trainer::new`].
     pub fn resume(
         path: impl AsRef<Path>,
@@ -47,13 +47,13 @@ impl Trainer {
         )
     }
 
-    /// As [`resume`](Self::resume), as a run of [`fully_sharded`](Self::fully_sharded), whatever ranks have saved it:
-    /// `sharded`, of which nothing was built yet, gets this rank's parts. Every rank calls it.
+    /// Resumes a run as one that is [fully sharded](Self::fully_sharded), whatever ranks saved it. `sharded`, from
+    /// which nothing may have been built yet, gets this rank's parts. Every rank calls this.
     ///
-    /// A run goes on with the bits that it would have had if it was saved by as many ranks.
+    /// The run has the same bits as without the interruption if it was saved by the same number of ranks.
     ///
     /// # Errors
-    /// As [`resume`](Self::resume) and [`fully_sharded`](Self::fully_sharded).
+    /// Those of [`resume`](Self::resume) and [`fully_sharded`](Self::fully_sharded).
     pub fn resume_fully_sharded(
         path: impl AsRef<Path>,
         model: &TransformerConfig,
@@ -62,7 +62,7 @@ impl Trainer {
         train: impl Into<Data>,
         validation: impl Into<Data>,
     ) -> Result<Self> {
-        // A file has all of a weight, of which the rank's device then gets a part.
+        // The file has full weights; the rank's device gets its part of each.
         let device = &Device::Cpu;
         let data = [train.into(), validation.into()];
         Self::resume_as(path.as_ref(), model, config, data, device, Some(sharded))
@@ -151,7 +151,7 @@ mod tests {
     use super::super::{Evaluation, History};
     use super::*;
 
-    /// More losses than safetensors' header can hold as text: a run of that length cannot be made in a test otherwise.
+    /// More losses than safetensors' header can hold as text. No test can run that many steps.
     #[test]
     fn a_history_of_six_million_steps_is_saved_and_resumed() {
         const STEPS: usize = 6_000_000;

@@ -1,4 +1,4 @@
-//! A step of a run: its plan, and a run of it.
+//! A step of a run: its plan and its execution.
 
 use super::ranks::Job;
 use super::{StepReport, Trainer};
@@ -7,13 +7,13 @@ use crate::optim::{AdamW, DIVERGED, GradScaler, finite_loss};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor};
 
-/// f16's smallest normal number, 2^-14. Under it the scale alone would round gradients away, so a run that overflows
-/// even here has diverged. (Not 1: a sum over many tokens may want less.)
+/// The smallest loss scale, 2^-14: f16's smallest normal number, below which the scale alone would round gradients to
+/// 0. A run that overflows even here has diverged. (Not 1: a sum over many tokens may need less.)
 const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
 
 impl Trainer {
-    /// The plan of the run's step ([`Step`]), from forward to update, in memory that is allocated once. It is made
-    /// here, or in the first [`step`](Self::step). Where ranks train together, every rank calls it.
+    /// Returns the plan of the run's step ([`Step`]), from forward to update, in memory that is allocated once. The
+    /// plan is made here, or in the first [`step`](Self::step). If ranks train together, every rank calls this.
     ///
     /// ```
     /// # use tallow::data::Tokens;
@@ -33,7 +33,7 @@ impl Trainer {
     ///
     /// # Errors
     /// Those of [`Step::prepare`]: a model on a device that is neither the CPU nor a CUDA GPU, weights that share
-    /// storage, a memory budget that no plan keeps to, an arena that does not fit.
+    /// storage, a memory budget that no plan can meet, an arena that does not fit.
     pub fn plan(&mut self) -> Result<&Plan> {
         let rows = self.batches().len() * self.config.batch_size;
         let shape = (rows, self.config.sequence_length);
@@ -42,15 +42,15 @@ impl Trainer {
         self.planned()?.0.prepare(batch)
     }
 
-    /// Has the next step see weights that were set or loaded from outside, as [`Step::refresh`] does: a plan on a
-    /// GPU keeps copies of them in half precision.
+    /// Makes the next step use weights that were set or loaded from outside, as [`Step::refresh`] does: a plan on a GPU
+    /// keeps copies of them in half precision.
     pub fn refresh(&mut self) {
         if let Some(step) = &mut self.planned {
             step.refresh();
         }
     }
 
-    /// The planned step, made now if there is none yet, and the optimizer that it steps.
+    /// Returns the step, planned now if necessary, and the optimizer that it updates.
     pub(super) fn planned(&mut self) -> Result<(&mut Step<'static>, &mut AdamW)> {
         let step = match self.planned.take() {
             Some(step) => step,
@@ -61,12 +61,13 @@ impl Trainer {
                     ..self.config.step()
                 };
                 match &self.job {
-                    None => Step::of(model, optimizer, &config)?,
+                    None => Step::for_model(model, optimizer, &config)?,
                     Some(Job::Replicated(replicated)) => {
-                        Step::of(model, optimizer, &config)?.replicated(optimizer, replicated)?
+                        Step::for_model(model, optimizer, &config)?
+                            .replicated(optimizer, replicated)?
                     }
                     Some(Job::FullyShard(sharded)) => {
-                        Step::of_fully_sharded(model, optimizer, &config, sharded)?
+                        Step::fully_sharded_for_model(model, optimizer, &config, sharded)?
                     }
                 }
             }
@@ -74,7 +75,7 @@ impl Trainer {
         Ok((self.planned.insert(step), &mut self.optimizer))
     }
 
-    /// Executes the step. After an error weights, optimizer and scale are what they were, but with the optimizer in
+    /// Executes the step. After an error weights, optimizer and scale are unchanged, unless the optimizer runs in
     /// backward.
     pub(super) fn update(&mut self) -> Result<StepReport> {
         let batches = self.batches().map(|i| self.training_batch(i));
@@ -89,7 +90,7 @@ impl Trainer {
         let loss_scale = scaler.as_ref().map(GradScaler::loss_scale);
         let batch = self.batch_of(&inputs, &targets)?;
         let (step, optimizer) = self.planned()?;
-        let given = step.given(batch, optimizer.steps())?;
+        let given = step.prepare_batch(batch, optimizer.steps())?;
         let tokens = given.counted.unwrap_or(all_tokens);
         let report = StepReport {
             step: number,
@@ -107,8 +108,8 @@ impl Trainer {
         let (loss, skipped) = match &mut scaler {
             None => {
                 let loss = f64::from(step.run_given(optimizer, &given)?);
-                // Where the norm is taken, gradients that are not finite have been an error, and a loss that is not
-                // gives such.
+                // If the norm is computed, gradients that are not finite have returned an error already, and a loss
+                // that is not finite causes such gradients.
                 finite_loss(loss, || format!("the loss of step {number}"))?;
                 (loss, false)
             }
@@ -124,7 +125,7 @@ impl Trainer {
                     )
                     .must_be("finite numbers at some loss scale", DIVERGED));
                 }
-                (f64::from(done.loss), !done.stepped())
+                (f64::from(done.loss), !done.updated())
             }
         };
         let grad_norm = step.gradient_norm().unwrap_or(f64::NAN);
@@ -137,7 +138,7 @@ impl Trainer {
         })
     }
 
-    /// Tokens and targets as a step is given them, without the targets that do not count.
+    /// Returns the inputs of a step for tokens and targets, without the targets that do not count.
     pub(super) fn batch_of(&self, tokens: &Tensor, targets: &Tensor) -> Result<Batch> {
         let (separator, ignore_index) = (self.config.separator, self.config.ignore_index);
         Batch::masked(tokens, targets, separator, ignore_index)

@@ -1,4 +1,4 @@
-//! The loop: one step, one evaluation.
+//! The training loop's steps and evaluations.
 
 use super::data::{check_dtype, check_fits, check_shape};
 use super::ranks::Job;
@@ -14,44 +14,44 @@ use crate::{Result, probe};
 use candle_core::Var;
 use std::sync::Mutex;
 
-/// What a step did.
+/// The result of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
     /// Steps taken, this one included.
     pub step: usize,
-    /// Mean loss over the step's targets before its update, in nats a token: over all that count, of all batches and
-    /// ranks. NaN where none counts; with a loss scale it may be infinite or NaN.
+    /// Mean loss in nats a token before the update, over the counted targets of all batches and ranks. NaN if no target
+    /// counts; a scaled loss may be infinite or NaN.
     pub loss: f64,
-    /// The learning rate of its update.
+    /// The learning rate of the update.
     pub learning_rate: f64,
-    /// The L2 norm of all gradients, unscaled, before clipping; infinite or NaN in a skipped step, NaN where
-    /// [the optimizer runs in backward](TrainConfig::optimizer_in_backward).
+    /// The L2 norm of all gradients, unscaled, before clipping. Infinite or NaN in a skipped step; NaN if [the
+    /// optimizer runs in backward](TrainConfig::optimizer_in_backward).
     pub grad_norm: f64,
-    /// What the loss was multiplied by, in f16 ([`TrainConfig::loss_scaling`]).
+    /// The factor of the loss in f16 ([`TrainConfig::loss_scaling`]).
     pub loss_scale: Option<f64>,
-    /// Whether there was no update: gradients overflowed at that scale, which is smaller then, or no target counts
-    /// (`tokens` is 0).
+    /// Whether there was no update: gradients overflowed, and the scale is now smaller, or no target counts (`tokens`
+    /// is 0).
     pub skipped: bool,
-    /// The targets that count, of all batches and ranks: [`TrainConfig::tokens_per_step`] where none is
+    /// Counted targets of all batches and ranks: [`TrainConfig::tokens_per_step`] if none is
     /// [masked](TrainConfig::ignore_index).
     pub tokens: usize,
 }
 
-/// A run: a model, its optimizer, its data, and how far it has come.
+/// A training run: a model, its optimizer, its data, and its progress.
 ///
 /// Steps are planned ([`Step`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
-/// allocated once. They train models in f32 (f64 on the CPU) on the CPU and on NVIDIA GPUs. What plans refuse, as
-/// parameters in half precision or Apple's GPUs, a loop of one's own trains: `loss`, [`backward`](crate::backward()),
-/// [`AdamW::step`].
+/// allocated once. They train models in f32 (also f64 on the CPU) on the CPU and on NVIDIA GPUs. Train what plans
+/// refuse, such as parameters in half precision or on Apple's GPUs, in a loop of your own with `loss`,
+/// [`backward`](crate::backward()) and [`AdamW::step`].
 ///
 /// In f16 the loss is scaled ([`TrainConfig::loss_scaling`], [`GradScaler`]): a step whose gradients overflow is
-/// skipped, which is no error. It counts as a step, for the schedule and the data too, but not for the optimizer.
+/// skipped, which is not an error. It counts as a step for the schedule and the data, but not for the optimizer.
 ///
-/// A model whose configuration has [dropout](crate::model::TransformerConfig::dropout) drops in training, by the run's
-/// seed, and not in evaluation.
+/// A model with [dropout](crate::model::TransformerConfig::dropout) in its configuration drops in training, by the
+/// run's seed, and not in evaluation.
 ///
-/// A run is a function of the model's first weights, the configuration and the data: the same ones give the same bits,
-/// with or without evaluations, and whether it is stopped and [resumed](Self::resume) or not (on one machine and
+/// A run is a function of the model's initial weights, the configuration and the data: the same ones give the same
+/// bits, with or without evaluations, and whether or not it is stopped and [resumed](Self::resume) (on one machine and
 /// build).
 ///
 /// ```no_run
@@ -71,12 +71,12 @@ pub struct Trainer {
     pub(super) model: TransformerLM,
     pub(super) parameters: Vec<(String, Var)>,
     pub(super) optimizer: AdamW,
-    /// In f16 only.
+    /// Only in f16.
     pub(super) scaler: Option<GradScaler>,
     pub(super) config: TrainConfig,
-    /// Where several ranks train together.
+    /// Set if several ranks train together.
     pub(super) job: Option<Job>,
-    /// From the first step or evaluation on, or the first call of [`plan`](Self::plan).
+    /// Set by the first step, evaluation or call of [`plan`](Self::plan).
     pub(super) planned: Option<Step<'static>>,
     pub(super) training: Box<dyn Batches>,
     validation: Box<dyn Batches>,
@@ -84,22 +84,21 @@ pub struct Trainer {
     pub(super) validation_data: DataFingerprint,
     pub(super) step: usize,
     pub(super) history: History,
-    /// On the path that it last saved to.
+    /// Lock of the path that was last saved to.
     pub(super) lock: Mutex<Option<PathLock>>,
 }
 
 impl Trainer {
-    /// A run at its beginning.
+    /// Creates a run at step 0.
     ///
-    /// The weights are trained where they are: a clone of `model` kept outside shares them; call
-    /// [`refresh`](Self::refresh) after setting them. The data are
-    /// [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
+    /// The weights are trained in place: a clone of `model` shares them; call [`refresh`](Self::refresh) after setting
+    /// them. The data are [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) for a configuration that cannot work, windows longer than the model's
-    /// context, or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model
-    /// whose parameters are not in f32 (or, in a run in f32, in f64); [`Error::Data`](crate::Error::Data) for data
-    /// shorter than a window.
+    /// [`Error::Config`](crate::Error::Config) for an invalid configuration, windows longer than the model's context,
+    /// or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model whose
+    /// parameters are not f32 (or, with precision f32, f64); [`Error::Data`](crate::Error::Data) for data shorter than
+    /// a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,
@@ -110,7 +109,7 @@ impl Trainer {
         Self::of(model, parameters, config, train, validation)
     }
 
-    /// A run that trains these: the model's parameters, or parts of them.
+    /// Creates a run that trains `parameters`: those of the model, or shards of them.
     pub(super) fn of(
         model: TransformerLM,
         parameters: Vec<(String, Var)>,
@@ -145,13 +144,13 @@ impl Trainer {
         })
     }
 
-    /// Takes a step; `None` once all of the configuration's steps are taken.
+    /// Takes a step; returns `None` once all of the configuration's steps are taken.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) for a loss or a gradient that is not finite, and whatever data and ops
-    /// refuse. Where the loss is scaled such a step is skipped instead, until the scale has fallen to 2^-14 and
-    /// gradients overflow nonetheless. Neither weights nor optimizer have changed then, and the run is where it was
-    /// (but with [the optimizer in backward](TrainConfig::optimizer_in_backward), which has updated them).
+    /// [`Error::Data`](crate::Error::Data) for a loss or a gradient that is not finite; the errors of data and ops. If
+    /// the loss is scaled, such a step is skipped instead, unless gradients overflow even at a scale of 2^-14. After an
+    /// error, weights, optimizer and step count are unchanged, unless [the optimizer runs in
+    /// backward](TrainConfig::optimizer_in_backward), which has then updated them.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         if self.is_done() {
             return Ok(None);
@@ -170,14 +169,14 @@ impl Trainer {
         Ok(Some(report))
     }
 
-    /// Mean loss over the whole of the validation data, nats a token. It is put down in the [`History`].
+    /// Returns the mean loss over all of the validation data, in nats a token, and records it in the [`History`].
     ///
-    /// Of tokens every one but the first is predicted once, from those before it in its window
-    /// ([`SequentialBatches`](crate::data::SequentialBatches)) or in its document ([`TrainConfig::separator`]), whose
-    /// first token is left out. Of [`Batches`] every target that counts is predicted once.
+    /// For tokens, every token but the first is predicted once, from those before it in its window
+    /// ([`SequentialBatches`](crate::data::SequentialBatches)) or in its document ([`TrainConfig::separator`]); a
+    /// document's first token is then not predicted. For [`Batches`] every counted target is predicted once.
     ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) for a loss that is not finite, and whatever data and ops refuse.
+    /// [`Error::Data`](crate::Error::Data) for a loss that is not finite; the errors of data and ops.
     pub fn evaluate(&mut self) -> Result<f64> {
         self.optimizer.gather_weights()?;
         let was_planned = self.planned.is_some();
@@ -192,7 +191,7 @@ impl Trainer {
         let (mut sum, mut predicted, mut all) = (0.0, 0, 0);
         let [rank, world_size] = self.rank_of();
         let count = self.validation.len();
-        // Where ranks gather weights together, all run as many batches: those that are too many do not count.
+        // If weights are gathered, all ranks run the same number of batches; extra ones do not count.
         let gathers = matches!(self.job, Some(Job::FullyShard(_)));
         let end = match gathers {
             true => count.next_multiple_of(world_size),
@@ -204,7 +203,7 @@ impl Trainer {
                 .batch(index.min(count - 1) as u64, self.model.device())?;
             all += batch.num_targets();
             let given = self.batch_of(&batch.inputs, &batch.targets)?;
-            let (counted, is_mean) = match given.counted() {
+            let (counted, is_mean) = match given.counted_targets() {
                 Some(counted) => (counted, false),
                 None => (batch.num_targets(), true),
             };
@@ -229,44 +228,44 @@ impl Trainer {
         Ok(loss)
     }
 
-    /// Whether the configuration wants an evaluation here: after every `evaluate_every`-th step and after the last.
+    /// Returns whether an evaluation is due: after every `evaluate_every`-th step and after the last.
     pub fn evaluation_is_due(&self) -> bool {
         self.is_done() || self.step.is_multiple_of(self.config.evaluate_every)
     }
 
-    /// Whether all steps are taken.
+    /// Returns whether all steps are taken.
     pub fn is_done(&self) -> bool {
         self.step >= self.config.steps
     }
 
-    /// How many steps are taken.
+    /// Returns the number of steps taken.
     pub fn steps_taken(&self) -> usize {
         self.step
     }
 
-    /// The model as it is now, hollow where [weights are divided](Self::fully_sharded); of a run whose
-    /// [optimizer is divided](Self::shard_optimizer), as it was at the last evaluation, the last save, or the end of
-    /// the run.
+    /// Returns the current model. Its weights are meta tensors if [they are sharded](Self::fully_sharded). If only the
+    /// [optimizer is sharded](Self::shard_optimizer), they are those of the last evaluation, the last save, or the end
+    /// of the run.
     pub fn model(&self) -> &TransformerLM {
         &self.model
     }
 
-    /// The optimizer as it is now.
+    /// Returns the optimizer.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
     }
 
-    /// What the next step's loss is multiplied by, in f16.
+    /// Returns the factor of the next step's loss, in f16.
     pub fn loss_scale(&self) -> Option<f64> {
         self.scaler.as_ref().map(GradScaler::loss_scale)
     }
 
-    /// What the run was told.
+    /// Returns the configuration of the run.
     pub fn config(&self) -> &TrainConfig {
         &self.config
     }
 
-    /// The losses so far.
+    /// Returns the losses so far.
     pub fn history(&self) -> &History {
         &self.history
     }

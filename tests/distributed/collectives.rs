@@ -1,4 +1,4 @@
-//! Collectives by MPI.
+//! Tests of the collectives, with ranks that are processes.
 
 use super::{at_most, join, succeed};
 use candle_core::{DType, Device, Tensor};
@@ -12,21 +12,21 @@ fn on_processes(#[values(1, 2, 3, 5)] ranks: usize) {
     succeed("collectives", at_most(ranks));
 }
 
-/// Every rank checks what it gets.
+/// Runs the collectives in every dtype; each rank checks its results.
 pub fn of_every_dtype() -> Result<()> {
     let ranks = join(60)?;
     let device = ranks.device();
     let (rank, world_size) = (ranks.rank(), ranks.world_size());
     let n = world_size as f64;
     let dtypes = [DType::F64, DType::F32, DType::BF16, DType::F16];
-    // Candle's own kernels take no empty tensors on a GPU.
+    // Candle's own kernels refuse empty tensors on a GPU.
     let fewest = if device.is_cpu() { 0 } else { 1 };
     let counts = [fewest, 1, 7, 100_003];
     let cases = dtypes
         .into_iter()
         .flat_map(|dtype| counts.map(|n| (dtype, n)));
     for (dtype, elements) in cases {
-        // Small integers: exact in each dtype, and so are their sums.
+        // Small integers and their sums are exact in each dtype.
         let numbers = |factor: f64| (0..elements).map(move |i| factor * (i % 5 + 1) as f64);
         let of = |factor: f64| {
             let x = Tensor::from_vec(numbers(factor).collect(), elements, &Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! Ranks that stop, end, or want something else: the others end in time, with an error that names them.
+//! Ranks that stop, die or disagree: the other ranks end within the timeout, with an error that names the rank.
 
 use super::{Ended, at_most, join, ranks};
 use candle_core::{DType, Tensor};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tallow::distributed::Reduce;
 use tallow::{Error, Result};
 
-/// Long enough for a busy machine to start everything.
+/// Enough time for a busy machine to start all processes.
 const SOON: Duration = Duration::from_secs(45);
 
 #[test]
@@ -46,7 +46,7 @@ fn a_rank_that_disagrees_is_named_on_all() {
     assert!(success && took < SOON, "{took:?}: {text}");
 }
 
-/// Rank 1 stops (SIGSTOP) after a while; the others find out, and one of them ends it.
+/// Stops rank 1 (SIGSTOP) after three collectives. The others notice, and one of them kills it.
 pub fn stopped() -> Result<()> {
     let ranks = join(4)?;
     let pids = Tensor::new(&[i64::from(std::process::id())], ranks.device())?;
@@ -58,11 +58,11 @@ pub fn stopped() -> Result<()> {
     if ranks.rank() == 1 {
         // SAFETY: a signal to this process.
         unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
-        std::thread::sleep(Duration::from_secs(1)); // it takes a moment to stop all threads
+        std::thread::sleep(Duration::from_secs(1)); // stopping all threads is not immediate
     }
     let began = Instant::now();
     let error = ranks.barrier().unwrap_err();
-    // SAFETY: a signal to a process of this test, which stands still.
+    // SAFETY: a signal to a stopped process of this test.
     unsafe { libc::kill(pids[1] as libc::pid_t, libc::SIGKILL) };
     assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
     assert!(
@@ -73,7 +73,7 @@ pub fn stopped() -> Result<()> {
     Err(error)
 }
 
-/// The last rank is killed between two collectives.
+/// Kills the last rank between two collectives.
 pub fn ended() -> Result<()> {
     let ranks = join(20)?;
     let x = Tensor::ones(1000, DType::F32, ranks.device())?;
@@ -84,11 +84,11 @@ pub fn ended() -> Result<()> {
     }
     loop {
         ranks.all_reduce(&x, Reduce::Mean)?;
-        ranks.barrier()?; // waits for it, on a GPU too
+        ranks.barrier()?; // waits for the other ranks, on a GPU too
     }
 }
 
-/// The last rank has another batch size.
+/// Gives the last rank another batch size.
 pub fn disagreeing() -> Result<()> {
     let ranks = join(20)?;
     let last = ranks.world_size() - 1;

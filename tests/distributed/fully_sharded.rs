@@ -1,5 +1,5 @@
-//! Stanford CS336's own test of fully sharded data parallelism, written here: a small network, also one with a tied
-//! weight, has the gathered weights of one process after ten steps. And on GPUs, a transformer.
+//! Fully sharded data parallelism. A port of Stanford CS336's test: after ten steps of a small network, with or without
+//! a tied weight, the gathered weights equal those of one process. On GPUs also a transformer.
 
 use super::replicated::{BATCH, Network, numbers};
 use super::sharded::{CONFIG, distinct};
@@ -31,7 +31,7 @@ pub fn as_one_process() -> Result<()> {
     for tied in [false, true] {
         for clip_norm in [None, Some(1e6)] {
             let config = StepConfig {
-                clip_norm, // far beyond all norms
+                clip_norm, // larger than any gradient norm here
                 ..Default::default()
             };
             ten_steps(&ranks, tied, &config)?;
@@ -61,8 +61,8 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
     let mut layers = Vec::new();
     for (i, layer) in alone.layers.iter().enumerate() {
         let name = if tied && i == 2 { 1 } else { i };
-        let hollow = vb.get(layer.dims(), &format!("layers.{name}"))?;
-        layers.push(Var::from_tensor(&hollow)?);
+        let meta = vb.get(layer.dims(), &format!("layers.{name}"))?;
+        layers.push(Var::from_tensor(&meta)?);
     }
     let network = Network { layers };
     let mut optimizer = AdamW::new(sharded.parameters(), CONFIG)?;
@@ -101,13 +101,13 @@ fn model() -> TransformerConfig {
     }
 }
 
-/// A rank's ids, (2, 128) u32.
+/// Returns the token ids of a rank, (2, 128) u32.
 fn ids(ranks: &Communicator, offset: usize) -> Result<Tensor> {
     let ids = (0..256).map(|i| ((i + offset + 300 * ranks.rank()) * 7919 % 1000) as u32);
     Ok(Tensor::from_iter(ids, ranks.device())?.reshape((2, 128))?)
 }
 
-/// Losses and weights of planned steps whose weights are divided, beside those of steps that have all of them.
+/// Compares losses and weights of planned steps: fully sharded weights against replicated ones.
 fn as_replicated(
     ranks: &Communicator,
     precision: Precision,
@@ -124,7 +124,7 @@ fn as_replicated(
     let run = |mut step: Step<'_>, mut optimizer: AdamW| -> Result<Vec<f32>> {
         let mut step = |_| step.run(&mut optimizer, (&tokens, &targets));
         let mut losses: Vec<f32> = (0..3).map(&mut step).collect::<Result<_>>()?;
-        // One rank is profiled, which runs in pieces, and exchanges what the other does.
+        // Rank 0 is profiled. Its step runs in pieces, but exchanges the same tensors as the other rank's.
         let profiler = (ranks.rank() == 0).then(|| Profiler::start_on(device));
         let profiler = profiler.transpose()?;
         losses.extend((3..5).map(&mut step).collect::<Result<Vec<_>>>()?);
@@ -141,17 +141,17 @@ fn as_replicated(
         ..Default::default()
     };
     let replicated = Replicated::new(ranks, whole.parameters(), way)?;
-    let step = Step::of(&whole, &optimizer, &plan)?.replicated(&optimizer, &replicated)?;
+    let step = Step::for_model(&whole, &optimizer, &plan)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
     let sharded = FullyShardConfig {
         dtype: exchange,
-        bucket_bytes: 1 << 20, // some blocks, of three
+        bucket_bytes: 1 << 20, // one bucket holds some of the three blocks
     };
     let sharded = FullyShard::new(ranks, sharded)?;
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
     let optimizer = AdamW::new(sharded.parameters(), adamw)?;
-    let step = Step::of_fully_sharded(&model, &optimizer, &plan, &sharded)?;
+    let step = Step::fully_sharded_for_model(&model, &optimizer, &plan, &sharded)?;
     let found = run(step, optimizer)?;
     for (a, b) in found.iter().zip(&wanted) {
         assert!(
@@ -162,7 +162,7 @@ fn as_replicated(
     for (name, wanted) in whole.parameters() {
         let off = (sharded.whole(&name)? - wanted.as_tensor())?.abs()?;
         let off = off.mean_all()?.to_scalar::<f32>()?;
-        // A step moves a weight by the learning rate at most, 1e-3.
+        // One step moves a weight by at most the learning rate, 1e-3.
         assert!(off < 2e-4, "{precision}, {exchange:?}, {name}: {off}");
     }
     Ok(())

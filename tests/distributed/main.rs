@@ -1,5 +1,5 @@
-//! Ranks that are processes: each test starts this program again, some times. By MPI on CPUs (feature `mpi`), by NCCL
-//! on two GPUs (feature `cuda`; these tests are ignored unless asked for).
+//! Tests whose ranks are processes: each test starts this program again, once per rank. They use MPI on CPUs (feature
+//! `mpi`), or NCCL on two GPUs (feature `cuda`; those tests are ignored by default).
 #![cfg(any(feature = "cuda", feature = "mpi"))]
 
 mod collectives;
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use tallow::Result;
 use tallow::distributed::{self, Communicator, DistConfig};
 
-/// Which of [`CASES`] a rank runs.
+/// The environment variable that names the rank's entry of [`CASES`].
 const CASE: &str = "TALLOW_TEST_CASE";
 
-/// What a rank does, and its name.
+/// A name, and the function that each rank runs.
 type Case = (&'static str, fn() -> Result<()>);
 
 const CASES: [Case; 9] = [
@@ -32,7 +32,7 @@ const CASES: [Case; 9] = [
     ("disagreeing", failures::disagreeing),
 ];
 
-/// One rank of a case; nothing where no test has started it.
+/// Runs one rank of a case; does nothing unless a test has started this process.
 #[test]
 fn rank() {
     let Ok(case) = std::env::var(CASE) else {
@@ -42,7 +42,7 @@ fn rank() {
     run().unwrap_or_else(|error| panic!("{case}: {error}"));
 }
 
-/// Joins the job, with so many seconds of patience.
+/// Joins the job with a timeout in seconds.
 fn join(timeout: u64) -> Result<Communicator> {
     let device = if cfg!(feature = "cuda") {
         "cuda"
@@ -56,7 +56,7 @@ fn join(timeout: u64) -> Result<Communicator> {
     })
 }
 
-/// How many ranks there may be: as many as GPUs, or what a test asks for.
+/// Limits the number of ranks to two if they run on GPUs.
 fn at_most(count: usize) -> usize {
     if cfg!(feature = "cuda") {
         count.min(2)
@@ -65,7 +65,7 @@ fn at_most(count: usize) -> usize {
     }
 }
 
-/// Has a program run a case: a rank, or mpirun, which starts them.
+/// Configures a program to run a case: a rank, or the mpirun that starts the ranks.
 fn of_case<'c>(program: &'c mut Command, case: &str) -> &'c mut Command {
     program
         .args(["--exact", "rank", "--nocapture"])
@@ -76,7 +76,7 @@ fn of_case<'c>(program: &'c mut Command, case: &str) -> &'c mut Command {
         .stderr(Stdio::piped())
 }
 
-/// What the ranks of a case have printed, and whether all ended well.
+/// The output of all ranks of a case, whether all succeeded, and the time they needed.
 struct Ended {
     success: bool,
     text: String,
@@ -97,7 +97,7 @@ impl Ended {
     }
 }
 
-/// Runs so many ranks of a case by MPI.
+/// Runs `count` ranks of a case by MPI.
 #[cfg(not(feature = "cuda"))]
 fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
     let began = Instant::now();
@@ -105,7 +105,7 @@ fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
     mpirun
         .args(["-n", &count.to_string()])
         .arg(std::env::current_exe().unwrap())
-        // As root, on fewer cores than ranks, in a container.
+        // Allows root in a container, and more ranks than cores.
         .envs(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"].map(|name| (name, "1")))
         .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
         .env("OMPI_MCA_hwloc_base_binding_policy", "none")
@@ -117,7 +117,7 @@ fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
     Ended::of(&[output], began)
 }
 
-/// Runs so many ranks of a case by NCCL, with the variables that torchrun sets.
+/// Runs `count` ranks of a case by NCCL, with the variables that torchrun sets.
 #[cfg(feature = "cuda")]
 fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
     let began = Instant::now();
@@ -142,13 +142,12 @@ fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
     Ended::of(&outputs.collect::<Vec<_>>(), began)
 }
 
-/// All ranks of a case end well.
 fn succeed(case: &str, count: usize) {
     let ended = ranks(case, count, &[]);
     assert!(ended.success, "{case} of {count}: {}", ended.text);
 }
 
-/// The gradients of a rank's loss, averaged over the ranks.
+/// Returns the gradients of a rank's loss, averaged over the ranks.
 fn averaged(
     replicated: &tallow::distributed::Replicated,
     loss: candle_core::Tensor,

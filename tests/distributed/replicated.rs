@@ -1,5 +1,5 @@
-//! Stanford CS336's own tests of data parallelism, written here: a small network, also one with a tied weight; after
-//! each of five steps every rank has the weights of one process that saw the whole batch.
+//! Data parallelism. A port of Stanford CS336's tests with a small network, with or without a tied weight: after each
+//! of five steps every rank has the weights of one process that saw the whole batch.
 
 use super::{at_most, join, succeed};
 use candle_core::{Device, Tensor, Var};
@@ -13,7 +13,7 @@ fn small_network(#[values(2, 3, 4)] ranks: usize, #[values("replicated", "tied")
     succeed(case, at_most(ranks));
 }
 
-pub(super) const BATCH: usize = 24; // which two, three and four ranks divide
+pub(super) const BATCH: usize = 24; // divisible by two, three and four ranks
 const LEARNING_RATE: f64 = 0.1;
 
 pub fn as_one_process() -> Result<()> {
@@ -24,7 +24,7 @@ pub fn tied_as_one_process() -> Result<()> {
     check(true)
 }
 
-/// Pseudo-random numbers from -1 to 1, the same on every rank.
+/// Returns pseudo-random numbers in [-1, 1), the same on every rank.
 pub(super) fn numbers(seed: u32, shape: (usize, usize), device: &Device) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let next = || {
@@ -37,7 +37,7 @@ pub(super) fn numbers(seed: u32, shape: (usize, usize), device: &Device) -> Resu
     Ok(Tensor::from_vec(numbers, shape, device)?)
 }
 
-/// Linear maps with ReLU between: 10, 10, 50, 10, 5, the second and the third tied where that is wanted.
+/// Linear layers of widths 10, 10, 10, 10, 5 with ReLU between them. If tied, the second and the third share a weight.
 pub(super) struct Network {
     pub(super) layers: Vec<Var>,
 }
@@ -69,7 +69,7 @@ impl Network {
             .collect()
     }
 
-    /// The mean squared error.
+    /// Returns the mean squared error.
     pub(super) fn loss(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
         let mut x = x.clone();
         for (i, layer) in self.layers.iter().enumerate() {
@@ -82,7 +82,7 @@ impl Network {
         ops::mean(&ops::mul(&error, &error)?)
     }
 
-    /// A step of gradient descent.
+    /// Takes a step of gradient descent.
     fn step(&self, gradients: &candle_core::backprop::GradStore) -> Result<()> {
         let mut seen = Vec::new();
         for layer in &self.layers {
@@ -115,7 +115,7 @@ fn check(tied: bool) -> Result<()> {
 fn five_steps(ranks: &Communicator, exchange: Exchange, tied: bool) -> Result<()> {
     let device = ranks.device();
     let alone = Network::new(1, tied, device)?;
-    let network = Network::new(1 + 100 * ranks.rank() as u32, tied, device)?; // rank 0's counts
+    let network = Network::new(1 + 100 * ranks.rank() as u32, tied, device)?; // rank 0's are broadcast
     let config = ReplicatedConfig {
         exchange,
         dtype: None,

@@ -1,4 +1,5 @@
-//! Runs of several processes: the losses of one process, and a checkpoint that another number of them goes on with.
+//! Training runs of several processes: they have the losses of one process, and another number of processes can resume
+//! their checkpoint.
 
 use super::{at_most, join, ranks, succeed};
 use candle_core::Device;
@@ -18,7 +19,7 @@ fn losses(#[values(2, 3, 4)] count: usize) {
     succeed("training", at_most(count));
 }
 
-/// Three ranks write a run, four go on with it. (On two GPUs two and two.)
+/// Three ranks write a checkpoint, four resume it. (On GPUs two ranks do both.)
 #[test]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
 fn resumed_by_others() {
@@ -46,7 +47,7 @@ fn trainer(device: &Device, file: Option<&Path>, steps: usize) -> Result<Trainer
     let config = TrainConfig {
         batch_size: 1,
         sequence_length: 16,
-        accumulation: 12, // which two, three and four ranks divide
+        accumulation: 12, // divisible by two, three and four ranks
         steps,
         ..Default::default()
     };
@@ -61,8 +62,8 @@ fn trainer(device: &Device, file: Option<&Path>, steps: usize) -> Result<Trainer
     }
 }
 
-/// Six steps, the optimizer on all ranks or divided, beside those of one process; three of them, and
-/// the next three, with a file.
+/// Compares six steps with those of one process, the optimizer replicated or sharded. With a file, one job runs the
+/// first three steps and the next job the rest.
 pub fn as_one_process() -> Result<()> {
     let ranks = join(60)?;
     let file = std::env::var(FILE).ok();
@@ -73,7 +74,7 @@ pub fn as_one_process() -> Result<()> {
     let wanted = alone.evaluate()?;
     for sharded in [false, true] {
         if file.is_some() && !sharded {
-            continue; // one run a file
+            continue; // one run per file
         }
         let steps = match file {
             Some(file) if !file.exists() => 3,
@@ -103,7 +104,7 @@ fn near(losses: &[f64], wanted: &[f64]) {
     }
 }
 
-/// Another learning rate on rank 1 alone is an error on every rank.
+/// Checks that another learning rate on rank 1 alone is an error on every rank.
 fn one_that_differs(ranks: &Communicator) -> Result<()> {
     let mut run = trainer(ranks.device(), None, 6 + ranks.rank().min(1))?;
     let error = run

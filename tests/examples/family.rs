@@ -1,4 +1,4 @@
-//! `train` on a model in Hugging Face's files.
+//! The example `train` with a model in Hugging Face's format.
 
 use super::process::{Ended, example, run};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::ops::RotaryPairs;
 use tempfile::{TempDir, tempdir};
 
-/// A folder with a model of four ids, and a tokenizer of three words.
+/// Writes a folder with a model of four token ids and a tokenizer of three words.
 fn family() -> TempDir {
     let folder = tempdir().unwrap();
     let config = TransformerConfig {
@@ -33,7 +33,8 @@ fn family() -> TempDir {
     folder
 }
 
-/// A training in windows of 8 tokens, after which id 3, which is no word, is never the likeliest; `HERE` is the folder.
+/// Trains in windows of 8 tokens, after which id 3, which is no word, is never the most likely. `HERE` in `flags`
+/// stands for the folder.
 fn train(folder: &Path, steps: usize, flags: &str) -> Ended {
     let flags = flags.replace("HERE", folder.to_str().unwrap());
     let sizes = format!("--batch-size 2 --steps {steps} --lr 0.4 --sample 5 --temperature 0");
@@ -43,7 +44,7 @@ fn train(folder: &Path, steps: usize, flags: &str) -> Ended {
         command.args(["--context-length", "8"]);
     }
     if !flags.contains("--prompt") {
-        command.args(["--prompt", "License"]); // a line break is no word
+        command.args(["--prompt", "License"]); // the default prompt, a line break, is no word
     }
     run(command)
 }
@@ -76,7 +77,7 @@ fn the_trained_model_is_a_folder_again() {
     let [ours, theirs] =
         [&tuned, folder.path()].map(|folder| fs::read(folder.join("tokenizer.json")).unwrap());
     assert_eq!(ours, theirs);
-    // Stopped after two steps and resumed, it is the same.
+    // A run that is stopped after two steps and resumed has the same weights.
     let line = "--family HERE --schedule-steps 3 --checkpoint HERE/run";
     run_well(&train(folder.path(), 2, line));
     let rest = format!("{line} --resume --save-family HERE/again");
@@ -96,7 +97,7 @@ fn weights_are_random_where_that_is_asked_for() {
     assert!(ended.out.contains("begun with random weights"), "{ended:?}");
 }
 
-/// A setting that is not known is refused, unless a flag names it.
+/// An unknown setting in config.json is refused unless a flag names it.
 #[test]
 fn settings_that_are_ignored() {
     let folder = family();
@@ -125,7 +126,7 @@ fn what_is_refused_before_the_first_step() {
     let refused = |flags: &str, words: &str| ends_with(1, flags, words);
     let misused = |flags: &str, words: &str| ends_with(2, flags, words);
     refused("--family HERE --save-family HERE", "--save-family");
-    // Where the trained model could not be written in the end.
+    // The trained model could not be saved at the end.
     misused("--save-family HERE/new --prompt a", "--family");
     misused("--save-family HERE/new --size tiny --prompt a", "--family");
     misused("--random-weights --prompt a", "--family");

@@ -1,13 +1,13 @@
-//! What every example prints, in the width of its reader's terminal.
+//! The layout of each example's output, at the width of the terminal.
 
 use super::process::{example, report, run};
 use super::stdout::SHORT;
 use serde_json::Value;
 
-/// The most characters of a note.
+/// The longest note allowed, in characters.
 const NOTE_CHARS: usize = 200;
 
-/// Those that print a table, and ways to other tables.
+/// Command lines that print tables: the short runs except `train`, and variants that print other tables.
 fn commands() -> Vec<&'static str> {
     let all = SHORT.into_iter().filter(|line| !line.starts_with("train "));
     let others = [
@@ -58,7 +58,7 @@ fn the_header_of_training_fits_the_terminal() {
     }
 }
 
-/// As terminals and shells mean it.
+/// `COLUMNS=0` means an unknown width, as in terminals and shells.
 #[test]
 fn a_width_of_zero_is_an_unknown_one() {
     let printed = |columns: Option<&str>| {
@@ -127,7 +127,7 @@ fn notes_are_short_sentences() {
     }
 }
 
-/// Every table of every example: its title and its columns, from left to right.
+/// The title and columns of every table of every example equal those in tables.txt.
 #[test]
 fn every_table_has_its_columns() {
     let mut tables = String::new();
@@ -149,7 +149,7 @@ fn every_table_has_its_columns() {
                 .map(str::trim)
                 .collect();
             assert_eq!(columns.len() + 1, rule.matches('|').count(), "{line}");
-            // What bytes are there for depends on the machine; so do figures in titles.
+            // The parts of the memory depend on the machine, and so do numbers in titles.
             let mut columns: Vec<&str> = columns
                 .into_iter()
                 .map(|column| {
@@ -213,7 +213,7 @@ fn columns_can_be_chosen() {
     assert!(run(example(none)).err.starts_with("error: e2e_benchmark: "));
 }
 
-/// In a process of its own each run meets its pages for the first time, however many came before it.
+/// With `--isolate` each run has its own process, so its first step has the page faults of a cold start.
 #[cfg(unix)]
 #[test]
 fn isolated_runs_are_each_cold() {
@@ -268,13 +268,16 @@ fn details_get_files_of_their_own_as_csv() {
     }
 }
 
-/// Each phase of a planned step has a time beside eager's, and sizes that a name does not have can be given.
+/// Each phase of a planned step has a time next to eager's. Flags override sizes that the configuration's name omits.
 #[test]
 fn planned_steps_have_phases() {
     let line =
         "compiled_benchmark --config 1-8-16-1-2 --steps 3 --rounds 2 --vocab-size 100 --d-ff 24";
     let report = report(line);
-    assert_eq!(report["configuration"]["vocabulary"], "100");
+    let model = report["configuration"]["model 1-8-16-1-2"]
+        .as_str()
+        .unwrap();
+    assert!(model.contains("vocabulary 100"), "{model}");
     let rows = report["rows"].as_array().unwrap();
     for execution in ["eager", "planned"] {
         let mean = |phase: &str, key: &str| {
@@ -299,13 +302,15 @@ fn planned_steps_have_phases() {
     text.env("COLUMNS", "100");
     let text = run(text).out;
     for part in [
-        "forward alone",
+        "forward",
+        "F+B: forward",
+        "F+B: backward",
         "forward+backward",
-        "full step",
-        "step's forward",
-        "step's backward",
-        "step's optimizer",
-        "step's backward+optimizer",
+        "step: forward",
+        "step: backward",
+        "step: optimizer",
+        "step: backward+optimizer",
+        "train step",
     ] {
         let line = text
             .lines()

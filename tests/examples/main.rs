@@ -1,5 +1,5 @@
-//! The examples as a hostile user types them: refused with a message, or run; no panic, no hang. This binary links
-//! nothing of candle; `cargo test` builds the examples beside it.
+//! The examples under hostile input: each command line runs or is refused with a message; none panics or hangs. This
+//! binary does not link candle; `cargo test` builds the examples.
 
 mod family;
 mod flags;

@@ -1,9 +1,9 @@
-//! What examples hold where memory is hardly more than they need.
+//! Memory of examples under a limit just above their estimate.
 
 use super::process::{Ended, example, run};
 use serde_json::Value;
 
-/// What a process of two threads has besides its steps: its code, its threads' stacks and what they keep for matmuls.
+/// Memory of a process of two threads outside its steps: code, stacks, and the threads' buffers for matmuls.
 const PROCESS_MIB: f64 = 40.0;
 
 #[test]
@@ -36,7 +36,7 @@ fn tight_memory_holds_what_was_estimated() {
     }
 }
 
-/// A value of the last row, which has this status.
+/// Returns a value of the last row, in MiB, and checks that row's status.
 fn mib(ended: &Ended, status: &str, key: &str) -> f64 {
     assert_eq!(ended.status, Some(0), "{}", ended.err);
     let report: Value = serde_json::from_str(&ended.out).unwrap();

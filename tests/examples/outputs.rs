@@ -1,10 +1,10 @@
-//! Files are tried before the work, and where one fails at the end the table is not lost.
+//! Output files: they are tried before the work starts, and one that fails at the end does not lose the table.
 
 use super::process::{assert_refused, example, run};
 use std::fs;
 use std::process::Command;
 
-/// Work that would take longer than a test waits.
+/// Command lines whose work would run longer than a test waits, with their output flags.
 const LONG: [(&str, &str); 9] = [
     (
         "attention_benchmark --iterations 1000000000 --time-budget-ms none",
@@ -29,7 +29,7 @@ const LONG: [(&str, &str); 9] = [
     ("train SMALL --data DATA --steps 1000000000", "--checkpoint"),
 ];
 
-/// The flags that name pictures, with such work.
+/// The flags that name pictures, with work of the same kind.
 const PICTURES: [(&str, &str); 4] = [
     (
         "attention_benchmark --iterations 1000000000 --time-budget-ms none",
@@ -91,7 +91,7 @@ fn outputs_are_opened_before_the_work() {
     assert_eq!(there, 1, "trying leaves nothing behind");
 }
 
-/// A file that another output spoils is found out before, and keeps what it holds.
+/// A file named for two outputs is refused before the work starts, and keeps its contents.
 #[test]
 fn trying_an_output_keeps_what_is_there() {
     let folder = tempfile::tempdir().unwrap();
@@ -125,7 +125,7 @@ fn pictures_are_svg_or_png() {
     }
 }
 
-/// The disk is full once a few KiB are written, as a limit on the size of files makes it.
+/// A limit on file sizes simulates a disk that is full after a few KiB.
 #[cfg(unix)]
 #[test]
 fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
@@ -155,13 +155,13 @@ fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
         ),
         (
             "compiled_benchmark --config 1-8-16-1-2 --steps 200 --rounds 1 --format json --output",
-            "operand_bytes",
+            "peak_bytes",
         ),
     ];
     for (line, words) in works {
         let line = format!("{line} {}", file.display());
         let mut shell = Command::new("bash");
-        // The table goes through a pipe, which the limit does not hold for.
+        // The table goes through a pipe, to which the limit does not apply.
         let script = "set -o pipefail; trap '' XFSZ; (ulimit -f 2; exec \"$@\") | cat";
         shell.args(["-c", script, "bash"]);
         let command = example(&line);
@@ -177,7 +177,7 @@ fn what_cannot_be_saved_at_the_end_does_not_lose_the_table() {
     }
 }
 
-/// Paths are whatever the system takes.
+/// Paths may be any bytes that the system accepts.
 #[cfg(target_os = "linux")]
 #[test]
 fn paths_need_not_be_text() {
@@ -192,8 +192,8 @@ fn paths_need_not_be_text() {
     assert!(path.is_file());
 }
 
-/// A terminal that is closed, as the shell tells its jobs, and a run that is to end: it is saved, its lock is gone, and
-/// it goes on with `--resume`.
+/// A closed terminal (SIGHUP) or a request to end (SIGTERM): the run is saved, its lock is removed, and `--resume`
+/// continues it.
 #[cfg(unix)]
 #[test]
 fn a_signal_saves_the_run() {
@@ -214,7 +214,7 @@ fn saved_at(signal: i32) {
     );
     let mut command = example(&format!("{line} --steps 1000000000 --schedule constant"));
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-    // The curve's file is there for a moment when it is tried; after the first checkpoint it is there with an evaluation.
+    // The check of outputs creates the curve's file for an instant. After the first checkpoint an evaluation writes it.
     for file in [&checkpoint, &curve] {
         while !file.exists() {
             std::thread::sleep(std::time::Duration::from_millis(5));
@@ -228,7 +228,7 @@ fn saved_at(signal: i32) {
     let text = String::from_utf8_lossy(&bytes);
     let (_, after) = text.split_once(r#"\"step\":"#).unwrap();
     let (step, _) = after.split_once(',').unwrap();
-    let steps = step.parse::<usize>().unwrap().max(1); // it may have come before the first step
+    let steps = step.parse::<usize>().unwrap().max(1); // the signal may come before the first step
     let resumed = format!("{line} --steps {steps} --schedule constant --resume");
     let ended = run(example(&resumed));
     assert_eq!(ended.status, Some(0), "{ended:?}");

@@ -1,4 +1,4 @@
-//! An example as a process.
+//! Examples run as processes.
 
 use serde_json::Value;
 use std::fs::{self, File};
@@ -6,23 +6,23 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A model that takes a few milliseconds a step.
+/// Flags of a model with steps of a few milliseconds.
 pub const SMALL: &str =
     "--d-model 16 --d-ff 32 --num-layers 1 --num-heads 2 --context-length 8 --batch-size 1";
 
-/// Longer than any of these commands takes. The work that refusals stand before would take longer.
+/// Longer than any of these commands runs; the work that refusals must prevent would run longer.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// How a process ended.
+/// The exit status and the output of a process.
 #[derive(Debug)]
 pub struct Ended {
-    /// `None` if a signal ended it.
+    /// `None` if a signal ended the process.
     pub status: Option<i32>,
     pub out: String,
     pub err: String,
 }
 
-/// The example, built beside this test.
+/// Returns the path of an example, built next to this test.
 pub fn executable(name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let profile = test.parent().and_then(Path::parent).unwrap();
@@ -35,7 +35,7 @@ pub fn executable(name: &str) -> PathBuf {
     path
 }
 
-/// An example's command line: words, with `SMALL` and `DATA` for what they stand for.
+/// Returns the command of an example's command line, with `SMALL` and `DATA` expanded.
 pub fn example(line: &str) -> Command {
     let data = concat!(env!("CARGO_MANIFEST_DIR"), "/LICENSE-APACHE");
     let line = line.replace("SMALL", SMALL).replace("DATA", data);
@@ -45,13 +45,13 @@ pub fn example(line: &str) -> Command {
     command
 }
 
-/// Runs it to its end, its stdout into `out`.
+/// Runs a command to its end, with its stdout written to `out`.
 pub fn run_into(mut command: Command, out: Stdio) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let err = folder.path().join("err");
     command.stdout(out).stderr(File::create(&err).unwrap());
     let mut child = command.spawn().unwrap();
-    drop(child.stdout.take()); // of a pipe, nobody reads
+    drop(child.stdout.take()); // if stdout is a pipe, nobody reads it
     let begun = Instant::now();
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -73,7 +73,6 @@ pub fn run_into(mut command: Command, out: Stdio) -> Ended {
     }
 }
 
-/// Runs it to its end.
 pub fn run(command: Command) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
@@ -90,7 +89,7 @@ pub fn report(line: &str) -> Value {
     serde_json::from_str(&ended.out).unwrap_or_else(|error| panic!("{line}: {error}"))
 }
 
-/// Whether it ended with `status`, in a message that has `words`.
+/// Checks the exit status, and that the error message contains `words`.
 #[track_caller]
 pub fn assert_refused(line: &str, ended: &Ended, status: i32, words: &str) {
     assert_eq!(ended.status, Some(status), "{line}: {ended:?}");

@@ -1,4 +1,4 @@
-//! Values that no run can mean, and values that look so.
+//! Values that no run can use are refused; unusual but valid ones are accepted.
 
 use super::process::{assert_refused, example, run};
 
@@ -188,7 +188,7 @@ fn what_a_hostile_user_types() {
     }
 }
 
-/// Tens of thousands of threads would look for work at each other for hours.
+/// Tens of thousands of threads would spend hours searching each other's queues for work.
 #[test]
 fn more_threads_than_can_work_are_refused() {
     let lines = [
@@ -208,7 +208,7 @@ fn more_threads_than_can_work_are_refused() {
     }
 }
 
-/// Not with the name of a type, and not with "flags".
+/// Messages begin with the operation, neither with a type's name nor with "flags".
 #[test]
 fn errors_begin_with_the_operation() {
     let refusals = [

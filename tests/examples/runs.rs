@@ -1,22 +1,22 @@
-//! Examples run for what they are for: how many rows of each kind they print, and the files that they write.
+//! Complete runs of the examples: the number of rows of each kind, and the files that they write.
 
 use super::process::{assert_refused, example, report, run};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// A model of two layers, which takes some milliseconds a step.
+/// Flags of a model of two layers, with steps of some milliseconds.
 const TWO_LAYERS: &str =
     "--d-model 32 --d-ff 64 --num-layers 2 --num-heads 2 --vocab-size 50 --context-length 16";
 
-/// How many rows of a report have all of these values.
+/// Returns the number of rows that have all of these values.
 fn count(report: &Value, values: &[(&str, &str)]) -> usize {
     let rows = report["rows"].as_array().unwrap().iter();
     rows.filter(|row| values.iter().all(|(key, value)| row[*key] == *value))
         .count()
 }
 
-/// Whether a file is there that begins with `start` and has `words`.
+/// Checks that a file exists, begins with `start` and contains `words`.
 #[track_caller]
 fn assert_file(path: &Path, start: &str, words: &str) {
     let bytes = fs::read(path).unwrap();
@@ -71,7 +71,7 @@ fn what_does_not_fit_is_a_row() {
     }
 }
 
-/// Measured, out of memory, unsupported; growth with T, and the picture.
+/// Rows are measured, out of memory or unsupported; the report has the growth with T, and the plot is written.
 #[test]
 fn attention_by_context_length() {
     let folder = tempfile::tempdir().unwrap();
@@ -91,7 +91,7 @@ fn attention_by_context_length() {
     assert!(count(&report, &[("status", "unsupported")]) > 0);
 }
 
-/// The exercise's four sums, and the toy model's table with its numbers.
+/// The exercise's four sums, and the values in the toy model's table.
 #[test]
 fn mixed_precision() {
     let sums = run(example("mixed_precision_accumulation")).out;
@@ -127,7 +127,7 @@ fn profiles() {
     assert!(count(&planned, &[("execution", "planned")]) > 0);
 }
 
-/// By prediction and by measurement, with its files.
+/// Measured and estimated memory, with the files of the measurement.
 #[test]
 fn memory() {
     let folder = tempfile::tempdir().unwrap();
@@ -145,20 +145,26 @@ fn memory() {
     assert_file(&snapshot, "{", "device_traces");
     let estimate = report("memory_estimate --size small --memory-limit-gib 8");
     assert!(estimate.to_string().contains("residual"));
+    let planned = report("memory_estimate SMALL --compile=only --memory-limit-gib 0.01");
+    let answers = planned["answers"].to_string();
+    for question in ["residual stream", "Which sizes fit", "which strategy"] {
+        assert!(answers.contains(question), "{question}: {answers}");
+    }
 }
 
 #[test]
 fn planned_beside_eager() {
     let report_of = report("compiled_benchmark --config 2-16-32-2-2 --steps 2 --rounds 1");
     assert_eq!(count(&report_of, &[("status", "ok")]), 18);
-    assert!(
-        report_of
-            .to_string()
-            .contains("Speed-ups of planned over eager")
-    );
+    for words in [
+        "Speed-ups of planned over eager",
+        "Less in a planned step: ",
+    ] {
+        assert!(report_of.to_string().contains(words), "{words}");
+    }
 }
 
-/// A model that is not ours, eager and planned: the same losses.
+/// A custom model has the same last loss eager and planned.
 #[test]
 fn a_model_of_ones_own() {
     let loss = |way: &str| {
@@ -170,7 +176,7 @@ fn a_model_of_ones_own() {
     assert_eq!(loss(""), loss("--planned"));
 }
 
-/// Trained, and trained on.
+/// A run continues from its checkpoint.
 #[test]
 fn training_resumes() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A stdout that is full, and one that nobody reads.
+//! Stdout that is full, and stdout that nobody reads.
 
 use super::process::{assert_refused, example, run_into};
 use std::fs::{self, File};
@@ -31,7 +31,7 @@ fn a_full_stdout_is_an_error() {
     }
 }
 
-/// `| head` has seen enough: the run ends, and nothing is said.
+/// A pipe whose reader has stopped (`| head`) ends the run without a message.
 #[cfg(unix)]
 #[test]
 fn a_closed_stdout_ends_a_run_quietly() {
@@ -45,7 +45,7 @@ fn a_closed_stdout_ends_a_run_quietly() {
     }
 }
 
-/// A run that leaves files goes on without its reader.
+/// A run that writes files continues without a reader.
 #[cfg(unix)]
 #[test]
 fn a_closed_stdout_does_not_cost_the_files() {

@@ -1,23 +1,25 @@
-//! A GPU that is full: rows that say so, and runs that go on. A binary of its own, since cargo runs test binaries one
-//! after the other: tests next to this one would find no memory on the GPU, and take some of what it counts on.
+//! A full GPU: rows report out of memory, and runs continue. This is a separate binary because cargo runs test binaries
+//! one after the other. Tests of the same binary would find no free memory on the GPU, or use memory that this test
+//! counts on.
 
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::bench::{AttentionRun, AttentionTask, EndToEnd, Execution, Sampling, alternate};
+use tallow::bench::{
+    AttentionRun, AttentionTask, EndToEnd, EndToEndRow, Execution, Sampling, alternate,
+};
 use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::report::Fields;
 
-/// As the suite's.
 #[global_allocator]
 static ALLOCATOR: tallow::memory::tracker::Tracker<std::alloc::System> =
     tallow::memory::tracker::Tracker::new(std::alloc::System);
 
 const GIB: u64 = 1 << 30;
 
-/// A training step that takes more than 1 GiB, or one that takes less.
+/// Returns a training step that fits in 1 GiB, or one that needs more.
 fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndToEnd {
     let (batch_size, sequence_length) = match fits {
         true => (1, 32),
@@ -60,6 +62,10 @@ fn attention(sequence_length: usize) -> AttentionRun {
     }
 }
 
+fn fields(rows: &[EndToEndRow]) -> Vec<Fields> {
+    rows.iter().map(|row| row.fields().unwrap()).collect()
+}
+
 fn text(row: &Fields, key: &str) -> String {
     let text = row.get(key).and_then(|value| value.as_str());
     text.unwrap_or_else(|| panic!("{key}")).to_string()
@@ -70,8 +76,8 @@ fn number(row: &Fields, key: &str) -> f64 {
     number.unwrap_or_else(|| panic!("{key}"))
 }
 
-/// Takes memory until about 1 GiB is left, whatever the card has: a driver may need some for a large allocation's own
-/// sake, so what is left is asked for again after each.
+/// Allocates until about 1 GiB is left, whatever the size of the GPU. The driver may use some memory for a large
+/// allocation itself, so the free memory is read again after each.
 fn fill(gpu: &Device) -> Vec<Tensor> {
     let mut fillers = Vec::new();
     let left = || available_bytes_on(gpu).unwrap();
@@ -86,7 +92,7 @@ fn fill(gpu: &Device) -> Vec<Tensor> {
     fillers
 }
 
-/// The driver's answer or the plan's, and what there was when more was asked for.
+/// Checks that the row ran out of memory by the driver's error or by the plan's.
 fn assert_ran_out(rows: &[Fields]) {
     let [row] = rows else {
         panic!("{rows:?}");
@@ -116,9 +122,9 @@ fn assert_ran(rows: &[Fields]) {
 #[ignore = "needs a CUDA device"]
 fn a_full_gpu_is_a_row() {
     let gpu = tallow::device("cuda:0").unwrap();
-    let rows = |run: EndToEnd| run.run(&gpu, |_, _| ()).unwrap();
+    let rows = |run: EndToEnd| fields(&run.run(&gpu, |_, _| ()).unwrap());
     let executions = [Execution::Eager, Execution::Planned];
-    // Once while there is room, so that nothing but the step's own memory is missing later.
+    // Warms up while memory is free, so that later only the step's own memory is missing.
     for execution in executions {
         assert_ran(&rows(step(execution, true, None)));
     }
@@ -127,7 +133,8 @@ fn a_full_gpu_is_a_row() {
         let left = available_bytes_on(&gpu);
         let refused = rows(step(execution, false, left));
         assert_eq!(text(&refused[0], "status"), "OOM");
-        // Nothing of the driver's: at most that the estimate is a lower bound.
+        // The refusal comes from the estimate, not from the driver: it has no reason, or only that the estimate is a
+        // lower bound.
         let reason = refused[0].get("reason").map(ToString::to_string);
         assert!(
             reason.is_none_or(|reason| reason.contains("lower bound")),
@@ -135,13 +142,13 @@ fn a_full_gpu_is_a_row() {
         );
         let wanted = number(&refused[0], "estimate_bytes");
         assert!(wanted > number(&refused[0], "available_bytes"));
-        // The same without a limit, and what comes after it.
+        // The same without a limit; then a step that fits.
         assert_ran_out(&rows(step(execution, false, None)));
         assert_ran(&rows(step(execution, true, None)));
         let turns = [false, true].map(|fits| step(execution, fits, None));
         let turns = alternate(&turns, 2, &gpu, |_, _, _| ()).unwrap();
-        assert_ran_out(&turns[0]);
-        assert_ran(&turns[1]);
+        assert_ran_out(&fields(&turns[0]));
+        assert_ran(&fields(&turns[1]));
     }
     assert_ran_out(&attention(8192).run(&gpu, |_, _| ()).unwrap());
     assert_ran(&attention(256).run(&gpu, |_, _| ()).unwrap());

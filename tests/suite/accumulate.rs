@@ -1,5 +1,5 @@
-//! Sums in few bits: the numbers of `examples/mixed_precision_accumulation`, from the rows that it prints, and the sums
-//! themselves. The expected ones were computed with PyTorch 2.15, by the same loops on 0-dimensional tensors.
+//! Sums in low precision: the rows that `examples/mixed_precision_accumulation` prints, and the sums themselves.
+//! Expected sums were computed with PyTorch 2.15, by the same loops on 0-dimensional tensors.
 
 #[path = "../../examples/mixed_precision_accumulation/rows.rs"]
 mod rows;
@@ -12,7 +12,7 @@ use tallow::precision::accumulate::{kahan_sum, pairwise_sum, running_sum, runnin
 #[test]
 fn the_sums_to_eight_decimals() {
     let expected = [
-        ("f32", "f32", "10.00013351"), // the exercise's four
+        ("f32", "f32", "10.00013351"), // this one and the next three are the exercise's
         ("f16", "f16", "9.95312500"),
         ("f32", "f16", "10.00213623"),
         ("f32", "f16, cast to f32", "10.00213623"),
@@ -27,7 +27,7 @@ fn the_sums_to_eight_decimals() {
     }
 }
 
-/// What other sums leave is at most the rounding of the result.
+/// Kahan's and the pairwise sum have at most the rounding error of the result.
 #[test]
 fn kahans_and_the_pairwise_sum_are_exact_to_eight_decimals() {
     fn check<T: FloatDType>() {
@@ -41,7 +41,7 @@ fn kahans_and_the_pairwise_sum_are_exact_to_eight_decimals() {
     check::<bf16>();
 }
 
-/// The error is the terms' and the additions' together, and its cause is the larger part's.
+/// The error is the sum of those of terms and additions, and its cause is the larger one.
 #[test]
 fn every_error_has_its_cause() {
     let rows = rows::rows(0.01, 1000);
@@ -64,11 +64,11 @@ fn every_error_has_its_cause() {
         "rounded terms",
     ];
     assert_eq!(causes(0.01, 1000), expected);
-    // Other numbers have other causes.
     assert_eq!(causes(70.0, 1000)[1], "overflow");
 }
 
-/// bf16 reaches 4 by its 350th addition and stays there: 0.01 is under half of the distance to its next number.
+/// bf16 reaches 4 at its 350th addition and stays there, because 0.01 is less than half the distance to its next
+/// number.
 #[test]
 fn a_sum_that_stands_still_is_found() {
     let terms = [bf16::from_f32(0.01); 1000];
@@ -101,7 +101,7 @@ fn answers_follow_the_sums() {
     ] {
         assert!(exercise.contains(part), "{part}: {exercise}");
     }
-    // A number that every dtype has, summed without an error.
+    // A value that every dtype represents, summed without an error.
     let exact = text(0.5, 100);
     assert!(exact.contains("no error is left"), "{exact}");
     assert!(exact.contains("is no nearer"), "{exact}");
@@ -130,7 +130,7 @@ fn sums_of_nothing_and_of_one() {
 }
 
 proptest! {
-    /// Each sum keeps its bound, in u = half of the type's epsilon.
+    /// Each sum keeps its error bound, in u = half of the type's epsilon.
     #[test]
     fn bounds_hold(terms in prop::collection::vec(-10f32..10.0, 1..300)) {
         fn check<A: FloatDType>(terms: &[f32], u: f64) -> Result<(), TestCaseError> {

@@ -1,4 +1,4 @@
-//! Attention measured: rows, refusals, the memory breakdown, and the analysis.
+//! The attention benchmark: rows, refusals, the memory breakdown, and the analysis.
 
 mod analysis;
 mod memory;
@@ -86,7 +86,7 @@ fn is_missing(row: &Fields, key: &str) -> bool {
     row.get(key).is_none_or(Value::is_null)
 }
 
-/// What the end-to-end benchmark's rows have as well.
+/// The columns that the end-to-end benchmark's rows have too.
 const SCHEMA: [&str; 21] = [
     "batch_size",
     "context_length",
@@ -130,7 +130,7 @@ fn check_measured(rows: &[Fields], flops: [f64; 2], tokens: f64) {
         approx::assert_relative_eq!(number(row, "mfu_percent"), mfu);
         assert!(number(row, "peak_bytes") >= 0.0);
     }
-    // Each timed itself: a whole step holds its phases.
+    // A complete step lasts at least as long as its phases.
     let parts = number(&rows[0], "min_ms") + number(&rows[1], "min_ms");
     assert!(number(&rows[2], "max_ms") >= parts);
 }
@@ -161,7 +161,7 @@ fn the_module_has_them_too(#[values(Algorithm::Naive, Algorithm::Flash)] algorit
     let rows = module(algorithm).run(&Device::Cpu, |_, _| ()).unwrap();
     let attention = 4.0 * 3.0 * 40.0 * (19.0 * 20.0 / 2.0);
     let product = 2.0 * 3.0 * 19.0 * 40.0 * 40.0;
-    // Four products forward; backward one for each of four weights and one for the output projection's input.
+    // Four matmuls in forward; in backward one for each of the four weights and one for the output projection's input.
     let flops = [4.0 * product + attention, 5.0 * product + 2.0 * attention];
     check_measured(&rows, flops, 3.0 * 19.0);
     for key in [
@@ -199,7 +199,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
         ("forward+backward".into(), "OOM".into())
     );
     assert!(is_missing(row, "mean_ms") && is_missing(row, "n"));
-    // 3 x 2 x 16,384^2 x 4 bytes, and the sum of all.
+    // 3 x 2 x 16,384^2 x 4 bytes, and the sum of all terms.
     let reason = text(row, "reason");
     assert!(
         reason.contains("probabilities BHT^2 6,144.0 MiB"),
@@ -214,7 +214,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
     let out = 6.0 * 16_384.0 * 24.0;
     assert_eq!(number(row, "composed_bytes"), 4.0 * (2.0 * scores + out));
 
-    // The same with flash fits in far less.
+    // Flash attention needs far less.
     alone(&mut run).algorithm = Algorithm::Flash;
     let flash = attention_breakdown(alone(&mut run), Kernels::Cpu)
         .unwrap()
@@ -279,7 +279,7 @@ fn a_time_budget_leaves_fewer_samples_and_says_so() {
 fn what_cannot_be_done_in_time_is_not_tried() {
     let mut run = attention(Algorithm::Naive);
     let flops = 12.0 * 6.0 * 24.0 * 37.0 * 37.0;
-    run.sampling.peak_flops = Some(flops); // a step a second
+    run.sampling.peak_flops = Some(flops); // one step per second
     run.sampling.time_budget_ms = Some(999.0);
     let refused = rows(&run);
     assert_eq!(refused.len(), 1);

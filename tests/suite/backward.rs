@@ -1,4 +1,4 @@
-//! `tallow::backward` beside candle's own.
+//! `tallow::backward` against candle's own backward.
 
 use crate::check::elements;
 use candle_core::backprop::GradStore;
@@ -25,7 +25,7 @@ fn var(dims: &[usize], salt: u32) -> Var {
     Var::from_tensor(&numbers(dims, salt)).unwrap()
 }
 
-/// Bits of the numbers; of zeros, which may differ in sign, those of 0.
+/// Returns the bits of the numbers; zeros, whose sign may differ, count as +0.
 fn bits(x: &Tensor) -> Vec<u64> {
     let elements = elements(x).into_iter();
     elements.map(|x| (x + 0.0).to_bits()).collect()
@@ -37,7 +37,7 @@ fn all_bits(gradients: &GradStore, vars: &[Var]) -> Vec<Option<Vec<u64>>> {
         .collect()
 }
 
-/// The gradients of `loss` by both, of `vars`.
+/// Checks that both backwards give the same gradients of `loss` for `vars`.
 fn same(loss: impl Fn() -> Result<Tensor>, vars: &[Var]) {
     let wanted = all_bits(&loss().unwrap().backward().unwrap(), vars);
     let kept = loss().unwrap();
@@ -87,7 +87,7 @@ fn gelu(x: &Tensor) -> Result<Tensor> {
     ops::gelu(x, ops::Gelu::Erf)
 }
 
-/// Variables of (4, 6), (4, 6) and (6).
+/// The variables have shapes (4, 6), (4, 6) and (6).
 #[rstest]
 #[case::residual(|v: &[Var]| {
     let x = ops::relu(&v[0])?;
@@ -124,13 +124,13 @@ fn gelu(x: &Tensor) -> Result<Tensor> {
 #[case::candles_loss(|v: &[Var]| Ok((ops::linear(&v[0], &v[1])?.sqr()?.mean_all()? * 3.0)?))]
 #[case::candle_between(|v: &[Var]| {
     let x = gelu(&v[0])?;
-    let y = ops::relu(&x.broadcast_mul(&v[2])?)?; // candle's
+    let y = ops::relu(&x.broadcast_mul(&v[2])?)?; // candle's op
     let z = ops::mul(&y, &ops::add(&x, &v[0])?)?;
     ops::sum(&ops::mul(&z, &ops::relu(&v[0])?)?)
 })]
 #[case::candle_reads_what_is_ours(|v: &[Var]| {
     let x = gelu(&v[0])?;
-    let mean = x.mean_keepdim(1)?.broadcast_as((4, 6))?; // candle's
+    let mean = x.mean_keepdim(1)?.broadcast_as((4, 6))?; // candle's op
     let y = ops::mul(&x, &mean)?;
     ops::sum(&ops::add(&y, &v[0])?)
 })]
@@ -151,7 +151,7 @@ fn from_a_gradient() -> CandleResult<()> {
     let dy = numbers(&[3, 4], 3);
     let y = || ops::linear(&ops::relu(&x).unwrap(), &w).unwrap();
     let wanted = (y() * &dy)?.sum_all()?.backward()?;
-    // One that is a view, and stays as it is.
+    // A gradient that is a view, and is not changed.
     let given = dy.t()?.contiguous()?.t()?;
     let found = backward_from(y(), &given).unwrap();
     let vars = [x.clone(), w.clone()];
@@ -177,7 +177,7 @@ fn from_a_gradient() -> CandleResult<()> {
     Ok(())
 }
 
-/// A gradient that is handed in is read only, though it is that of several.
+/// The gradient passed by the caller is only read, although it is that of several tensors.
 #[test]
 fn the_first_gradient_is_not_written() -> CandleResult<()> {
     let x = var(&[3, 5], 1);
@@ -189,7 +189,7 @@ fn the_first_gradient_is_not_written() -> CandleResult<()> {
     Ok(())
 }
 
-/// Nor given out: what is done to a gradient is not done to another, nor to the one that was handed in.
+/// Returned gradients are independent: changing one changes neither another nor the gradient passed by the caller.
 #[test]
 fn gradients_are_nobody_elses() -> CandleResult<()> {
     let (a, b) = (var(&[3, 5], 1), var(&[3, 5], 2));
@@ -209,7 +209,7 @@ fn gradients_are_nobody_elses() -> CandleResult<()> {
     Ok(())
 }
 
-/// What a chain of ops keeps goes while backward runs, and stays for who holds it.
+/// Saved tensors of a chain of ops are freed during backward, unless the caller still holds them.
 #[test]
 fn the_graph_goes() {
     if crate::child::ran("backward::the_graph_goes") {
@@ -231,7 +231,8 @@ fn the_graph_goes() {
     let loss = || ops::sum(&chain()).unwrap();
     let ours = peak(loss(), |loss| backward(loss).unwrap());
     let candles = peak(loss(), |loss| loss.backward().unwrap());
-    // Two gradients beside what is there, the second as the first activation goes.
+    // Two gradients in addition to the activations; the first activation is freed when the second gradient is
+    // allocated.
     assert!(ours < 2 * BYTES + BYTES / 8, "{ours}");
     assert!(candles > 3 * BYTES, "{candles}");
     let (kept, tail) = (chain(), |x: &Tensor| {
@@ -240,10 +241,10 @@ fn the_graph_goes() {
     let loss = tail(&kept);
     backward(loss).unwrap();
     assert_eq!(bits(&kept), bits(&chain()));
-    backward(tail(&kept)).unwrap(); // its graph is there
+    backward(tail(&kept)).unwrap(); // its graph still exists
 }
 
-/// On another thread than forward's, several at once.
+/// Backward runs on threads other than forward's, on several at the same time.
 #[test]
 fn threads_do_not_meet() {
     let model = TransformerLM::new(&config(2, Algorithm::Naive, "every-1"), 1, &CPU).unwrap();

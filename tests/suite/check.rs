@@ -1,27 +1,27 @@
-//! Numbers of tensors, and checks of them and of errors, that tests of several modules share.
+//! Elements of tensors, and checks of tensors and errors, shared by tests of several modules.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 use std::fmt::Display;
 
-/// The elements, widened to f64.
+/// Returns the elements, converted to f64.
 pub fn elements(tensor: &Tensor) -> Vec<f64> {
     let flat = tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all());
     flat.unwrap().to_vec1().unwrap()
 }
 
-/// The bits of the elements. Widening to f64 keeps every bit of a smaller float.
+/// Returns the bits of the elements in f64, which represents every smaller float exactly.
 pub fn bits(tensor: &Tensor) -> Vec<u64> {
     elements(tensor).into_iter().map(f64::to_bits).collect()
 }
 
-/// |got - wanted| / |wanted| over the whole tensor.
+/// Returns |got - wanted| / |wanted| by norm.
 pub fn distance(got: &Tensor, wanted: &Tensor) -> f64 {
     let [difference, size] = norms(got, wanted);
     difference / size
 }
 
-/// The norms of `got - wanted` and of `wanted`.
+/// Returns the norms of `got - wanted` and of `wanted`.
 pub fn norms(got: &Tensor, wanted: &Tensor) -> [f64; 2] {
     assert_eq!(got.dims(), wanted.dims());
     let (got, wanted) = (elements(got), elements(wanted));
@@ -30,7 +30,7 @@ pub fn norms(got: &Tensor, wanted: &Tensor) -> [f64; 2] {
     [difference, norm(&mut wanted.iter().copied())]
 }
 
-/// The gradient of each parameter. One without a gradient, or of another shape, fails.
+/// Returns the gradient of each parameter; fails if one is missing or has another shape.
 pub fn gradients_of(
     parameters: Vec<(String, Var)>,
     gradients: &GradStore,
@@ -45,7 +45,7 @@ pub fn gradients_of(
     parameters.into_iter().map(gradient).collect()
 }
 
-/// The error, whose text must contain all of `parts`.
+/// Returns the error, whose text must contain all of `parts`.
 #[track_caller]
 pub fn refusal<T, E: Display>(result: Result<T, E>, parts: &[&str]) -> E {
     let error = result.err().expect("this must be refused");

@@ -1,4 +1,4 @@
-//! Activation checkpointing: gradients to the bit, what each function may do, what is refused.
+//! Activation checkpointing: bit-exact gradients, arbitrary functions, and errors.
 
 mod functions;
 pub mod model;
@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor, Var};
 
 const CPU: Device = Device::Cpu;
 
-/// Numbers between -1 and 1 that differ with `salt`.
+/// Returns numbers in [-1, 1) that differ with `salt`.
 fn numbers(shape: &[usize], salt: usize) -> Tensor {
     let n: usize = shape.iter().product();
     let values = (0..n).map(|i| ((i * 31 + salt * 17 + 1) as f32 * 0.618_034).fract() * 2.0 - 1.0);
@@ -22,7 +22,7 @@ fn var(shape: &[usize], salt: usize) -> Var {
     Var::from_tensor(&numbers(shape, salt)).unwrap()
 }
 
-/// The bits of the gradients of all of `vars`, which must be there.
+/// Returns the bits of the gradients of all `vars`, which must exist.
 fn gradient_bits(gradients: &GradStore, vars: &[&Var]) -> Vec<Vec<u64>> {
     let of = |var: &&Var| bits(gradients.get(var).expect("a gradient"));
     vars.iter().map(of).collect()

@@ -1,20 +1,21 @@
-//! Tests that need a process of their own.
+//! Tests that need their own process, for example because the memory tracker and the pool's counters are per process.
 
 use std::process::Command;
 
-/// The test that a process started here is for.
+/// The environment variable that names the test of a process started here.
 const NAME: &str = "TALLOW_TEST_ALONE";
 
-/// Runs the test called `name`, which calls this first, alone in a fresh process, fails with its output, and returns
-/// true; false in that process, where the test goes on. Its pool has two threads, whatever the machine has: what
-/// threads hold for themselves is counted. candle's own pool has one: its threads spin while they wait, and take the
-/// processor from the tests beside. Its errors have no backtrace: each would read the binary's debug information, tens
-/// of MiB.
+/// Runs the test `name` in a new process and returns true; that test calls this function first. In the new process it
+/// returns false, and the test continues. A failure there fails here too, with its output.
+///
+/// The new process has a pool of two threads on any machine, since the buffers that threads keep are counted. candle's
+/// own pool has one thread, because its threads spin while they wait and would slow the tests that run at the same
+/// time. Errors have no backtrace: each would read the binary's debug information, tens of MiB.
 pub fn ran(name: &str) -> bool {
     ran_by(|| Command::new(std::env::current_exe().unwrap()), name)
 }
 
-/// As [`ran`], where addresses end at so many KiB.
+/// Does the same as [`ran`], with an address space limited to `kib` KiB.
 #[cfg(target_os = "linux")]
 pub fn ran_within(kib: u64, name: &str) -> bool {
     let shell = || {

@@ -1,4 +1,4 @@
-//! Planned steps against eager ones, and what a plan says of itself.
+//! Planned steps against eager ones, and the data that a plan reports.
 
 mod architectures;
 pub mod attention;
@@ -45,7 +45,7 @@ use tallow::precision::Precision;
 
 const CPU: Device = Device::Cpu;
 
-/// A small model with these sizes: V 97, T up to 160.
+/// Returns a small model of these sizes, with V 97 and T up to 160.
 pub fn config(
     layers: usize,
     heads: usize,
@@ -65,7 +65,7 @@ pub fn config(
     }
 }
 
-/// Ids (batch, length) that differ from step to step and repeat within one.
+/// Returns ids (batch, length) that differ between steps and repeat within one.
 pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Tensor, Tensor) {
     let ids = |shift: usize| -> Vec<u32> {
         let id = |i: usize| ((i * i + 7 * i + 31 * step + shift) % vocab_size) as u32;
@@ -75,14 +75,14 @@ pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Te
     (tensor(0), tensor(1))
 }
 
-/// A model and its optimizer; the same seed gives the same.
+/// Returns a model and its optimizer, always the same for a configuration.
 pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW) {
     let model = TransformerLM::new(config, 5, &CPU).unwrap();
     let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 
-/// A step of the model's logits.
+/// Returns a step that computes the model's logits.
 pub fn logits_of(model: &TransformerLM, precision: Precision) -> Step<'_> {
     let config = in_precision(precision);
     let parameters = model.parameters();
@@ -92,7 +92,7 @@ pub fn logits_of(model: &TransformerLM, precision: Precision) -> Step<'_> {
     step.unwrap()
 }
 
-/// A plan that clips unless it updates in backward, which does not go together.
+/// Returns a configuration with clipping, except with the optimizer in backward, which excludes it.
 fn updating(precision: Precision, accumulation: usize, optimizer_in_backward: bool) -> StepConfig {
     StepConfig {
         precision,
@@ -103,23 +103,24 @@ fn updating(precision: Precision, accumulation: usize, optimizer_in_backward: bo
     }
 }
 
-/// The plan of a model's step on the CPU, on tokens (B, T) in a micro-batch, and the blocks that it recomputes.
+/// Plans a model's step on the CPU, with tokens (B, T) in each micro-batch. Returns the plan and the chosen
+/// checkpointing.
 pub fn plan_of(
     model: &TransformerConfig,
     plan: &StepConfig,
     [batch_size, length]: [usize; 2],
 ) -> tallow::Result<(Plan, Checkpointing)> {
-    let batch = Batch::hollow(plan.accumulation * batch_size, length)?;
-    Step::plan_of(&CPU, model, plan, batch)
+    let batch = Batch::meta(plan.accumulation * batch_size, length)?;
+    Step::plan_for_model(&CPU, model, plan, batch)
 }
 
-/// Norm of the difference over the norm of what is wanted.
+/// Returns the norm of the difference, relative to the norm of `wanted`.
 pub fn distance(got: &Tensor, wanted: &Tensor) -> f64 {
     let [difference, size] = norms(got, wanted);
     difference / size.max(1e-30)
 }
 
-/// The norm of tensors, taken as one vector.
+/// Returns the norm of all tensors as one vector.
 fn length(tensors: &[(String, Tensor)]) -> f64 {
     let squares = |(_, x): &(String, Tensor)| x.sqr()?.sum_all()?.to_scalar::<f32>();
     let squares: candle_core::Result<Vec<f32>> = tensors.iter().map(squares).collect();
@@ -130,7 +131,7 @@ fn to_f32(x: &Tensor) -> Tensor {
     x.to_dtype(DType::F32).unwrap()
 }
 
-/// An eager step with the batch's sequences all at once: its loss.
+/// Takes an eager step with all sequences of the batch, and returns its loss.
 pub fn eager_step(
     model: &TransformerLM,
     optimizer: &mut AdamW,
@@ -146,7 +147,7 @@ pub fn eager_step(
     )
 }
 
-/// As [`eager_step`], under autocast.
+/// Does the same as [`eager_step`], in a precision.
 pub fn eager_step_in(
     precision: Precision,
     model: &TransformerLM,
@@ -163,14 +164,14 @@ pub fn eager_step_in(
     loss.to_scalar().unwrap()
 }
 
-/// Two planned steps, on tokens (B, T) in a micro-batch, against eager ones of a model with the same weights, which
-/// keeps all activations. Losses and gradients must agree, and the weights must be to the bit what the eager clipping
-/// and AdamW make of the planned gradients.
+/// Checks two planned steps, on tokens (B, T) in each micro-batch, against eager steps of a model with the same weights
+/// and without checkpointing. Losses and gradients must agree. The weights must have the bits that eager clipping and
+/// AdamW compute from the planned gradients.
 pub fn agree(model_config: &TransformerConfig, plan: &StepConfig, sizes: [usize; 2]) {
     agree_of(|| model_and_optimizer(model_config), plan, sizes);
 }
 
-/// As [`agree`], of any model: `make` makes the same at each call.
+/// Does the same as [`agree`] for any model; `make` returns the same one at each call.
 pub fn agree_of(
     make: impl Fn() -> (TransformerLM, AdamW),
     plan: &StepConfig,
@@ -185,15 +186,16 @@ pub fn agree_of(
         retrace_every: NonZeroUsize::new(1),
         ..plan.clone()
     };
-    let mut step = Step::of(&planned, &planned_optimizer, &retraced).unwrap();
-    // Where gradients are gone after a run, those of a step that keeps them: weights must be the same to the bit.
+    let mut step = Step::for_model(&planned, &planned_optimizer, &retraced).unwrap();
+    // If gradients are freed after a run, those of a step that keeps them are used; the weights must have the same
+    // bits.
     let keeping = StepConfig {
         optimizer_in_backward: false,
         ..plan.clone()
     };
     let mut keeper = plan.optimizer_in_backward.then(|| {
         let (model, optimizer) = make();
-        let step = Step::of(&model, &optimizer, &keeping).unwrap();
+        let step = Step::for_model(&model, &optimizer, &keeping).unwrap();
         (step, optimizer)
     });
     for i in 0..2 {
@@ -244,7 +246,7 @@ pub fn agree_of(
     assert_eq!(planned_optimizer.steps(), 2);
 }
 
-/// Holds gradients against the eager ones of a model.
+/// Checks gradients against the eager ones of a model.
 struct Judge<'a> {
     precision: Precision,
     model: &'a TransformerLM,
@@ -270,8 +272,8 @@ impl Judge<'_> {
             let is_one_key = self.batch.0.dims()[1] == 1 && is_query_or_key;
             let is_gpt2 = self.model.config().architecture == Architecture::Gpt2;
             if is_one_key || is_gpt2 && name.ends_with("k_proj.bias") {
-                // One key has all the attention, whatever q and k; and what all keys have beside, unrotated, moves a
-                // query's scores alike: exactly 0, and rounding on either side.
+                // With one key the probability is 1 whatever q and k. A bias shared by all keys, without rotation,
+                // shifts a query's scores alike. Both gradients are exactly 0, and rounding errors on both sides.
                 let both = [got, wanted].map(|x| length(&[(String::new(), x.clone())]));
                 assert!(
                     both.iter().all(|norm| *norm <= rounding),
@@ -281,8 +283,8 @@ impl Judge<'_> {
             }
             let error = distance(got, wanted);
             if error > 5e-6 {
-                // A small difference of large numbers. f64 is the judge of both.
-                // A few numbers may be luckily near: below four roundings of all gradients it is no error.
+                // A small difference of large numbers; both sides are compared with f64. Eager may be near by chance,
+                // so an error below four roundings of all gradients is accepted.
                 let exact = &self.exact()[name];
                 let [error, allowed] = [got, wanted].map(|x| distance(x, exact));
                 let (what, own) = (self.what, length(&[(String::new(), wanted.clone())]));
@@ -295,8 +297,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Half precision against f64: no gradient is further away than three times eager's, or than three roundings; and
-    /// all of them together are nearer to eager's than those are to f64's.
+    /// Checks half precision against f64. Each gradient's error is at most three times eager's, or three roundings. All
+    /// gradients together are nearer to eager's than those are to f64's.
     fn in_half(&self, gradients: &[(String, Tensor)], store: &GradStore, unit: f64) {
         let exact = self.exact();
         let negligible = unit * length(gradients);
@@ -319,7 +321,7 @@ impl Judge<'_> {
         );
     }
 
-    /// The gradients in f64.
+    /// Returns the gradients in f64.
     fn exact(&self) -> HashMap<String, Tensor> {
         let mut wide = HashMap::new(); // a tied weight is one variable
         let weights = self.model.weights().into_iter().map(|(name, weight)| {
@@ -338,7 +340,7 @@ impl Judge<'_> {
     }
 }
 
-/// Every weight's bits.
+/// Returns the bits of every weight.
 pub fn bits(model: &TransformerLM) -> Vec<u64> {
     let parameters = model.parameters();
     let bits = parameters.iter().flat_map(|(_, var)| check::bits(var));

@@ -1,6 +1,6 @@
 //! The tests of Stanford CS336's second assignment under their own names, with their sizes and tolerances: flash
-//! attention, data parallelism, the sharded optimizer and fully sharded data parallelism. Ranks are threads. What a run
-//! must reach was computed by PyTorch in one process (`fixtures/cs336.py`).
+//! attention, data parallelism, the sharded optimizer and fully sharded data parallelism. Ranks are threads. The
+//! expected results were computed by PyTorch in one process (`fixtures/cs336.py`).
 
 use crate::check::{bits, distance, elements};
 use crate::distributed::on_ranks;
@@ -20,7 +20,7 @@ use tallow::{Result, ops};
 
 const CPU: Device = Device::Cpu;
 
-/// `torch.allclose(found, wanted, rtol, atol)`.
+/// Checks `torch.allclose(found, wanted, rtol, atol)`.
 fn assert_close(found: &Tensor, wanted: &Tensor, rtol: f64, atol: f64, what: &str) {
     assert_eq!(found.dims(), wanted.dims(), "{what}");
     for (found, wanted) in elements(found).into_iter().zip(elements(wanted)) {
@@ -29,7 +29,7 @@ fn assert_close(found: &Tensor, wanted: &Tensor, rtol: f64, atol: f64, what: &st
     }
 }
 
-/// The tensors of a fixture whose names begin with `prefix`, without it.
+/// Returns the tensors of a fixture whose names begin with `prefix`, without the prefix.
 fn starting_with(tensors: &HashMap<String, Tensor>, prefix: &str) -> HashMap<String, Tensor> {
     let own = tensors.iter().filter_map(|(name, tensor)| {
         let name = name.strip_prefix(prefix)?.strip_prefix('.')?;
@@ -38,7 +38,7 @@ fn starting_with(tensors: &HashMap<String, Tensor>, prefix: &str) -> HashMap<Str
     own.collect()
 }
 
-/// q, k, v and the output's gradient: B 4, T 128, D 64, and the log-sum-exp, by the formula in f64.
+/// q, k, v and the output's gradient, with B 4, T 128, D 64.
 struct Attention {
     q: Var,
     k: Var,
@@ -50,7 +50,7 @@ impl Attention {
     fn new() -> Self {
         let draw = |i: u64| {
             let sine = |x: u64| ((x * 7919 + i * 104_729) % 65_537) as f64 / 65_537.0;
-            // Box and Muller's normal numbers.
+            // Normal numbers by the method of Box and Muller.
             let normal = |x: u64| {
                 let radius = (-2.0 * (1.0 - sine(2 * x)).ln()).sqrt();
                 (radius * (std::f64::consts::TAU * sine(2 * x + 1)).cos()) as f32
@@ -70,7 +70,7 @@ impl Attention {
         }
     }
 
-    /// Output and log-sum-exp, by candle's ops in f64.
+    /// Returns output and log-sum-exp, by candle's ops in f64.
     fn by_the_formula(&self, is_causal: bool) -> candle_core::Result<(Tensor, Tensor)> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| x.to_dtype(DType::F64));
         let mut scores = (q?.matmul(&k?.t()?)? / 8.0)?;
@@ -92,7 +92,7 @@ fn config(is_causal: bool) -> AttentionConfig {
     }
 }
 
-/// (B, T, D) as one head.
+/// Returns x (B, T, D) as one head.
 fn heads(x: &Tensor) -> Tensor {
     x.unsqueeze(1).unwrap()
 }
@@ -127,7 +127,7 @@ fn test_flash_backward(#[values(false, true)] is_causal: bool) {
     }
 }
 
-/// Their toy models: a bias that is not trained, or a weight that two layers share.
+/// The assignment's toy models: with a bias that is not trained, or with a weight that two layers share.
 #[derive(Clone, Copy)]
 enum ToyModel {
     Plain,
@@ -268,7 +268,7 @@ fn test_sharded_optimizer(#[case] model: ToyModel) {
     }
 }
 
-/// Their model for FSDP: embedding, norms and linear layers.
+/// The assignment's model for FSDP: embedding, norms and linear layers.
 struct ToyFsdpModel {
     embedding: Embedding,
     norms: [RmsNorm; 2],
@@ -292,7 +292,7 @@ impl ToyFsdpModel {
         })
     }
 
-    /// The mean over the sequences of the loss of their last token.
+    /// Returns the mean over the sequences of the loss of their last token.
     fn loss(&self, inputs: &Inputs) -> Result<Tensor> {
         let x = self.embedding.forward(&inputs.get("tokens")?)?;
         let x = self.linears[0].forward(&self.norms[0].forward(&x)?)?;
@@ -304,7 +304,7 @@ impl ToyFsdpModel {
 
 const IGNORED: u32 = 1000;
 
-/// Tokens of a rank's sequences, and targets of which all but the last are ignored.
+/// Returns the tokens of a rank's sequences, and targets that are ignored except the last.
 fn fsdp_batch(
     own: &HashMap<String, Tensor>,
     step: usize,
@@ -324,7 +324,7 @@ fn fsdp_batch(
     ]))
 }
 
-/// Three steps of two ranks: each weight, by name.
+/// Runs three steps of two ranks; returns each weight by name.
 fn fsdp_run(own: &HashMap<String, Tensor>, precision: Precision) -> Vec<(String, Tensor)> {
     let first = starting_with(own, "first");
     let of_ranks = on_ranks(2, |ranks| {
@@ -339,7 +339,7 @@ fn fsdp_run(own: &HashMap<String, Tensor>, precision: Precision) -> Vec<(String,
             step.forward_backward(fsdp_batch(own, number, ranks.rank())?)?;
             let gradients: HashMap<String, Tensor> = step.gradients()?.into_iter().collect();
             for (name, shard) in sharded.parameters() {
-                // test_fsdp_gradient_sync: in f32, with the shape of what the rank updates.
+                // test_fsdp_gradient_sync: gradients are f32, with the shape of the rank's shard.
                 let gradient = &gradients[&name];
                 let (dtype, dims) = (gradient.dtype(), gradient.dims());
                 assert_eq!((dtype, dims), (DType::F32, shard.dims()), "{name}");
@@ -365,8 +365,8 @@ fn test_fsdp_correctness_fp32() {
     }
 }
 
-/// Rounding to f16 makes some inputs of the ReLU cross 0, other ones here than in PyTorch: what is compared is how far
-/// each is from f32.
+/// Rounding to f16 makes some inputs of the ReLU cross 0, not the same ones as in PyTorch. So the distances from f32
+/// are compared.
 #[test]
 fn test_fsdp_correctness_fp16() {
     let own = starting_with(&fixture("cs336").0, "fsdp");

@@ -1,5 +1,5 @@
-//! Models that are not this crate's, from its layers and ops alone: `examples/custom_model`'s GPT-2 against
-//! `transformers`, and a block with parallel branches and a mixture of experts against finite differences. Both traced.
+//! Custom models of this crate's layers and ops: the GPT-2 of `examples/custom_model` against `transformers`, and a
+//! block with parallel branches and a mixture of experts against finite differences. Both are also traced.
 
 #[path = "../../examples/custom_model/gpt2.rs"]
 pub(crate) mod gpt2;
@@ -25,7 +25,7 @@ use tallow::precision::Autocast;
 use tallow::precision::Precision;
 use tallow::profile::{self, Cost};
 
-/// What `fixtures/generate.py gpt2` has written.
+/// A golden file, written by `fixtures/generate.py gpt2`.
 struct Golden {
     config: Gpt2Config,
     hyperparameters: AdamWConfig,
@@ -56,7 +56,7 @@ impl Golden {
         Gpt2::new(self.config.clone(), vb).unwrap()
     }
 
-    /// Tokens and targets (B, T) of a step.
+    /// Returns tokens and targets (B, T) of a step.
     fn batch(&self, step: usize, device: &Device) -> [Tensor; 2] {
         ["tokens", "targets"].map(|key| {
             let batch = self.tensors[key].get(step).unwrap();
@@ -119,7 +119,7 @@ fn gpt2_planned_is_that_of_transformers(
     planned(&Golden::read(attention), &Device::Cpu);
 }
 
-/// Loss, gradients and five steps of a plan that was made from the trace.
+/// Checks loss, gradients and five steps of a plan that was made from the trace.
 fn planned(golden: &Golden, device: &Device) {
     let model = golden.model(DType::F32, device);
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
@@ -165,8 +165,8 @@ fn gpt2_planned_on_a_gpu(#[values(Algorithm::Naive, Algorithm::Flash)] attention
     planned(&Golden::read(attention), &crate::gpu());
 }
 
-/// Half precision on a GPU: losses of steps near the eager ones', with heads that flash attention takes; and recorded
-/// runs give what the first gave.
+/// Half precision on a GPU, with heads that flash attention accepts: losses are near the eager ones', and replayed runs
+/// equal the first.
 #[cfg(feature = "cuda")]
 #[rstest]
 #[ignore = "needs a CUDA device"]
@@ -223,7 +223,7 @@ fn gpt2_planned_in_half_on_a_gpu(
     assert_eq!(runs[0], runs[1]);
 }
 
-/// The smallest GPT-2 that was published.
+/// Returns the configuration of the smallest published GPT-2.
 fn small() -> Gpt2Config {
     Gpt2Config {
         vocab_size: 50_257,
@@ -246,7 +246,7 @@ fn traced(config: &Gpt2Config, batch: usize, length: usize) -> graph::Graph {
 fn gpt2_is_traced_and_counted() {
     let (batch, length) = (2, 1024);
     let traced = traced(&small(), batch, length);
-    // Weights by name, the tied one once: 124,439,808 parameters, as transformers counts them.
+    // Weights by name, the tied one once: 124,439,808 parameters, the count of `transformers`.
     let weights: usize = traced
         .weights()
         .map(|(id, _)| traced.get(id).unwrap().elements())
@@ -261,7 +261,7 @@ fn gpt2_is_traced_and_counted() {
     );
     assert!(traced.to_string().contains("= h.11/mlp/gelu_tanh ("));
 
-    // Products by hand: projections 12 D^2 a block, scores and values 2 T D, the head V D, twice each a token.
+    // Matmuls by hand, per token: projections 12 D^2 per block, scores and values 2 T D, the head V D, twice each.
     let (d, v, tokens) = (768.0, 50_257.0, (batch * length) as f64);
     let forward = 2.0 * tokens * (12.0 * (12.0 * d * d + 2.0 * length as f64 * d) + v * d);
     let costs = profile::node_costs(&traced);
@@ -269,7 +269,7 @@ fn gpt2_is_traced_and_counted() {
         costs
             .iter()
             .filter_map(cost)
-            .map(|cost| cost.product_flops)
+            .map(|cost| cost.matmul_flops)
             .sum()
     };
     assert_eq!(sum(|cost| cost.forward), forward);
@@ -279,7 +279,7 @@ fn gpt2_is_traced_and_counted() {
     }
 }
 
-/// The same ops run as are traced, in any precision.
+/// A trace has the ops of a run, in any precision.
 #[rstest]
 fn what_is_traced_is_what_runs(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -295,10 +295,10 @@ fn what_is_traced_is_what_runs(
     let loss = around(&|| real.loss(&tokens, &targets)).unwrap();
     assert_eq!(loss.dims(), [0; 0]);
     let of_real = graph::trace(Target::Cpu, || around(&|| real.loss(&tokens, &targets))).unwrap();
-    let hollow = Gpt2::new(golden.config.clone(), graph::weights(DType::F32)).unwrap();
+    let meta = Gpt2::new(golden.config.clone(), graph::weights(DType::F32)).unwrap();
     let input = |name| graph::input(name, tokens.shape(), DType::U32).unwrap();
     let (x, y) = (input("tokens"), input("targets"));
-    let of_hollow = graph::trace(Target::Cpu, || around(&|| hollow.loss(&x, &y))).unwrap();
+    let of_meta = graph::trace(Target::Cpu, || around(&|| meta.loss(&x, &y))).unwrap();
     let lines = |graph: &graph::Graph| -> Vec<(String, Vec<usize>, DType)> {
         let nodes = graph.nodes().map(|node| {
             let output = graph.get(node.output).unwrap();
@@ -306,18 +306,18 @@ fn what_is_traced_is_what_runs(
         });
         nodes.collect()
     };
-    assert_eq!(lines(&of_real), lines(&of_hollow));
-    let ops_of = |name: &str| of_hollow.nodes().filter(|node| node.op == name).count();
+    assert_eq!(lines(&of_real), lines(&of_meta));
+    let ops_of = |name: &str| of_meta.nodes().filter(|node| node.op == name).count();
     let layers = golden.config.n_layer;
     assert_eq!(
         [ops_of("linear_bias"), ops_of("gelu_tanh")],
         [4 * layers, layers]
     );
-    assert_eq!(ops_of("contiguous"), 3 * layers); // q, k and v, cut out of one product
+    assert_eq!(ops_of("contiguous"), 3 * layers); // slices of one matmul for q, k and v
     assert_eq!(ops_of("layer_norm"), 2 * layers + 1);
 }
 
-/// The model's own refusal of more tokens than it has positions.
+/// The model refuses more tokens than it has positions.
 #[test]
 fn too_many_tokens_are_refused() {
     let golden = Golden::read(Algorithm::Naive);

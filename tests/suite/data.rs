@@ -1,4 +1,4 @@
-//! `tallow::data`: token files byte by byte, every refusal, and what batches promise.
+//! `tallow::data`: token files byte by byte, every error, and the guarantees of batches.
 
 mod batches;
 mod files;
@@ -22,7 +22,7 @@ const FORMATS: [TokenFormat; 3] = [
     TokenFormat::HeaderedU32,
 ];
 
-/// A folder that is removed at the end, and a file in it.
+/// Returns a temporary folder, and a file in it.
 fn file(content: &[u8]) -> (TempDir, PathBuf) {
     let folder = tempdir().unwrap();
     let path = folder.path().join("tokens.bin");
@@ -30,7 +30,7 @@ fn file(content: &[u8]) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// 1024 bytes: three little-endian integers, then zeros.
+/// Returns 1024 bytes: three little-endian integers, then zeros.
 fn header(magic: u32, version: u32, count: i32) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(magic.to_le_bytes());
@@ -40,7 +40,7 @@ fn header(magic: u32, version: u32, count: i32) -> Vec<u8> {
     bytes
 }
 
-/// 0, 1, 2, ...: a token is its own position.
+/// Returns the tokens 0, 1, 2, ...: each is its own position.
 fn counting(len: usize) -> Tokens {
     Tokens::from_ids((0..len as u32).collect::<Vec<_>>(), len).unwrap()
 }

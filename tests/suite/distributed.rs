@@ -1,5 +1,5 @@
-//! Several ranks, here threads of one process: collectives, and steps that are those of one rank with their batches.
-//! (Processes are in `tests/distributed`, by MPI; several GPUs in the example `distributed_benchmark`.)
+//! Several ranks as threads of one process: collectives, and steps that equal those of one rank with all batches.
+//! (Ranks that are processes are tested in `tests/distributed`; several GPUs in the example `distributed_benchmark`.)
 
 mod answers;
 mod collectives;
@@ -20,7 +20,7 @@ use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Exchange};
 use tallow::model::{TransformerConfig, TransformerLM};
 
-/// What each rank's thread has made, by rank.
+/// Runs `of_rank` on a thread for each rank, and returns the results by rank.
 pub fn on_ranks<T: Send>(
     world_size: usize,
     of_rank: impl Fn(Communicator) -> Result<T> + Sync,
@@ -36,7 +36,7 @@ pub fn on_ranks<T: Send>(
     })
 }
 
-/// Buckets of one tensor, of a few, of all.
+/// Exchanges with buckets of one tensor, of some, and of all.
 const EXCHANGES: [Exchange; 5] = [
     Exchange::PerParameter,
     Exchange::Flat,
@@ -79,7 +79,7 @@ fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {
     }
 }
 
-/// Tokens and targets (1, 12) of batch number `index`.
+/// Returns tokens and targets (1, 12) of batch number `index`.
 fn batch(index: usize) -> [Tensor; 2] {
     let ids = (0..13u32).map(|i| (i * 31 + index as u32 * 17) * 13 % 37);
     let ids = Tensor::from_iter(ids, &Device::Cpu).unwrap();
@@ -89,7 +89,7 @@ fn batch(index: usize) -> [Tensor; 2] {
     })
 }
 
-/// Some batches one after another, as a plan takes them.
+/// Concatenates batches, as a plan with micro-batches expects them.
 fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
     let all: Vec<[Tensor; 2]> = numbers.map(batch).collect();
     [0, 1].map(|i| {
@@ -98,7 +98,7 @@ fn batches(numbers: std::ops::Range<usize>) -> [Tensor; 2] {
     })
 }
 
-/// The gradients of a rank's loss, averaged over the ranks.
+/// Returns the gradients of a rank's loss, averaged over the ranks.
 fn averaged(replicated: &distributed::Replicated, loss: Tensor) -> tallow::Result<GradStore> {
     let mut gradients = tallow::backward(loss)?;
     replicated.average(&mut gradients)?;

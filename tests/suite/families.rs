@@ -1,5 +1,5 @@
-//! Models of other families, in Hugging Face's files, against `transformers`: logits, loss, every gradient, five steps,
-//! and what they generate, by `fixtures/families`.
+//! Models of other families in Hugging Face's format, against `transformers` (`fixtures/families`): logits, loss, every
+//! gradient, five steps, and generated text.
 
 mod configurations;
 mod loading;
@@ -44,13 +44,13 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/families")
 }
 
-/// The lengths of the documents in each sequence, where they are packed.
+/// The lengths of packed documents in each sequence.
 const DOCUMENTS: [&[usize]; 2] = [&[4, 9], &[1, 7, 5]];
 
-/// What names of weights begin with.
+/// The prefixes of weights' names.
 const BEGINNINGS: [&str; 3] = ["model.", "transformer.", "lm_head."];
 
-/// What `fixtures/generate.py families` has written, and a folder of the model's own files.
+/// A golden file, written by `fixtures/generate.py families`, and a folder with the model's files.
 struct Golden {
     folder: TempDir,
     hyperparameters: AdamWConfig,
@@ -81,7 +81,6 @@ impl Golden {
         model.with_attention(attention)
     }
 
-    /// Changes a setting of the folder's configuration.
     fn set(&self, key: &str, value: Value) {
         let path = self.folder.path().join("config.json");
         let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -93,14 +92,14 @@ impl Golden {
         &self.tensors[key]
     }
 
-    /// Tokens and targets (B, T).
+    /// Returns tokens and targets (B, T).
     fn batch(&self, device: &Device) -> [Tensor; 2] {
         ["tokens", "targets"].map(|key| self.get(key).to_device(device).unwrap())
     }
 }
 
-/// Tensors of the model's shapes as they are in the golden files: GPT-2's of q, k and v are one, and what its linear
-/// maps' weights are shaped like is (in, out) there.
+/// Converts the model's tensors to those of the golden files. In GPT-2's files q, k and v are one tensor, and weights
+/// of linear layers are (in, out).
 fn as_theirs(
     model: &TransformerLM,
     named: impl IntoIterator<Item = (String, Tensor)>,
@@ -136,7 +135,7 @@ fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DTyp
     close_gradients(&golden.tensors, as_theirs(model, gradients), gradient_bound);
 }
 
-/// `step` gives each step's loss.
+/// Compares five steps; `step` returns each step's loss.
 fn five_steps(golden: &Golden, model: &TransformerLM, dtype: DType, mut step: impl FnMut() -> f64) {
     let [loss_bound, weight_bound] = match dtype {
         DType::F64 => [1e-12, 1e-10],
@@ -202,7 +201,7 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
     let model = golden.model(DType::F32, attention, device);
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(device);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap();
     let [_, _, bound] = bounds(DType::F32);
@@ -253,12 +252,12 @@ fn families_on_a_gpu(
     if (name, attention) != ("gpt2", Algorithm::Flash) {
         return planned(name, attention, &crate::gpu());
     }
-    // Heads of 11, which planned flash attention does not take there.
+    // Heads of 11, which planned flash attention does not accept there.
     let golden = Golden::read(name);
     let model = golden.model(DType::F32, attention, &crate::gpu());
     let [tokens, targets] = golden.batch(&crate::gpu());
     let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     refusal(step.prepare((&tokens, &targets)), &["heads of 11"]);
 }
 
@@ -307,7 +306,7 @@ fn what_is_saved_is_loaded() {
         let [tokens, _] = golden.batch(&Device::Cpu);
         let logits = |model: &TransformerLM| elements(&model.forward(&tokens).unwrap());
         assert_eq!(logits(&again), logits(&model), "{name}");
-        // And by this crate's own file.
+        // Also through this crate's own file format.
         let path = folder.path().join("own.safetensors");
         model.save(&path).unwrap();
         let own = TransformerLM::open(&path, &Device::Cpu).unwrap();
@@ -332,7 +331,7 @@ fn what_is_saved_in_shards_is_loaded(#[values("qwen3", "gpt2")] name: &str) {
     };
     hf::save(&model, folder.path()).unwrap();
     assert_eq!(shards(), ["model.safetensors"]);
-    // The one file goes: `transformers` would read it.
+    // The single file is removed, because `transformers` would read it.
     let in_shards = |max_shard_bytes| SaveOptions {
         max_shard_bytes,
         overwrite: true,
@@ -349,7 +348,7 @@ fn what_is_saved_in_shards_is_loaded(#[values("qwen3", "gpt2")] name: &str) {
         logits(&hf::load(folder.path(), &Device::Cpu).unwrap()),
         logits(&model)
     );
-    // A weight that is larger has a shard of its own.
+    // A weight larger than the limit has its own shard.
     let each = tempdir().unwrap();
     hf::save_with(&model, each.path(), &in_shards(0)).unwrap();
     let weights = golden.tensors.keys().filter(|key| key.starts_with("grad."));
@@ -402,7 +401,7 @@ fn sizes_of_heads_that_are_refused(
     );
 }
 
-/// As older files have it.
+/// Older files have another name for the scaling.
 #[test]
 fn a_scaling_under_its_older_name() {
     let golden = Golden::read("llama");
@@ -465,7 +464,7 @@ fn refused(family: &str, key: &str, value: Value, named: &str) {
     refusal(hf::load(golden.folder.path(), &Device::Cpu), &[named]);
 }
 
-/// Heads of other tasks, and what the published files have; and what those leave out.
+/// Settings of other tasks' heads, and keys that published files have or omit.
 #[test]
 fn settings_of_gpt2_that_change_nothing() {
     let golden = Golden::read("gpt2");
@@ -487,7 +486,8 @@ fn settings_of_gpt2_that_change_nothing() {
     assert_eq!(hf::config(golden.folder.path()).unwrap(), wanted);
 }
 
-/// As `transformers` drops in training: GPT-2 as its files say, else 0.1; the others of attention's probabilities.
+/// Dropout in training equals that of `transformers`: for GPT-2 the file's rates or 0.1, for other families that of the
+/// attention probabilities.
 #[test]
 fn rates_of_dropout() {
     let golden = Golden::read("gpt2");
@@ -522,7 +522,7 @@ fn rates_of_dropout() {
     refusal(hf::save(&everywhere, saved.path()), &["dropout"]);
 }
 
-/// Files of GPT-2 with other weights in them.
+/// GPT-2 files with other weights.
 #[test]
 fn weights_of_gpt2() {
     let golden = Golden::read("gpt2");
@@ -539,7 +539,7 @@ fn weights_of_gpt2() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let file = "model.safetensors";
 
-    // Without what names begin with, and with tables of what is masked: as the published files are.
+    // Without the prefix, and with tables of masks, as in the published files.
     let stripped = |(name, weight): (&String, &Tensor)| {
         let name = name.strip_prefix("transformer.").unwrap();
         (name.to_string(), weight.clone())
@@ -635,7 +635,7 @@ fn folders_that_are_refused() {
     );
 }
 
-/// The files of the tokenizer go with the model; a folder in shards becomes one file, and its index goes.
+/// Tokenizer files are copied with the model. A folder with shards becomes one file, and its index is removed.
 #[test]
 fn what_stands_beside_the_weights_is_copied() {
     let from = fixtures().join("sharded");
@@ -679,7 +679,7 @@ fn configurations() -> impl Strategy<Value = TransformerConfig> {
     prop_oneof![3 => rotated(), 1 => gpt2s()]
 }
 
-/// Of at least 8 elements: of two a LayerNorm leaves hardly more than the order, and gradients through it cancel.
+/// The width is at least 8: a LayerNorm of two elements keeps hardly more than their order, so its gradients cancel.
 fn gpt2s() -> impl Strategy<Value = TransformerConfig> {
     let heads = (1..6usize, 1..12usize);
     let heads = heads.prop_filter("8 elements", |(heads, head_dim)| heads * head_dim >= 8);
@@ -741,7 +741,7 @@ fn rotated() -> impl Strategy<Value = TransformerConfig> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
-    /// Kernels, references and plans agree on configurations that nobody has published.
+    /// Kernels, references and plans agree on unusual configurations.
     #[test]
     fn odd_configurations(config in configurations(), batch in 1..3usize, length in 1..20usize) {
         let ids = |shift: usize| {
@@ -765,7 +765,7 @@ proptest! {
         let near = |what: &str, got: &Tensor, wanted: &Tensor| {
             let (got, wanted) = (elements(got), elements(wanted));
             let differences: Vec<f64> = got.iter().zip(&wanted).map(|(a, b)| a - b).collect();
-            // A gradient whose terms cancel has the rounding of those that do not.
+            // A gradient whose terms cancel has the rounding error of the others.
             let bound = 2e-5 * norm(&wanted) + 2e-6 * largest;
             prop_assert!(
                 norm(&differences) <= bound,
@@ -784,7 +784,7 @@ proptest! {
             }
             let planned = model.clone().with_attention(attention);
             let optimizer = AdamW::new(planned.parameters(), AdamWConfig::default()).unwrap();
-            let mut step = Step::of(&planned, &optimizer, &StepConfig::default()).unwrap();
+            let mut step = Step::for_model(&planned, &optimizer, &StepConfig::default()).unwrap();
             step.forward_backward((&tokens, &targets)).unwrap();
             let found = step.gradients().unwrap();
             for ((name, found), wanted) in found.iter().zip(&gradients) {
@@ -794,7 +794,7 @@ proptest! {
     }
 }
 
-/// Adjacent pairs are this crate's own.
+/// Adjacent rotary pairs exist only in this crate.
 #[test]
 fn a_model_of_no_family_is_not_saved() {
     let config = TransformerConfig {
@@ -822,9 +822,10 @@ fn sizes_and_flops() {
         let parameters = model.parameters().into_iter();
         let parameters = parameters.map(|(name, var)| (name, var.shape().clone()));
         assert!(shapes.eq(parameters), "{name}");
-        // As the plan's products count them.
-        let batch = Batch::hollow(2, 13).unwrap();
-        let (plan, _) = Step::plan_of(&Device::Cpu, config, &StepConfig::default(), batch).unwrap();
+        // The plan's matmuls have the same count.
+        let batch = Batch::meta(2, 13).unwrap();
+        let (plan, _) =
+            Step::plan_for_model(&Device::Cpu, config, &StepConfig::default(), batch).unwrap();
         let wanted = flops::forward_backward(config, 2, 13).total();
         let difference = (plan.flops() - wanted).abs();
         assert!(
@@ -864,7 +865,7 @@ fn memory_is_predicted() {
         rope_pairs: RotaryPairs::Halves,
         ..Default::default()
     };
-    // GPT-2 with as many tokens as it has positions, and with fewer.
+    // GPT-2 with as many tokens as positions, and with fewer.
     let cases = [(&grouped, 128), (&gpt2, 128), (&gpt2, 256)];
     let all = cases
         .iter()

@@ -1,16 +1,16 @@
-//! `attention::flash`, its log-sum-exp, its gradients and its `reference`: against PyTorch, against an f64 oracle on
-//! drawn cases, and what it promises about bits, strides, masks, NaN, graphs and bad input.
+//! Tests of `attention::flash`, its log-sum-exp, its gradients and its `reference`: against PyTorch, against an f64
+//! oracle on random cases, and for its guarantees about bits, strides, masks, NaN, graphs and invalid input.
 //!
-//! The drawn cases are 600 in a normal run and as many as the environment variable `TALLOW_PROPTEST_CASES` says, the
-//! same ones every time; `TALLOW_PROPTEST_SEED` (a number) draws others. With `--nocapture` they say how near to their
-//! bounds they came:
+//! A normal run draws 600 random cases, always the same. The environment variable `TALLOW_PROPTEST_CASES` sets another
+//! number, `TALLOW_PROPTEST_SEED` (a number) another seed. With `--nocapture` the tests print their largest errors as
+//! shares of the bounds:
 //!
 //! ```sh
 //! TALLOW_PROPTEST_CASES=20000 cargo test --test suite flash::property -- --nocapture
 //! ```
 //!
-//! All of it runs on the CPU; with `TALLOW_TEST_DEVICE=cuda:0` and the feature `cuda` on that GPU, where half precision
-//! is judged as products of rounded probabilities can be. (`gpu` and `tf32` go to a GPU by themselves.)
+//! All tests run on the CPU. With the feature `cuda` and `TALLOW_TEST_DEVICE=cuda:0` they run on that GPU, where the
+//! bounds for half precision allow for rounded probabilities in matmuls. (`gpu` and `tf32` always use a GPU.)
 
 mod capped;
 mod dropped;

@@ -1,4 +1,4 @@
-//! Ops that join several: the same values and gradients as the ops they are made of, on the same bits for any threads.
+//! Fused ops have the values and gradients of the ops that they replace, and the same bits with any number of threads.
 
 use crate::check::distance;
 use candle_core::{DType, Device, Tensor, Var};
@@ -21,7 +21,7 @@ fn ids(shape: &[usize], vocab: u32) -> Tensor {
     Tensor::from_vec(ids, shape, &Device::Cpu).unwrap()
 }
 
-/// The value and every variable's gradient, under a loss that weighs each element.
+/// Returns the value and every variable's gradient, under a loss that weights each element.
 fn run(vars: &[Var], f: impl Fn() -> tallow::Result<Tensor>) -> Vec<Tensor> {
     let y = f().unwrap();
     let weights = var(99, y.dims(), y.dtype());
@@ -105,7 +105,7 @@ fn linear_cross_entropy_ignoring_is_its_parts(
     let shape = [leading, &[d]].concat();
     let vars = [var(1, &shape, dtype), var(2, &[v, d], dtype)];
     let targets = ids(leading, v as u32);
-    let ignored = 5 % v as i64; // the first, and others
+    let ignored = 5 % v as i64; // the first target's id, and that of others
     let joined = || ops::linear_cross_entropy_ignoring(&vars[0], &vars[1], &targets, ignored);
     let fused = run(&vars, joined);
     let parts = run(&vars, || {
@@ -119,7 +119,7 @@ fn linear_cross_entropy_ignoring_is_its_parts(
     }
 }
 
-/// Large enough for several panels of every product.
+/// Sizes with several panels in every matmul.
 #[test]
 fn threads_do_not_matter() {
     let bits = |threads: usize| -> Vec<Vec<u32>> {

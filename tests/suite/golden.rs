@@ -1,8 +1,8 @@
-//! The language model and AdamW against PyTorch, by the golden files of `fixtures/`: logits, loss, every gradient, and
-//! two curves of ten steps, with each attention.
+//! The language model and AdamW against PyTorch, from the golden files of `fixtures/`: logits, loss, every gradient,
+//! and two curves of ten steps, with each attention algorithm.
 //!
-//! The f64 file is the judge of both dtypes: f64 must meet it to rounding, f32 within the bounds that PyTorch's own f32
-//! keeps with room to spare.
+//! Both dtypes are compared with the f64 file: f64 must agree up to rounding, f32 within bounds that PyTorch's own f32
+//! meets by a wide margin.
 
 use crate::check::{elements, gradients_of, refusal};
 use crate::settings::loaded_as;
@@ -18,7 +18,7 @@ use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm, decay_matrices_only};
 
 const CPU: Device = Device::Cpu;
 
-/// A golden file: what went into PyTorch, and what came out.
+/// A golden file: PyTorch's inputs and results.
 pub struct Golden {
     path: PathBuf,
     pub config: TransformerConfig,
@@ -26,7 +26,7 @@ pub struct Golden {
     pub tensors: HashMap<String, Tensor>,
 }
 
-/// The tensors and the metadata of `fixtures/{name}.safetensors`.
+/// Returns the tensors and the metadata of `fixtures/{name}.safetensors`.
 pub fn fixture(name: &str) -> (HashMap<String, Tensor>, HashMap<String, String>) {
     let bytes = std::fs::read(path_of(name)).unwrap();
     let (_, header) = ::safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -38,7 +38,7 @@ fn path_of(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("fixtures/{name}.safetensors"))
 }
 
-/// The gradients are those of the file, all of them and no others.
+/// Checks that the gradients equal those of the file, all of them and no others.
 pub fn close_gradients(
     wanted: &HashMap<String, Tensor>,
     found: impl IntoIterator<Item = (String, Tensor)>,
@@ -53,7 +53,7 @@ pub fn close_gradients(
     assert_eq!(missing, 0);
 }
 
-/// The weights after some steps are those of the file, which begin with `prefix` there.
+/// Checks that the weights after some steps equal those of the file, whose names begin with `prefix`.
 pub fn close_weights(
     wanted: &HashMap<String, Tensor>,
     parameters: Vec<(String, Var)>,
@@ -67,7 +67,7 @@ pub fn close_weights(
 }
 
 impl Golden {
-    /// `lm_t13` or `lm_t37` as computed in f64.
+    /// Reads `lm_t13` or `lm_t37` as computed in f64.
     pub fn read(name: &str) -> Self {
         Self::read_as(name, "f64")
     }
@@ -87,9 +87,9 @@ impl Golden {
         }
     }
 
-    /// The same, for a model with this attention (PyTorch's was naive).
+    /// Sets the model's attention algorithm (PyTorch's was naive).
     pub fn with_attention(mut self, attention: Algorithm) -> Self {
-        assert_eq!(self.config.attention, Algorithm::Naive); // the file says nothing
+        assert_eq!(self.config.attention, Algorithm::Naive); // the file does not set it
         self.config.attention = attention;
         self
     }
@@ -98,7 +98,7 @@ impl Golden {
         &self.tensors[key]
     }
 
-    /// The model with the file's weights.
+    /// Returns the model with the file's weights.
     pub fn model(&self, dtype: DType) -> TransformerLM {
         self.model_on(dtype, &CPU)
     }
@@ -109,8 +109,8 @@ impl Golden {
     }
 }
 
-/// `got` must be within `bound` of `wanted`, relative by norm, and no single element may stand out: the largest
-/// difference is within four times `bound` of the largest element.
+/// Checks that `got` is within `bound` of `wanted`, relative by norm, and that the largest difference is within four
+/// times `bound` of the largest element.
 pub fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
     assert_eq!(got.dims(), wanted.dims(), "{what}");
     let (got, wanted) = (elements(got), elements(wanted));
@@ -127,7 +127,7 @@ pub fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
     );
 }
 
-/// How far logits, loss and gradients may be from PyTorch's f64.
+/// Returns the bounds of logits, loss and gradients against PyTorch's f64.
 pub fn bounds(dtype: DType) -> [f64; 3] {
     match dtype {
         DType::F64 => [1e-12; 3],
@@ -169,7 +169,7 @@ fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType, pol
     close_gradients(&golden.tensors, gradients, gradient_bound);
 }
 
-/// A file with the same names, written by another program, loads.
+/// A file of the same names from another program loads.
 #[rstest]
 fn pytorch_weights_load_from_a_file(
     #[values("lm_t13", "lm_t37")] name: &str,
@@ -194,12 +194,12 @@ fn pytorch_weights_load_from_a_file(
     let wanted = Golden::read(name);
     close("logits", &logits, wanted.get("logits"), bounds(dtype)[0]);
 
-    // The golden file itself holds more than weights, and a stranger is not passed over in silence.
+    // The golden file itself has more tensors than weights, and unknown ones are refused.
     refusal(load(&golden.path), &["no such weight in"]);
 }
 
-/// Ten steps on ten batches, as a training loop would take them: each batch's loss, the norm of its gradients, and the
-/// weights at the end against those under `prefix`.
+/// Takes ten steps on ten batches in a training loop. Compares each batch's loss and gradient norm, and the final
+/// weights with those under `prefix`.
 fn curve(golden: Golden, device: &Device, dtype: DType, prefix: &str, by_reference: bool) {
     let clipped = prefix == "clipped.";
     let model = golden.model_on(dtype, device);
@@ -263,7 +263,7 @@ fn ten_steps_of_adamw(
     curve(golden, &CPU, dtype, prefix, by_reference);
 }
 
-/// All of it on a GPU, to the bounds of the CPU.
+/// Repeats the comparisons on a GPU, with the CPU's bounds.
 #[cfg(feature = "cuda")]
 #[rstest]
 #[ignore = "needs a CUDA device"]

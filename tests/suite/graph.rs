@@ -1,4 +1,4 @@
-//! A traced forward is what an eager one does, op by op; and what cannot be traced is refused in words.
+//! A trace has the ops of an eager forward; code that cannot be traced is refused with an explanation.
 
 mod picture;
 
@@ -31,10 +31,10 @@ fn config(attention: Algorithm, checkpointing: Checkpointing) -> TransformerConf
     }
 }
 
-/// An op's path, its operands' shapes and its output's shape and dtype.
+/// An op's path, its operands' shapes, and its output's shape and dtype.
 type Line = (String, Vec<Vec<usize>>, Vec<usize>, DType);
 
-/// What this thread's ops do, as they run.
+/// Records the ops of this thread as they run.
 struct Log {
     thread: ThreadId,
     ops: Mutex<Vec<Line>>,
@@ -48,7 +48,7 @@ impl Listener for Log {
         let operands = event.operands.expect("an op that has succeeded");
         let inputs = operands.inputs.iter().map(|x| x.dims.to_vec()).collect();
         let output = operands.output;
-        // What a reference has inside of it is its own affair.
+        // Ops inside a reference are not compared.
         if ["scale", "mask"].contains(&event.name) {
             return;
         }
@@ -74,15 +74,15 @@ fn in_precision<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result
     }
 }
 
-fn hollow_model(config: &TransformerConfig) -> TransformerLM {
+fn meta_model(config: &TransformerConfig) -> TransformerLM {
     TransformerLM::from_var_builder(config, graph::weights(DType::F32)).unwrap()
 }
 
-fn hollow_ids(rows: usize, cols: usize) -> [Tensor; 2] {
+fn meta_ids(rows: usize, cols: usize) -> [Tensor; 2] {
     ["tokens", "targets"].map(|name| graph::input(name, (rows, cols), DType::U32).unwrap())
 }
 
-/// The nodes that an eager run has ranges for.
+/// Returns whether an eager run has a range for the node.
 fn is_op(node: &&Node) -> bool {
     !["copy", "checkpoint", "contiguous", "to_dtype"].contains(&node.op)
 }
@@ -96,7 +96,7 @@ fn a_trace_is_what_eager_does(
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
 ) {
     if attention == Algorithm::Flash && policy == KernelPolicy::Reference {
-        return; // flash's reference is one node of a trace, and tiles of candle's own ops in an eager run
+        return; // a trace has one node for flash's reference, an eager run has tiles of candle's own ops
     }
     let config = config(attention, checkpointing);
     let forward = |model: &TransformerLM, x: &Tensor, y: &Tensor| {
@@ -116,7 +116,7 @@ fn a_trace_is_what_eager_does(
         let _listening = probe::listen(log.clone());
         forward(&real, &ids(3, 5), &ids(3, 5)).unwrap();
     }
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(3, 5));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(3, 5));
     let traced = graph::trace(Target::Cpu, || forward(&model, &x, &y)).unwrap();
 
     let line = |node: &Node| -> Line {
@@ -143,7 +143,7 @@ fn a_trace_is_what_eager_does(
 #[test]
 fn weights_and_inputs_have_their_names() {
     let config = config(Algorithm::Flash, Checkpointing::None);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let mut found: Vec<&str> = traced.weights().map(|(_, name)| name).collect();
     let mut wanted: Vec<String> = model
@@ -171,7 +171,7 @@ fn weights_and_inputs_have_their_names() {
     assert!(line.contains("layers.0.attn.q_proj.weight"), "{line}");
 }
 
-/// The values that are dropped, at the place of each.
+/// Returns the dropped values in order.
 fn drops(traced: &Graph) -> Vec<usize> {
     let events = traced.events().iter();
     events
@@ -189,17 +189,17 @@ fn drops_are_told_when_they_happen() {
     let chain = || {
         let mut y = weight.forward(&x)?;
         for _ in 0..2 {
-            y = weight.forward(&y)?; // and what it was goes
+            y = weight.forward(&y)?; // and the previous y is dropped
         }
         Ok(y)
     };
-    // With a graph everything stays; without one each goes when the next has been made.
+    // With a graph everything is kept. Without one, each value is dropped after the next has been computed.
     let kept = graph::trace(Target::Cpu, chain).unwrap();
     assert!(drops(&kept).is_empty());
     let dropped = graph::trace(Target::Cpu, || no_grad(chain)).unwrap();
     let made: Vec<usize> = dropped.nodes().map(|node| node.output.0).collect();
     assert_eq!(drops(&dropped), made[..2]);
-    // A tensor that outlives its node, outside of its graph, has not gone.
+    // A tensor that outlives its node, detached from its graph, is not dropped.
     let revived = graph::trace(Target::Cpu, || {
         let y = weight.forward(&x)?.detach();
         let other = ops::relu(&x)?;
@@ -212,7 +212,7 @@ fn drops_are_told_when_they_happen() {
 #[test]
 fn segments_keep_nothing() {
     let config = config(Algorithm::Naive, Checkpointing::Block);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let place = |wanted| {
         traced
@@ -229,7 +229,7 @@ fn segments_keep_nothing() {
     let dropped = inside
         .iter()
         .filter(|event| matches!(event, TraceEvent::Drop(_)));
-    // All but the output, which the segment copies when it has ended.
+    // Everything is dropped except the output, which the segment copies at its end.
     assert_eq!(dropped.count(), made.count() - 1);
     assert!(
         matches!(&traced.events()[ends + 1], TraceEvent::Node(node) if node.op == "checkpoint")
@@ -239,7 +239,7 @@ fn segments_keep_nothing() {
 #[test]
 fn a_region_ends_once() {
     let config = config(Algorithm::Flash, Checkpointing::None);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(2, 8));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
     let run = || autocast(Autocast::cuda(DType::BF16), || model.loss(&x, &y));
     let traced = graph::trace(Target::Cpu, run).unwrap();
     let ends = traced
@@ -247,7 +247,7 @@ fn a_region_ends_once() {
         .iter()
         .filter(|event| **event == TraceEvent::AutocastEnd);
     assert_eq!(ends.count(), 1);
-    // Copies are kept by the ops that read them, or dropped when the op is done.
+    // Casts of weights are kept by the ops that read them, so none is dropped.
     let is_copy = |node: &&Node| node.op == "weight_cast";
     let copies: Vec<usize> = traced
         .nodes()
@@ -303,18 +303,18 @@ fn one_weight_read_twice_is_one_weight() {
     );
 }
 
-/// In a region all layers read the same angles, cast once, however much of the tables a sequence takes.
+/// In a region all layers read the same rotary tables, cast once, for any sequence length.
 #[test]
 fn layers_share_their_angles() {
-    let model = hollow_model(&config(Algorithm::Flash, Checkpointing::None));
+    let model = meta_model(&config(Algorithm::Flash, Checkpointing::None));
     for length in [8, 5] {
-        let [tokens, targets] = hollow_ids(2, length);
+        let [tokens, targets] = meta_ids(2, length);
         let loss = || in_precision(Some(DType::BF16), || model.loss(&tokens, &targets));
         let traced = graph::trace(Target::Cpu, loss).unwrap();
         let ropes: Vec<&Node> = traced.nodes().filter(|node| node.op == "rope").collect();
         assert_eq!(ropes.len(), 8);
         for rope in &ropes {
-            for (read, first) in rope.reads.iter().zip(&ropes[0].reads) {
+            for (read, first) in rope.extra_inputs.iter().zip(&ropes[0].extra_inputs) {
                 assert_eq!(read.value, first.value);
             }
         }
@@ -349,7 +349,7 @@ fn flash_without_a_kernel_is_one_node() {
     );
 }
 
-/// A trace of `f` is refused, in these words.
+/// Checks that a trace of `f` is refused with these words.
 fn refused(f: impl FnOnce(&Tensor) -> Result<Tensor>, words: &[&str]) {
     let x = graph::input("x", (4, 4), DType::F32).unwrap();
     let traced = graph::trace(Target::Cpu, || f(&ops::relu(&x)?));
@@ -380,21 +380,21 @@ fn what_cannot_be_traced_is_refused_in_words() {
     let of_input = |x: &Tensor| ops::linear(x, &graph::input("w", (2, 3), DType::F32)?);
     refused(of_input, &["weight"]);
 
-    let hollow = graph::input("x", (4, 4), DType::F32).unwrap();
+    let meta = graph::input("x", (4, 4), DType::F32).unwrap();
     for error in [
-        ops::relu(&hollow).unwrap_err(),
-        ops::linear(&hollow, &hollow).unwrap_err(),
-        hollow_model(&config(Algorithm::Naive, Checkpointing::None))
+        ops::relu(&meta).unwrap_err(),
+        ops::linear(&meta, &meta).unwrap_err(),
+        meta_model(&config(Algorithm::Naive, Checkpointing::None))
             .forward(&ids(1, 3))
             .unwrap_err(),
     ] {
         let error = error.to_string();
-        assert!(error.contains("hollow") && !error.contains("F4"), "{error}");
+        assert!(error.contains("meta") && !error.contains("F4"), "{error}");
     }
     assert!(graph::input("x", 3, DType::F8E4M3).is_err());
 }
 
-/// What models need beside layers: traced, with the shapes that a run has.
+/// Ops other than layers that models need are traced with the shapes of a run.
 #[test]
 fn every_op_for_models_is_traced() {
     type Op = fn(&Tensor) -> Result<Tensor>;
@@ -443,7 +443,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
         context_length: 1024,
         ..TransformerConfig::preset("10b").unwrap()
     };
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(4, 1024));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(4, 1024));
     let traced = graph::trace(Target::Cuda, || model.loss(&x, &y)).unwrap();
     assert_eq!(
         traced,
@@ -454,7 +454,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
         costs
             .iter()
             .filter_map(cost)
-            .map(|cost| cost.product_flops)
+            .map(|cost| cost.matmul_flops)
             .sum()
     };
     let close = |found: f64, wanted: f64| assert!((found / wanted - 1.0).abs() < 1e-12);
@@ -469,7 +469,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
     assert_eq!(weights.sum::<usize>(), config.num_parameters());
 }
 
-/// A value or operand that only another graph has is answered with `None`.
+/// A value or operand that only another graph has returns `None`.
 #[test]
 fn what_a_graph_does_not_have_is_none() {
     let graph_of = |layers: usize| {

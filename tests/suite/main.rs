@@ -1,4 +1,4 @@
-//! Every integration test, in one binary: linking candle is dear.
+//! All integration tests in one binary, because linking candle is slow.
 
 mod accumulate;
 mod attention_benchmark;
@@ -12,6 +12,7 @@ mod cs336;
 mod custom_model;
 mod data;
 mod distributed;
+mod end_to_end;
 mod families;
 mod flash;
 mod fused;
@@ -33,18 +34,18 @@ mod tokenizer;
 mod toy_model;
 mod train;
 
-/// The GPU that tests of CUDA run on: those are ignored, `needs a CUDA device`, unless asked for.
+/// Returns the GPU of CUDA tests, which are ignored (`needs a CUDA device`) unless requested.
 #[cfg(feature = "cuda")]
 fn gpu() -> candle_core::Device {
     tallow::device("cuda:0").unwrap()
 }
 
-/// Counting costs next to nothing, and the memory tests need it.
+/// Counts allocations for the memory tests, at almost no cost.
 #[global_allocator]
 static ALLOCATOR: tallow::memory::tracker::Tracker<memory::refused::Refusing> =
     tallow::memory::tracker::Tracker::new(memory::refused::Refusing);
 
-/// Sentences of the examples, which several of their modules that tests load build on.
+/// Sentences of the examples, used by several of their modules that tests load.
 #[allow(dead_code)] // examples use more of it
 #[path = "../../examples/common/words.rs"]
 mod words;

@@ -1,4 +1,4 @@
-//! The memory breakdown: counted exactly, and predicted near what is counted.
+//! The memory breakdown: exact counts, and estimates near measurements.
 
 mod cases;
 mod checkpointing;
@@ -20,7 +20,7 @@ use crate::child;
 use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution};
+use tallow::bench::{EndToEnd, Execution, Status};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
@@ -62,7 +62,7 @@ fn parts_follow_the_formulas(
     #[values(Algorithm::Naive, Algorithm::Flash)] configured: Algorithm,
 ) {
     let config = TransformerConfig {
-        attention: configured, // of no breakdown
+        attention: configured, // does not affect the breakdown
         ..config(64, 100, 3, 500)
     };
     let plan = |mode| {
@@ -87,7 +87,7 @@ fn parts_follow_the_formulas(
     assert_eq!(step.gradient_bytes, 4 * parameters);
     assert_eq!(step.optimizer_bytes, 8 * parameters);
     assert_eq!(step.activation_bytes, 4 * graph);
-    assert_eq!(step.logit_bytes, 4 * (256 * 500 + 2 * 256 + 1)); // and the loss, two numbers a row
+    assert_eq!(step.logit_bytes, 4 * (256 * 500 + 2 * 256 + 1)); // and the loss, and two numbers per row
     let gpt2 = TransformerConfig {
         architecture: Architecture::Gpt2,
         ..config.clone()
@@ -120,7 +120,7 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
     assert_eq!(plan.peak_bytes, u64::MAX);
 }
 
-/// It is the workload's attention that must be possible, not the configuration's.
+/// The workload's attention must be possible, not the configuration's.
 #[test]
 fn heads_that_flash_attention_does_not_take() {
     let [naive, flash] = Algorithm::ALL.map(|attention| Workload {
@@ -139,7 +139,7 @@ fn heads_that_flash_attention_does_not_take() {
     }
 }
 
-/// Attention in f32 keeps B H T (T - 2) elements a layer more if it is naive.
+/// In f32 naive attention saves B H T (T - 2) elements per layer more.
 #[test]
 fn flash_attention_is_linear_in_the_sequence() {
     let bytes = |length, attention| {
@@ -161,7 +161,7 @@ fn flash_attention_is_linear_in_the_sequence() {
     }
 }
 
-/// Runs steps and compares peaks, alone in its process, since the counts are the process's.
+/// Runs steps and compares peaks. The caller runs in its own process, because the tracker counts per process.
 fn measure_peaks(attention: Algorithm) {
     let configs = [
         (config(128, 352, 3, 1000), 24),
@@ -179,16 +179,17 @@ fn measure_peaks(attention: Algorithm) {
             let rows = run(config, *batch_size, mode)
                 .run(&candle_core::Device::Cpu, |_, _| ())
                 .unwrap();
-            let bytes = |key: &str| rows[0].get(key).and_then(|v| v.as_u64()).unwrap() as f64;
-            let (peak, predicted) = (bytes("peak_bytes"), bytes("estimate_bytes"));
+            let memory = rows[0].memory.as_ref().unwrap();
+            let peak = memory.peak_bytes.unwrap() as f64;
+            let predicted = rows[0].estimate_bytes as f64;
             println!("{mode:?} {peak} {predicted} {:.4}", predicted / peak);
-            // The products' packing buffers (up to 5 MiB here) are left out of the breakdown.
+            // The packing buffers of matmuls (up to 5 MiB here) are not in the breakdown.
             let slack = 0.01 * peak + 5.0 * 1048576.0;
             assert!(
                 (predicted - peak).abs() < slack,
                 "{mode:?}, {config:?}, batch {batch_size}: predicted {predicted}, measured {peak}"
             );
-            assert!(bytes("resident_peak_bytes") > 0.9 * peak);
+            assert!(memory.resident_peak_bytes.unwrap() as f64 > 0.9 * peak);
         }
     }
 }
@@ -235,7 +236,7 @@ fn the_tracker_counts_exactly() {
             });
         }
     });
-    // Threads leave a few bytes of the runtime's own.
+    // Threads leave a few bytes of the runtime.
     assert!(
         current().abs_diff(before) < 64 * 1024,
         "{} {before}",
@@ -251,7 +252,7 @@ fn the_system_says_what_is_there() {
     assert!(system::resident_peak_bytes().unwrap() > 1 << 20);
 }
 
-/// A small model's forward fits; a training step of 128.6 M parameters takes 2 GiB and more.
+/// A small model's forward fits; a training step of 128.6 M parameters needs 2 GiB or more.
 #[test]
 #[cfg(target_os = "linux")]
 fn what_ulimit_leaves_is_what_there_is() {
@@ -265,9 +266,9 @@ fn what_ulimit_leaves_is_what_there_is() {
     let small = TransformerConfig::small();
     for execution in [Execution::Eager, Execution::Planned] {
         for (config, mode, expected) in [
-            (&config(64, 100, 2, 500), Mode::Forward, "ok"),
-            (&small, Mode::ForwardBackward, "OOM"),
-            (&small, Mode::TrainStep, "OOM"),
+            (&config(64, 100, 2, 500), Mode::Forward, Status::Ok),
+            (&small, Mode::ForwardBackward, Status::OutOfMemory),
+            (&small, Mode::TrainStep, Status::OutOfMemory),
         ] {
             let run = EndToEnd {
                 execution,
@@ -275,8 +276,7 @@ fn what_ulimit_leaves_is_what_there_is() {
                 ..run(config, 4, mode)
             };
             let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-            let status = rows[0].get("status").unwrap();
-            assert_eq!(status, expected, "{mode:?} {execution:?}");
+            assert_eq!(rows[0].status, expected, "{mode:?} {execution:?}");
         }
     }
 }
@@ -289,7 +289,7 @@ fn reserved_scratch_is_all_that_products_keep() {
     use tallow::internals::gemm::{MatRef, Threads, matmul, reserve_scratch};
     reserve_scratch(false).unwrap();
     let before = tracker::current_bytes().unwrap();
-    // Of those that are ours with AVX-512, and of those that are the gemm crate's.
+    // Sizes of this crate's own matmuls with AVX-512, and of the gemm crate's.
     for side in [48, 300] {
         let a = vec![1f32; side * side];
         rayon::broadcast(|_| {

@@ -1,4 +1,4 @@
-//! `tallow::model`, `tallow::nn` and `tallow::device`: what the model and each layer compute, promise and refuse.
+//! `tallow::model`, `tallow::nn` and `tallow::device`: results, guarantees and errors of the model and of each layer.
 
 mod attention_choice;
 mod attention_layers;
@@ -31,7 +31,7 @@ use tallow::{Error, nn, ops};
 
 const CPU: Device = Device::Cpu;
 
-/// A model of odd sizes that runs in no time.
+/// Returns a fast model of odd sizes.
 fn mini() -> TransformerConfig {
     TransformerConfig {
         vocab_size: 29,
@@ -44,7 +44,7 @@ fn mini() -> TransformerConfig {
     }
 }
 
-/// The same sizes, another attention.
+/// Returns the configuration with another attention algorithm.
 fn attending(attention: Algorithm, config: TransformerConfig) -> TransformerConfig {
     TransformerConfig {
         attention,
@@ -56,17 +56,17 @@ fn mini_model(seed: u64) -> TransformerLM {
     TransformerLM::new(&mini(), seed, &CPU).unwrap()
 }
 
-/// The seeded model of another dtype.
+/// Returns the seeded model in a dtype.
 fn model_of(config: &TransformerConfig, seed: u64, dtype: DType) -> TransformerLM {
     TransformerLM::from_var_builder(config, nn::seeded(seed, dtype, &CPU)).unwrap()
 }
 
-/// A builder that draws from seed 5, for a layer alone.
+/// Returns a builder with seed 5 for a single layer.
 fn seeded(dtype: DType) -> VarBuilder<'static> {
     nn::seeded(5, dtype, &CPU)
 }
 
-/// Ids (B, T) below `vocab_size`, spread over it without a pattern that repeats.
+/// Returns ids (B, T) below `vocab_size`, without a repeating pattern.
 fn ids(vocab_size: usize, batch: usize, length: usize) -> Tensor {
     let draw = |i: u64| (i * 2_654_435_761 + 12_345) >> 7;
     let ids: Vec<u32> = (0..(batch * length) as u64)
@@ -75,7 +75,7 @@ fn ids(vocab_size: usize, batch: usize, length: usize) -> Tensor {
     Tensor::from_vec(ids, (batch, length), &CPU).unwrap()
 }
 
-/// Numbers between -1 and 1 that differ with `salt`.
+/// Returns numbers in [-1, 1) that differ with `salt`.
 fn numbers(shape: &[usize], dtype: DType, salt: u64) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n as u64)
@@ -95,7 +95,7 @@ fn close(what: &str, got: &Tensor, wanted: &Tensor, bound: f64) {
     assert!(distance <= bound, "{what}: {distance:.2e}"); // fails for NaN
 }
 
-/// The loss, and the gradient of every parameter with its name; a parameter without one fails.
+/// Returns the loss and the named gradient of every parameter; fails if one is missing.
 fn loss_and_gradients(
     model: &TransformerLM,
     tokens: &Tensor,
@@ -107,12 +107,12 @@ fn loss_and_gradients(
     (loss, gradients)
 }
 
-/// What backward from `loss` leaves for each of `parameters`.
+/// Returns the gradient of each parameter by backward from `loss`.
 fn gradients_of(loss: &Tensor, parameters: Vec<(String, Var)>) -> Vec<(String, Tensor)> {
     check::gradients_of(parameters, &loss.backward().unwrap())
 }
 
-/// Every gradient is finite and not all zero.
+/// Checks that every gradient is finite and not all zero.
 fn alive(gradients: &[(String, Tensor)]) {
     for (name, gradient) in gradients {
         let gradient = elements(gradient);

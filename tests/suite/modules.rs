@@ -1,11 +1,11 @@
-//! The order of the crate's modules: each uses those before it alone.
+//! The order of the crate's modules: each uses only earlier ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Every module of `src`, lower ones first.
-const ORDER: [&str; 29] = [
+const ORDER: [&str; 30] = [
     "error",
     "grad",
     "init",
@@ -34,6 +34,7 @@ const ORDER: [&str; 29] = [
     "profile",
     "bench",
     "train",
+    "guide",
     "internals",
 ];
 
@@ -48,7 +49,7 @@ fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The first names of the paths after each `crate::` in code, of `{a, b::c}` each one's.
+/// Returns the first names of the paths after each `crate::` in code; of `crate::{a, b::c}` each path's.
 fn names_from_the_root(code: &str) -> Vec<String> {
     let mut names = Vec::new();
     let name_of = |path: &str| -> String {
@@ -81,7 +82,7 @@ fn names_from_the_root(code: &str) -> Vec<String> {
     names
 }
 
-/// Which module each name stands for that `lib.rs` gives out at the root.
+/// Returns the module of each name that `lib.rs` reexports at the root.
 fn reexports(lib: &str) -> BTreeMap<String, String> {
     let mut modules = BTreeMap::new();
     let uses = lib.lines().filter_map(|line| line.strip_prefix("pub use "));

@@ -1,8 +1,8 @@
-//! Every op against PyTorch's own operator samples (`fixtures/opinfo`): outputs and gradients in f64, f32 and bf16,
-//! through kernels and references.
+//! Every op against PyTorch's own operator samples (`fixtures/opinfo`): outputs and gradients in f64, f32 and bf16, by
+//! kernels and references.
 //!
-//! `TALLOW_OPINFO=FOLDER` judges by the samples in that folder instead (`fixtures/generate.py opinfo --whole FOLDER`);
-//! `TALLOW_TEST_DEVICE=cuda:0` on a GPU.
+//! `TALLOW_OPINFO=FOLDER` uses the samples in that folder instead (`fixtures/generate.py opinfo --whole FOLDER`).
+//! `TALLOW_TEST_DEVICE=cuda:0` runs on a GPU.
 
 mod express;
 mod fixture;
@@ -62,18 +62,18 @@ fn judge_all(policy: KernelPolicy) {
     );
 }
 
-/// What is wrong with this sample's output and gradients in the dtype of `run`.
+/// Returns the failures of this sample's output and gradients in the dtype of `run`.
 ///
-/// `roundings`: how many half precision is allowed at least. On a GPU naive attention has a second one: its
-/// probabilities, and their gradients, are rounded where they are multiplied. PyTorch's three ops do that too, and are
-/// off there by 4.6e-3 in dq and 4.3e-3 in dk on 200 problems of these sizes (bf16, one H200, PyTorch 2.11), up to
-/// 6.4e-3.
+/// `roundings` is the smallest error allowed in half precision, in roundings. On a GPU naive attention has a second
+/// one, because its probabilities and their gradients are rounded before the matmuls. PyTorch's three ops do that too:
+/// on 200 problems of these sizes their errors were 4.6e-3 in dq and 4.3e-3 in dk, and up to 6.4e-3 (bf16, one H200,
+/// PyTorch 2.11).
 fn judge(sample: &Sample, run: usize, way: Way, device: &Device, roundings: f64) -> Vec<String> {
-    // candle's own: on a GPU neither backward nor broadcast_as works on no elements.
+    // On a GPU neither backward nor broadcast_as of candle works on empty tensors.
     if device.is_cuda() && sample.is_empty() {
         return Vec::new();
     }
-    // A panic is one sample's failure, and the others are judged.
+    // A panic is a failure of one sample; the others still run.
     let found = catch_unwind(AssertUnwindSafe(|| results(sample, run, way, device)));
     let found = match found {
         Ok(Ok(found)) => found,
@@ -101,7 +101,7 @@ fn judge(sample: &Sample, run: usize, way: Way, device: &Device, roundings: f64)
     failures
 }
 
-/// The output, then the gradient of each differentiable operand; `None` where there is none.
+/// Returns the output, then the gradient of each differentiable operand; `None` if there is none.
 fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec<Option<Tensor>>> {
     let (mut leaves, mut operands) = (Vec::new(), Vec::new());
     for operand in &sample.operands {
@@ -131,12 +131,12 @@ fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec
     Ok(found)
 }
 
-/// How far a tensor may be from the exact one, relative by norm, in a run in `run`, where PyTorch returns `dtype`.
-/// `distances` are the fixture's: how far half an ulp of its inputs moves f64's result, and PyTorch's own error.
+/// Returns the bound of a tensor's error, relative by norm, in a run in `run` where PyTorch returns `dtype`.
+/// `distances` are the fixture's: the effect of half an ulp of its inputs on f64's result, and PyTorch's own errors.
 fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3], roundings: f64) -> Option<f64> {
     let [shift, f32, bf16] = distances;
-    // What half an ulp of f32 would do. Where that is more than a tenth of the result, a difference of equals, f32 has
-    // not one digit of it, and PyTorch's error is luck: the norm of one element or of two, say.
+    // The effect of half an ulp of f32. If it exceeds a tenth of the result (a difference of nearly equal numbers), f32
+    // has no correct digit, and PyTorch's error is random: the norm of one or two elements, for example.
     let shift_f32 = shift? * f64::EPSILON.recip() * f64::from(f32::EPSILON);
     let lost = if shift_f32 > 0.1 {
         4.0 * shift_f32
@@ -144,10 +144,10 @@ fn bound(run: DType, dtype: DType, distances: [Option<f64>; 3], roundings: f64) 
         0.0
     };
     Some(match run {
-        // The judge, PyTorch's own f64, is seen to be off by 4.5 ulps.
+        // PyTorch's own f64, which results are compared with, has an observed error of 4.5 ulps.
         DType::F64 => (4.0 * shift?).max(8.0 * epsilon(dtype)),
         DType::F32 => (3.0 * f32?).max(1e-6).max(lost),
-        // One rounding of the result, and no less than those of the file.
+        // One rounding of the result, and at least those of the file.
         _ => {
             let rounding = (roundings * epsilon(dtype) / 2.0).max(epsilon(DType::F32));
             (2.0 * bf16?).max(rounding).max(lost)
@@ -164,7 +164,7 @@ fn epsilon(dtype: DType) -> f64 {
     }
 }
 
-/// The largest number.
+/// Returns the largest finite number.
 fn largest(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::MAX,
@@ -174,7 +174,8 @@ fn largest(dtype: DType) -> f64 {
     }
 }
 
-/// What is wrong with `found`. `bound` is `None` where PyTorch overflows on the way: only shape and dtype are compared.
+/// Returns a description if `found` is wrong. `bound` is `None` where PyTorch overflows: then only shape and dtype are
+/// compared.
 fn compare(found: &Tensor, exact: &Tensor, dtype: DType, bound: Option<f64>) -> Option<String> {
     if (found.dims(), found.dtype()) != (exact.dims(), dtype) {
         let (shape, wanted) = (found.dims(), exact.dims());

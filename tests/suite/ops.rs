@@ -1,5 +1,5 @@
 //! `tallow::ops` and `tallow::attention::naive`: values and gradients against PyTorch, finite differences and f64,
-//! every kernel against its reference, and what they promise about bits, graphs, dtypes, NaN and bad input.
+//! every kernel against its reference, and guarantees about bits, graphs, dtypes, NaN and invalid input.
 
 mod bad_ids;
 mod case;

@@ -1,5 +1,5 @@
-//! The optimizer, clipping, accumulation and schedules. The expected numbers come from recurrences written out here,
-//! and from PyTorch 2.15 where a test says so.
+//! The optimizer, clipping, accumulation and schedules. Expected numbers come from recurrences in these files, and from
+//! PyTorch 2.15 where a test says so.
 
 mod accumulate;
 mod adamw;
@@ -18,20 +18,20 @@ mod state;
 use crate::check::elements;
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 
-/// A variable on the CPU with these numbers.
+/// Returns a variable on the CPU with these numbers.
 fn var(values: &[f64], dtype: DType) -> Var {
     let tensor = Tensor::new(values, &Device::Cpu).unwrap();
     Var::from_tensor(&tensor.to_dtype(dtype).unwrap()).unwrap()
 }
 
-/// Numbers without a pattern, the same for the same seed.
+/// Returns numbers without a pattern, the same for the same seed.
 fn noise(n: usize, seed: usize) -> Vec<f64> {
     (0..n)
         .map(|i| ((i * 7919 + seed * 104_729 + 13) as f64 * 0.618_033_988_75).sin() * 1.7)
         .collect()
 }
 
-/// A store with these gradients and no other.
+/// Returns a store with these gradients only.
 fn store(gradients: &[(&Var, Tensor)]) -> GradStore {
     let constant = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap();
     let mut store = constant.backward().unwrap();
@@ -42,7 +42,7 @@ fn store(gradients: &[(&Var, Tensor)]) -> GradStore {
     store
 }
 
-/// A gradient for `var`: noise of its shape and dtype.
+/// Returns a random gradient with the shape and dtype of `var`.
 fn noisy_gradient(var: &Var, seed: usize) -> Tensor {
     let values = noise(var.elem_count(), seed);
     let tensor = Tensor::from_vec(values, var.shape(), &Device::Cpu).unwrap();
@@ -54,7 +54,7 @@ fn named(vars: &[&Var]) -> Vec<(String, Var)> {
     names.zip(vars.iter().map(|var| (*var).clone())).collect()
 }
 
-/// |a - b| / |b| over all elements.
+/// Returns |a - b| / |b| by norm.
 fn relative(a: &[f64], b: &[f64]) -> f64 {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied()).max(1e-300)

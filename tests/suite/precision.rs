@@ -1,4 +1,4 @@
-//! `tallow::precision`, and what ops do in its regions.
+//! `tallow::precision`, and ops in autocast regions.
 
 mod arithmetic;
 mod autocast_model;
@@ -13,7 +13,7 @@ use crate::check::{bits, elements};
 use candle_core::{DType, Device, Tensor, Var};
 use tallow::precision::Autocast;
 
-/// Numbers between 0.5 and 1.5 without a pattern, another sequence for each `salt`.
+/// Returns numbers between 0.5 and 1.5 without a pattern, which differ with `salt`.
 fn numbers(shape: &[usize], dtype: DType, salt: usize) -> Tensor {
     let n: usize = shape.iter().product();
     let draw =
@@ -27,14 +27,14 @@ fn var(shape: &[usize], dtype: DType, salt: usize) -> Var {
     Var::from_tensor(&numbers(shape, dtype, salt)).unwrap()
 }
 
-/// Equal dtypes, shapes and elements, to the bit.
+/// Checks for equal dtypes, shapes and bits.
 #[track_caller]
 fn same(got: &Tensor, wanted: &Tensor) {
     assert_eq!((got.dtype(), got.dims()), (wanted.dtype(), wanted.dims()));
     assert_eq!(bits(got), bits(wanted));
 }
 
-/// Both policies with both dtypes.
+/// Returns both policies with both dtypes.
 fn policies() -> Vec<(&'static str, DType, Autocast)> {
     let mut all = Vec::new();
     for dtype in [DType::BF16, DType::F16] {

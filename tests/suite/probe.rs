@@ -1,4 +1,4 @@
-//! Ranges: where a model's ops say they are, and that nothing changes while somebody listens.
+//! Probe ranges: the paths of a model's ops, and that listeners do not change results.
 
 use crate::check::bits;
 use candle_core::{DType, Device, Tensor};
@@ -10,7 +10,7 @@ use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
 use tallow::probe::{self, Event, Kind, Listener, Path};
 
-/// What one thread's ranges said, in order. Other tests run beside this one and are heard too.
+/// Records one thread's ranges, in order. Other tests run at the same time and are heard too.
 struct Log {
     thread: ThreadId,
     lines: Mutex<Vec<(Kind, String, String, bool)>>,
@@ -58,7 +58,7 @@ fn config(attention: Algorithm) -> TransformerConfig {
     }
 }
 
-/// A step's loss and first weights, as bits.
+/// Returns the bits of a step's loss and first weights.
 fn step(attention: Algorithm, precision: Precision) -> [Vec<u64>; 2] {
     let model = TransformerLM::new(&config(attention), 3, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
@@ -88,7 +88,7 @@ fn a_model_says_where_it_is() {
         let listening = probe::listen(log.clone());
         let heard = step(attention, Precision::F32);
         drop(listening);
-        step(attention, Precision::F32); // nobody hears this one
+        step(attention, Precision::F32); // without a listener
         assert_eq!(silent, heard);
 
         let lines = log.lines.lock().unwrap();
@@ -117,7 +117,7 @@ fn a_model_says_where_it_is() {
         ] {
             assert!(forward.iter().any(|p| p == path), "{path} in {forward:?}");
         }
-        // Backward comes from the other end, each op at the place that it had forward.
+        // Backward runs in reverse order, each op with the path that it had in forward.
         backward.reverse();
         let mut trained: Vec<_> = forward.iter().filter(|p| *p != "adamw").cloned().collect();
         assert_eq!(backward.first(), trained.first());

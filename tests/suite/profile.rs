@@ -1,4 +1,4 @@
-//! `tallow::profile`: that times add up, that pictures hold what was recorded, and every refusal.
+//! `tallow::profile`: times add up, pictures show what was recorded, and every error.
 
 mod answers;
 mod balance;
@@ -23,7 +23,7 @@ use tallow::precision::Precision;
 use tallow::probe::{Kind, Path};
 use tallow::profile::{self, Profiler, Recording, Span};
 
-/// One profiler runs at a time, and tests run side by side.
+/// Locks the profiler: only one can run at a time, and tests run in parallel.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -46,7 +46,7 @@ fn config(attention: Algorithm) -> TransformerConfig {
     }
 }
 
-/// Some training steps; the bits of all weights after them.
+/// Takes some training steps, and returns the bits of all weights.
 fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
     let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
@@ -70,7 +70,6 @@ fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
     parameters.flat_map(|(_, var)| bits(&var)).collect()
 }
 
-/// [`train`], recorded.
 fn record(attention: Algorithm, precision: Precision) -> Recording {
     let _alone = alone();
     let profiler = Profiler::start_on_this_thread().unwrap();
@@ -78,7 +77,7 @@ fn record(attention: Algorithm, precision: Precision) -> Recording {
     profiler.finish().unwrap()
 }
 
-/// A range made up, on thread 0.
+/// Returns an invented range on thread 0.
 fn span(
     kind: Kind,
     path: &str,
@@ -172,7 +171,7 @@ fn ranges_open_at_the_end_end_there() {
     assert_eq!(open.end_ns, recording.duration_ns);
     assert!(open.start_ns <= closed.start_ns && closed.end_ns <= open.end_ns);
 
-    // And those that were open before are not heard of.
+    // Ranges that were open before the profiler started are not recorded.
     let open = tallow::probe::listen(std::sync::Arc::new(Deaf));
     let before = profile::range("before");
     let profiler = Profiler::start_on_this_thread().unwrap();

@@ -18,7 +18,8 @@ fn rendered(report: &Report, format: Format) -> String {
     String::from_utf8(out).unwrap()
 }
 
-/// Every character that some format gives a meaning, a missing value, a null, and a field that no column shows.
+/// Returns a report with every character that has a meaning in some format, a missing value, a null, and a field that
+/// no column shows.
 fn nasty() -> Report {
     let mut first = Fields::new();
     first.insert(

@@ -1,4 +1,4 @@
-//! Settings of which a test gives one; the others have their defaults.
+//! Configurations with one setting of a test, and defaults otherwise.
 
 use candle_core::DType;
 use tallow::attention::{AttentionConfig, Mask};

@@ -1,4 +1,4 @@
-//! TF32: where there is none; and that products of f32 on a GPU follow the switch, those of backward too.
+//! TF32: refused on the CPU; on a GPU f32 matmuls follow the switch, also in backward.
 
 #[cfg(feature = "cuda")]
 pub mod gpu;
@@ -15,5 +15,5 @@ fn the_cpu_has_none() {
         &["\"cpu\"", "no TF32", "8.0", "cuda:0"],
     );
     assert!(!tf32(&cpu));
-    set_tf32(&cpu, false).unwrap(); // as it is
+    set_tf32(&cpu, false).unwrap(); // already off
 }

@@ -1,4 +1,4 @@
-//! Tokenizers of Hugging Face's folders, and where the folder of a name is.
+//! Tokenizers of Hugging Face folders, and folders found by a model's name.
 
 use crate::check::refusal;
 use rstest::rstest;
@@ -11,7 +11,8 @@ use tallow::hf::{self, Tokenizer};
 use tallow::model::TransformerConfig;
 use tempfile::{TempDir, tempdir};
 
-/// The letter that byte-level BPE writes for a byte: itself where it can be seen, else the next free one from 256 on.
+/// Returns the letter that byte-level BPE writes for a byte: the byte itself if it is visible, otherwise the next free
+/// letter from 256 on.
 fn letter(byte: u8) -> char {
     let is_seen = |byte: u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     match is_seen(byte) {
@@ -23,7 +24,8 @@ fn letter(byte: u8) -> char {
     }
 }
 
-/// A byte-level BPE: byte b is id b, `th` is 256, `the` is 257; 258 is an added token. It asks to cut and to pad.
+/// Returns a byte-level BPE: byte b has id b, `th` 256, `the` 257, and 258 is an added token. It enables truncation and
+/// padding.
 fn bpe() -> Value {
     let bytes = (0..=255).map(|byte| (letter(byte).to_string(), json!(byte)));
     let merged = [
@@ -154,7 +156,7 @@ fn words_without_an_id() {
     assert_eq!(tokenizer.encode("to be").unwrap(), [0, 7]);
     let error = tokenizer.encode("to see").unwrap_err();
     assert!(matches!(error, Error::Data { .. }), "{error}");
-    tokenizer.decode(&[3]).unwrap_err(); // between two that there are
+    tokenizer.decode(&[3]).unwrap_err(); // between two valid ids
 }
 
 #[test]
@@ -174,7 +176,7 @@ fn a_text_becomes_data() {
     refused(Tokens::from_ids([1], 300).unwrap(), "vocabulary of 300");
 }
 
-/// A cache with `org/name`, whose `refs/main` says `commit`, and a snapshot `abc`.
+/// Returns a cache with `org/name`, where `refs/main` contains `commit` and there is a snapshot `abc`.
 fn cache(commit: &str) -> TempDir {
     let root = tempdir().unwrap();
     let model = root.path().join("models--org--name");
@@ -193,7 +195,7 @@ fn a_model_in_the_cache(#[case] commit: &str) {
     assert_eq!(found, root.path().join("models--org--name/snapshots/abc"));
 }
 
-/// As `gpt2` is called, from before there were owners.
+/// Older models such as `gpt2` have no owner in their name.
 #[test]
 fn a_model_without_an_owner() {
     let root = cache("abc");
@@ -203,7 +205,7 @@ fn a_model_without_an_owner() {
     assert_eq!(found, to.join("snapshots/abc"));
 }
 
-/// A commit that was downloaded by its hash has no name in `refs`.
+/// A commit downloaded by its hash has no name in `refs`.
 #[test]
 fn a_cache_without_a_main_revision() {
     let root = cache("abc");

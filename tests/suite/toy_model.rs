@@ -1,4 +1,4 @@
-//! `model::ToyModel`, and the tables of `examples/toy_model_dtypes`, from the rows that it prints.
+//! `model::ToyModel`, and the rows of the tables that `examples/toy_model_dtypes` prints.
 
 #[path = "../../examples/toy_model_dtypes/layer_norm.rs"]
 mod layer_norm;
@@ -24,8 +24,8 @@ const CPU: Device = Device::Cpu;
 /// A row of the table: a tensor, and its dtype under CUDA's policy in f16 and bf16, then under the CPU's.
 type Row = (&'static str, [&'static str; 4]);
 
-/// CUDA's column for f16 is the exercise's answer, and bf16's its counterpart; the CPU's are what PyTorch 2.15 printed
-/// for this model under `torch.autocast("cpu")`.
+/// Expected dtypes. CUDA's column for f16 is the exercise's answer, and bf16's its counterpart. The CPU's are those
+/// that PyTorch 2.15 printed for this model under `torch.autocast("cpu")`.
 const EXPECTED: [Row; 15] = [
     ("parameter fc1.weight", ["f32"; 4]),
     ("parameter ln.weight", ["f32"; 4]),
@@ -58,7 +58,7 @@ fn every_dtype_of_the_table() {
     }
 }
 
-/// The row of `layer_norm::rows` with these.
+/// Returns the row of `layer_norm::rows` with these values.
 fn found(activations: &str, stored: &str, computed: &str) -> Norm {
     let rows = layer_norm::rows().into_iter();
     let mut rows = rows.filter(|row| row.activations == activations && row.stored == stored);
@@ -75,13 +75,13 @@ fn the_numbers_behind_the_answer() {
         let row = found(activations, stored, computed);
         row.output_error_percent.abs()
     };
-    // f16 overflows, whatever the sums are kept in, and the output is nothing.
+    // f16 overflows, whatever the dtype of the sums, and the output is useless.
     for computed in ["f16", "f16, sums in f32"] {
         assert_eq!(found("large", "f16", computed).variance, "inf");
         assert_eq!(output("large", "f16", computed), 100.0);
         assert!(variance("small", "f16", computed) > 50.0);
     }
-    // bf16 does neither, but is coarser than f16 wherever f16 works.
+    // bf16 does not overflow or underflow, but is coarser than f16 wherever f16 works.
     for activations in ["large", "small"] {
         assert!(variance(activations, "bf16", "bf16, sums in f32") < 1.0);
     }
@@ -90,14 +90,14 @@ fn the_numbers_behind_the_answer() {
         let bf16 = output(activations, "bf16", "bf16, sums in f32");
         assert!(bf16 > 3.0 * f16, "{activations}: {bf16} {f16}");
     }
-    // Sums in bf16 stand still, far below what they should be.
+    // Sums in bf16 stop far below the correct values.
     let [still, sums] = ["bf16", "bf16, sums in f32"]
         .map(|computed| found("ordinary", "bf16", computed).variance_error_percent);
     assert!(
         still < 0.0 && still.abs() > 10.0 * sums.abs(),
         "{still} {sums}"
     );
-    // f32 is right, from the same numbers.
+    // f32 is accurate, from the same inputs.
     for activations in ["ordinary", "large", "offset", "small"] {
         for stored in ["f16", "bf16"] {
             let row = found(activations, stored, "f32");
@@ -134,7 +134,6 @@ fn answers_follow_the_figures() {
     for part in ["For its range, no", "For its accuracy, yes"] {
         assert!(brain.contains(part), "{part}: {brain}");
     }
-    // Other figures have other answers.
     let changed: Vec<Norm> = rows
         .into_iter()
         .map(|row| Norm {
@@ -223,8 +222,8 @@ fn parameters_by_name_shared_with_a_varmap() {
     refusal(model.forward(&x), &["linear: expected x (..., 7)"]);
 }
 
-/// f32 parameters, f16 inside of the region: gradients overflow by themselves while the scale is too large, their steps
-/// are skipped, and the model learns all the same.
+/// f32 parameters with f16 inside the region: gradients overflow while the scale is too large, those steps are skipped,
+/// and the model still learns.
 #[rstest]
 #[case(Autocast::cuda(DType::F16))]
 #[case(Autocast::cpu(DType::F16))]

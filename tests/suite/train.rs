@@ -1,4 +1,4 @@
-//! `tallow::train`: what is learned, that a resumed run is the same run, and every refusal.
+//! `tallow::train`: learning, equality of resumed runs, and every error.
 
 mod damaged;
 mod eager_loop;
@@ -26,7 +26,7 @@ use tempfile::{TempDir, tempdir};
 
 const VOCAB: usize = 11;
 
-/// A model of odd sizes, small enough for many runs.
+/// Returns a model of odd sizes, small enough for many runs.
 fn sizes() -> TransformerConfig {
     TransformerConfig {
         vocab_size: VOCAB,
@@ -56,7 +56,7 @@ fn settings() -> TrainConfig {
     }
 }
 
-/// `len` ids that look random, another sequence for each `salt`.
+/// Returns `len` ids that look random, and differ with `salt`.
 fn noise(len: u32, salt: u32) -> Tokens {
     let ids: Vec<u32> = (0..len)
         .map(|i| ((i + salt).wrapping_mul(2_654_435_761) >> 9) % VOCAB as u32)
@@ -85,13 +85,12 @@ fn resume(path: &Path, config: TrainConfig) -> Result<Trainer> {
     Trainer::resume(path, &sizes(), config, training(), validation(), &device)
 }
 
-/// At most `count` steps.
 fn take(trainer: &mut Trainer, count: usize) -> Vec<StepReport> {
     let steps = std::iter::from_fn(|| trainer.step().unwrap());
     steps.take(count).collect()
 }
 
-/// Every weight and every entry of the optimizer's state, as bits.
+/// Returns the bits of every weight and every entry of the optimizer's state.
 fn bits(trainer: &Trainer) -> Vec<(String, Vec<u64>)> {
     let weights = trainer.model().parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
@@ -100,7 +99,7 @@ fn bits(trainer: &Trainer) -> Vec<(String, Vec<u64>)> {
         .collect()
 }
 
-/// A folder that is removed at the end, and a path in it.
+/// Returns a temporary folder, and a path in it.
 fn checkpoint() -> (TempDir, PathBuf) {
     let folder = tempdir().unwrap();
     let path = folder.path().join("run.safetensors");

@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 
 /// Whether q's GPU has a kernel for a call, with f32 multiplied in TF32 or with f32's accuracy.
 pub(super) fn has_kernel(q: &Tensor, sizes: &Sizes, tf32: bool) -> bool {
-    gpu(q).is_ok_and(|gpu| kernel::takes(gpu, q.dtype(), tf32, sizes))
+    gpu(q).is_ok_and(|gpu| kernel::supports(gpu, q.dtype(), tf32, sizes))
 }
 
 /// Returns x (B, H, T, Dh) with rows that are aligned to 16 bytes and whole multiples of them; copies x if they are

@@ -15,7 +15,7 @@ use crate::kernels::cpu::attention::flash::{self as kernel, Heads, Tiles};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::flash_attention as gpu_kernel;
 use crate::kernels::workspace;
-use crate::ops::dropout::of_attributes;
+use crate::ops::dropout::dropout_from_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
 use crate::ops::lowering::{
@@ -76,7 +76,7 @@ pub(crate) fn planned_flash_sizes(kernel: &Kernel) -> Option<Sizes> {
 fn kept(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
     let names = ["lse", "rounding_error"].into_iter();
     names
-        .zip((0..signature.kept.len()).map(Slot::Kept))
+        .zip((0..signature.saved.len()).map(Slot::Saved))
         .collect()
 }
 
@@ -118,7 +118,7 @@ fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
         k: heads(s, "k", of_keys(&sizes))?,
         v: heads(s, "v", of_keys(&sizes))?,
         first_keys: first_keys(s)?,
-        dropout: dropout_mask(of_attributes(k.attributes()), s, sizes.keys)?,
+        dropout: dropout_mask(dropout_from_attributes(k.attributes()), s, sizes.keys)?,
     };
     kernel::forward(&sizes, &tiles, inputs, outputs);
     Ok(())
@@ -140,7 +140,7 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
             false => None,
         },
         first_keys: first_keys(s)?,
-        dropout: dropout_mask(of_attributes(k.attributes()), s, sizes.keys)?,
+        dropout: dropout_mask(dropout_from_attributes(k.attributes()), s, sizes.keys)?,
     };
     let gradients = kernel::Gradients {
         dq: s.y("dq")?,
@@ -167,7 +167,7 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         k: keys,
         v,
         first_keys: l.some_x("first_keys"),
-        dropout: dropped(of_attributes(k.attributes()), l)?,
+        dropout: dropped(dropout_from_attributes(k.attributes()), l)?,
     };
     let workspace = l.y("workspace")?;
     gpu_kernel::forward(l.gpu, &sizes, l.tf32(k), inputs, outputs, workspace)
@@ -182,7 +182,7 @@ fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let dims = [of_q, of_k, of_k];
     let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, dims);
     let inputs = gpu_kernel::Inputs {
-        d_out: as_q(k, &sizes, l.lying("d_out")?, of_q),
+        d_out: as_q(k, &sizes, l.strided("d_out")?, of_q),
         q,
         k: keys,
         v,
@@ -190,7 +190,7 @@ fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         lse: l.x("lse")?,
         rounding_error: l.some_x("rounding_error"),
         first_keys: l.some_x("first_keys"),
-        dropout: dropped(of_attributes(k.attributes()), l)?,
+        dropout: dropped(dropout_from_attributes(k.attributes()), l)?,
     };
     let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, DQKV, dims);
     let gradients = gpu_kernel::Gradients { dq, dk, dv };
@@ -200,7 +200,7 @@ fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 
 /// Returns the operand `name` as heads, contiguous if it has no strides.
 fn heads<'a, T: Stored>(s: &Slices<'a>, name: &str, dims: [usize; 4]) -> Result<Heads<'a, T>> {
-    let (data, strides) = s.lying(name)?;
+    let (data, strides) = s.strided(name)?;
     let [_, heads, rows, width] = dims;
     let in_order = [heads * rows * width, rows * width, width, 1];
     let strides = *strides.unwrap_or(&in_order);

@@ -20,7 +20,7 @@ use crate::ops::check_probability;
 #[cfg(feature = "cuda")]
 use crate::ops::choose_where;
 use crate::ops::info::OpInfo;
-use crate::ops::record::{Spec, as_they_lie};
+use crate::ops::record::{Spec, by_strided_kernels};
 use crate::ops::{Path, cast_for, choose};
 use crate::{Error, Result, graph, hardware};
 use candle_core::Tensor;
@@ -158,9 +158,9 @@ pub fn flash_with_lse(
         of_heads(k, kv_heads)?,
         of_heads(v, kv_heads)?,
     ];
-    let out = as_they_lie(&INFO, op, inputs.each_ref())?;
+    let out = by_strided_kernels(&INFO, op, inputs.each_ref())?;
     let lse = match graph::is_tracing() {
-        true => graph::kept_value(&out, "lse")?,
+        true => graph::saved_value(&out, "lse")?,
         false => lse.get().cloned(),
     };
     let Some(lse) = lse else {

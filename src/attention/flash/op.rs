@@ -31,12 +31,12 @@ impl Spec for Flash {
         attributes
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         self.config.reads()
     }
 
     /// lse, and in half precision the rounding error of the output (B, H, Tq, Dh).
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, sizes) = (&inputs[0], &self.sizes);
         let parts = flash_lse_parts(q.dtype);
         let lse = (parts, sizes.batch, sizes.heads, sizes.queries).into();
@@ -47,7 +47,7 @@ impl Spec for Flash {
         kept
     }
 
-    fn has_kept(&self, kept: &[Tensor]) {
+    fn on_saved(&self, kept: &[Tensor]) {
         if let Some(lse) = kept.first() {
             let _ = self.lse.set(lse.clone()); // the same value if backward ran forward again
         }

@@ -43,7 +43,7 @@ pub(in crate::attention) fn as_qkv<'a>(
     let firsts = [0, heads[0], heads[0] + heads[1]];
     let of_row = heads.iter().sum();
     [0, 1, 2].map(|i| {
-        let view = packed.part_from(firsts[i] * sizes.head_dim);
+        let view = packed.slice_from(firsts[i] * sizes.head_dim);
         of_rows(sizes, view, heads[i], of_row)
     })
 }

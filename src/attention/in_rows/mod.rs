@@ -56,7 +56,7 @@ impl InRows {
         let reads = qkv.and(self.extra_reads(signature));
         let mut writes = Named::from([("out", Slot::Output)]);
         if self.is_naive {
-            writes.push("p", Slot::Kept(0));
+            writes.push("p", Slot::Saved(0));
             if is_half(signature) {
                 let scores = calls.scratch(&self.scores_at_once(signature), DType::F32);
                 writes.push("scores", scores);
@@ -67,12 +67,12 @@ impl InRows {
                 writes,
             );
         }
-        writes.push("lse", Slot::Kept(0));
+        writes.push("lse", Slot::Saved(0));
         let workspace = calls.scratch(&[workspace::flash_forward()], DType::U32);
         writes.push("workspace", workspace);
         // Without it, every gradient would contain the rounding error of out.
-        if signature.needs_grad(0) && signature.kept.len() > 1 {
-            writes.push("rounding_error", Slot::Kept(1));
+        if signature.needs_grad(0) && signature.saved.len() > 1 {
+            writes.push("rounding_error", Slot::Saved(1));
         }
         calls.call(
             self.kernel(flash::lowering::forward_kernel(), 1.0),
@@ -89,7 +89,7 @@ impl InRows {
         let mut reads = reads.and(qkv).and(self.extra_reads(signature));
         let mut writes = gradients.clone();
         if self.is_naive {
-            reads.push("p", Slot::Kept(0));
+            reads.push("p", Slot::Saved(0));
             let some = self.scores_at_once(signature);
             writes.push("dp", calls.scratch(&some, DType::F32));
             if is_half(signature) {
@@ -102,9 +102,9 @@ impl InRows {
             );
         } else {
             reads.push("out", Slot::Output);
-            reads.push("lse", Slot::Kept(0));
-            if signature.kept.len() > 1 {
-                reads.push("rounding_error", Slot::Kept(1));
+            reads.push("lse", Slot::Saved(0));
+            if signature.saved.len() > 1 {
+                reads.push("rounding_error", Slot::Saved(1));
             }
             let words = workspace::flash_backward(&self.sizes);
             writes.push("workspace", calls.scratch(&[words], DType::U32));
@@ -128,12 +128,15 @@ impl InRows {
     /// Returns which reads are the first keys and the key of dropout; they follow the angles.
     fn reads(&self, signature: &Signature<'_>) -> [Option<usize>; 2] {
         let angles = if self.by_halves.is_some() { 2 } else { 0 };
-        let extra = reads(signature.reads.len() - angles, self.dropout.is_some());
+        let extra = reads(
+            signature.extra_inputs.len() - angles,
+            self.dropout.is_some(),
+        );
         extra.map(|read| Some(angles + read?))
     }
 
     fn extra_reads(&self, signature: &Signature<'_>) -> Named<Slot> {
-        let [first_keys, key] = self.reads(signature).map(|read| read.map(Slot::Read));
+        let [first_keys, key] = self.reads(signature).map(|read| read.map(Slot::ExtraInput));
         let reads = Named::from([]).with_some("first_keys", first_keys);
         reads.with_some("dropout_key", key)
     }
@@ -171,7 +174,7 @@ impl InRows {
     /// Returns the shape of naive attention's scores, for the heads that are computed together.
     fn scores_at_once(&self, signature: &Signature<'_>) -> [usize; 3] {
         let (heads, t) = (self.sizes.matrices(), self.sizes.queries);
-        let at_once = workspace::naive_heads_at_once(heads, t * t, signature.output.dtype);
+        let at_once = workspace::naive_heads_per_pass(heads, t * t, signature.output.dtype);
         [at_once, t, t]
     }
 }

@@ -28,9 +28,9 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
             workspaces(sizes, signature.output.dtype)[0]
         });
         let mut calls = checked(signature);
-        let mut writes = vec![("out", Slot::Output), ("p", Slot::Kept(0))];
-        if signature.kept.len() > 1 {
-            writes.push(("lse", Slot::Kept(1)));
+        let mut writes = vec![("out", Slot::Output), ("p", Slot::Saved(0))];
+        if signature.saved.len() > 1 {
+            writes.push(("lse", Slot::Saved(1)));
         }
         if let Some(some) = scores_at_once(signature)
             && signature.output.dtype != DType::F32
@@ -44,7 +44,7 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
             workspaces(sizes, signature.output.dtype)[1]
         });
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
-        let reads = reads.with("p", Slot::Kept(0));
+        let reads = reads.with("p", Slot::Saved(0));
         let mut calls = Calls::default();
         let mut writes = GRADIENTS.to_vec();
         if let Some(some) = scores_at_once(signature) {
@@ -93,7 +93,7 @@ fn operands<'a, T: Stored>(s: &Slices<'a>) -> Result<naive::Inputs<'a, T>> {
 fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
     let [q, k] = [0, 1].map(|i| matrices(signature.inputs[i].dims));
     let of_head = (q[0] / k[0].max(1)) * q[1] * k[1];
-    let heads = workspace::naive_heads_at_once(k[0], of_head, signature.output.dtype);
+    let heads = workspace::naive_heads_per_pass(k[0], of_head, signature.output.dtype);
     (signature.target == Target::Cuda).then_some([heads, of_head / k[1].max(1), k[1]])
 }
 
@@ -105,7 +105,7 @@ fn forward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let out = as_q(k, &sizes, l.y("out")?, out_dims(&sizes));
     let p = l.y("p")?;
     let scores = l.some_y("scores").unwrap_or(p); // f32's in the same place
-    let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiplier());
+    let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiply_batch());
     naive_attention::forward(l.gpu, multiply, &heads, qkv, scores, p, out)
 }
 
@@ -120,7 +120,7 @@ fn backward(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let gradients = as_qkv(k, &sizes, &l.writes, DQKV, dims(&sizes));
     let dp = l.y("dp")?;
     let ds = l.some_y("dscores").unwrap_or(dp); // f32's in the same place
-    let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiplier());
+    let (heads, multiply) = (groups(k, &sizes, l), &mut l.multiply_batch());
     naive_attention::backward(
         l.gpu,
         multiply,

@@ -50,11 +50,11 @@ impl Spec for Naive {
         attributes(&self.sizes, None)
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         self.reads.clone()
     }
 
-    fn kept(&self, inputs: &[Operand<'_>], on: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], on: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, keys) = (&inputs[0], self.sizes.keys);
         let dtype = match on {
             Target::Cuda => q.dtype,
@@ -69,7 +69,7 @@ impl Spec for Naive {
             .collect()
     }
 
-    fn has_kept(&self, kept: &[Tensor]) {
+    fn on_saved(&self, kept: &[Tensor]) {
         if let (Some(place), [_, lse]) = (&self.lse, kept) {
             let _ = place.set(lse.clone()); // empty until now: an op runs forward once
         }

@@ -1,5 +1,5 @@
-//! One call: a kernel's, or a part of the update, which is loss scaling undone, clipping, and AdamW in the dtype of the
-//! parameters, f32 or f64, with running means in it or in bf16.
+//! Runs single calls on the CPU: kernels, exchanges, and the steps of the update. AdamW runs in the dtype of the
+//! parameters, f32 or f64; f32 parameters may have bf16 moments.
 
 use super::super::executor::not_finite;
 use super::super::op::Op;
@@ -15,10 +15,10 @@ use candle_core::DType;
 use half::bf16;
 use std::ops::ControlFlow;
 
-/// Runs a call: whether the step goes on after it.
+/// Runs a call. Returns whether the step continues after it.
 ///
 /// # Errors
-/// Gradients that are not finite, found by clipping.
+/// Gradients that are not finite, found by clipping; errors of kernels and exchanges.
 pub(super) fn run(
     plan: &Plan,
     op: &Op,
@@ -43,7 +43,7 @@ pub(super) fn run(
 
 fn exchange(op: &Op, s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
     let Some(communicator) = controls.communicator else {
-        return Ok(()); // `Step` has refused it
+        return Ok(()); // `Step` has checked that there is one
     };
     let collectives = op.collectives(communicator.world_size());
     let mut collectives = collectives.into_iter();
@@ -66,7 +66,7 @@ fn sum_of_squares(s: &Slices<'_>) -> candle_core::Result<()> {
     })
 }
 
-/// A gradient over the loss scale; where there is none to undo, whatever it holds will do.
+/// Divides a gradient by the loss scale. Without a loss scale nothing is divided or checked.
 fn unscale(s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
     let is_finite = match controls.loss_scale {
         Some(scale) => for_real!(s.dtype_of("gradient")?, R => {
@@ -78,7 +78,7 @@ fn unscale(s: &Slices<'_>, controls: &Controls<'_>) -> candle_core::Result<()> {
     Ok(())
 }
 
-/// Whether the step goes on: not if a gradient has overflowed.
+/// Returns whether the step continues, that is, whether all gradients are finite.
 fn check_overflow(s: &Slices<'_>) -> Result<ControlFlow<()>> {
     let finite = s.x::<u8>("found")?;
     let first = finite.iter().position(|is_finite| *is_finite == 0);
@@ -113,7 +113,7 @@ fn step_of<R: Real, M: Moment<Wide = R>>(
     Ok(())
 }
 
-/// The norm, and what the gradients are multiplied by: as `clip_grad_norm_checked`.
+/// Computes the norm and the factor that gradients are multiplied by, as `clip_grad_norm_checked` does.
 fn clip_factor(
     plan: &Plan,
     parameters: &[usize],

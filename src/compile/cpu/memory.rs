@@ -1,4 +1,4 @@
-//! The executor's memory: the arena, and where every buffer of a plan begins.
+//! The memory of a CPU executor: the arena, and the address of every buffer of a plan.
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Location};
@@ -9,10 +9,11 @@ use candle_core::WithDType;
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 
-/// Where an arena begins: a huge page of x86 and of most others, so that the system can back it with such pages.
+/// The alignment of large arenas: the size of a huge page on x86 and most other systems, so that the system can use
+/// such pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// One allocation for all of a plan's own buffers.
+/// One allocation for all arena buffers of a plan.
 #[derive(Debug)]
 pub(super) struct Arena {
     start: NonNull<u8>,
@@ -25,7 +26,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Room for `bytes`, zeros at first.
+    /// Allocates `bytes`, filled with zeros.
     fn new(bytes: u64) -> Result<Self> {
         let available_bytes = hardware::available_bytes().unwrap_or(u64::MAX);
         let refuse = || Error::OutOfMemory {
@@ -33,7 +34,7 @@ impl Arena {
             wanted_bytes: bytes,
             available_bytes,
         };
-        // A system that overcommits would grant it, and kill the process when it is written.
+        // A system that overcommits would grant the allocation and kill the process on the first write.
         if bytes > available_bytes {
             return Err(refuse());
         }
@@ -45,13 +46,13 @@ impl Arena {
         let layout = Layout::from_size_align(size, align).map_err(|_| refuse())?;
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc(layout) }).ok_or_else(refuse)?;
-        ask_for_huge_pages(start, layout); // before anything is written: a page stays what it was first touched as
-        // SAFETY: so many bytes are ours.
+        ask_for_huge_pages(start, layout); // before the first write, which fixes a page's size
+        // SAFETY: the allocation has this size.
         unsafe { start.as_ptr().write_bytes(0, layout.size()) };
         Ok(Self { start, layout })
     }
 
-    /// The arena itself, or a larger one where it has fewer bytes. Never are both there.
+    /// Returns the arena itself, or a larger one if it has fewer bytes. The old one is freed first.
     pub fn of_at_least(self, bytes: u64) -> Result<Self> {
         if self.layout.size() as u64 >= bytes {
             return Ok(self);
@@ -61,7 +62,7 @@ impl Arena {
     }
 }
 
-/// One without room, at a place that any buffer of no elements may have.
+/// An empty arena, aligned for buffers without elements.
 impl Default for Arena {
     fn default() -> Self {
         #[repr(align(64))]
@@ -74,7 +75,7 @@ impl Default for Arena {
 }
 
 impl Arena {
-    /// The elements of an operand of the arena, between runs.
+    /// Returns the elements of an operand in the arena, between runs.
     pub fn values<T: WithDType>(&self, plan: &Plan, operand: &BufferRange) -> &[T] {
         let buffer = plan.buffer_of(operand);
         let Some(range) = buffer.arena_range() else {
@@ -83,7 +84,7 @@ impl Arena {
         assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
         assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
         assert!(range.end <= self.layout.size() as u64, "{}", buffer.name);
-        // SAFETY: within the arena, which began as zeros, and which a run writes through `&mut` alone.
+        // SAFETY: within the arena, which is initialised with zeros and only written through `&mut` by a run.
         unsafe {
             let start = self.start.as_ptr().add(range.start as usize).cast::<T>();
             std::slice::from_raw_parts(start.add(operand.elements.start), operand.elements.len())
@@ -100,12 +101,13 @@ impl Drop for Arena {
     }
 }
 
-/// Fewer translations to miss, and fewer page faults in the first run. A wish: the system may not grant it.
+/// Asks the system for huge pages, to have fewer TLB misses, and fewer page faults in the first run. The system may not
+/// grant them.
 #[cfg(target_os = "linux")]
 fn ask_for_huge_pages(start: NonNull<u8>, layout: Layout) {
     if layout.align() == HUGE_PAGE_BYTES {
         let whole = layout.size() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-        // SAFETY: pages of our own; what they hold stays.
+        // SAFETY: pages of this allocation; their contents do not change.
         unsafe { libc::madvise(start.as_ptr().cast(), whole, libc::MADV_HUGEPAGE) };
     }
 }
@@ -113,51 +115,52 @@ fn ask_for_huge_pages(start: NonNull<u8>, layout: Layout) {
 #[cfg(not(target_os = "linux"))]
 fn ask_for_huge_pages(_start: NonNull<u8>, _layout: Layout) {}
 
-/// What lies outside of the arena, lent for one run.
+/// Buffers outside of the arena, borrowed for one run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ExternalBuffers<'a> {
-    /// The bytes of each parameter; empty ones are not touched.
+    /// The bytes of each parameter; empty ones are not accessed.
     pub parameters: &'a [*mut [u8]],
-    /// exp_avg and exp_avg_sq by parameter, none where another rank has them; empty in a run without an update.
+    /// The bytes of exp_avg and exp_avg_sq, by parameter; `None` if another rank has them. Empty in a run without an
+    /// update.
     pub moments: &'a [Option<[*mut [u8]; 2]>],
-    /// The bytes of what the run gives out, if it does.
+    /// The bytes of the run's output, if it has one.
     pub output: Option<*mut [u8]>,
-    /// The bytes of each, by number; those that the run's calls do not read may be missing.
+    /// The bytes of each argument, by index. Arguments that the run's calls do not read may be missing.
     pub arguments: &'a [*const [u8]],
 }
 
 impl ExternalBuffers<'_> {
     fn moment(&self, number: usize, which: usize) -> *mut [u8] {
         let Some(moments) = self.moments[number] else {
-            panic!("the state of parameter {number} is another rank's"); // `Step` has compared
+            panic!("the state of parameter {number} is another rank's"); // `Step` has checked this
         };
         moments[which]
     }
 }
 
-/// Every buffer of a plan in one micro-batch.
-pub(super) struct View<'a> {
+/// All buffers of a plan in one micro-batch.
+pub(super) struct BufferView<'a> {
     plan: &'a Plan,
     arena: *mut u8,
-    lent: &'a ExternalBuffers<'a>,
+    external: &'a ExternalBuffers<'a>,
     micro_batch: usize,
 }
 
-impl<'a> View<'a> {
-    pub fn new(plan: &'a Plan, arena: &'a mut Arena, lent: &'a ExternalBuffers<'a>) -> Self {
+impl<'a> BufferView<'a> {
+    pub fn new(plan: &'a Plan, arena: &'a mut Arena, external: &'a ExternalBuffers<'a>) -> Self {
         for buffer in plan.buffers() {
-            check_lent(buffer, lent, plan.micro_batches());
+            check_sizes(buffer, external, plan.micro_batches());
         }
         assert!(plan.peak_bytes() <= arena.layout.size() as u64);
         Self {
             plan,
             arena: arena.start.as_ptr(),
-            lent,
+            external,
             micro_batch: 0,
         }
     }
 
-    /// The same, as micro-batch `micro_batch` sees it.
+    /// Returns the same view for micro-batch `micro_batch`.
     pub fn of(&self, micro_batch: usize) -> Self {
         Self {
             micro_batch,
@@ -170,16 +173,19 @@ impl<'a> View<'a> {
     }
 
     fn start(&self, buffer: &Buffer) -> *mut u8 {
-        let argument = |number: usize| self.lent.arguments[number].cast_mut().cast::<u8>();
+        let argument = |number: usize| self.external.arguments[number].cast_mut().cast::<u8>();
         match buffer.location {
-            // SAFETY: the arena is as large as the plan wants it.
+            // SAFETY: the arena has the size that the plan needs.
             Location::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
-            Location::Parameter(number) => self.lent.parameters[number].cast(),
-            Location::ExpAvg(number) => self.lent.moment(number, 0).cast(),
-            Location::ExpAvgSq(number) => self.lent.moment(number, 1).cast(),
+            Location::Parameter(number) => self.external.parameters[number].cast(),
+            Location::ExpAvg(number) => self.external.moment(number, 0).cast(),
+            Location::ExpAvgSq(number) => self.external.moment(number, 1).cast(),
             Location::Table(number) => self.plan.tables()[number].as_ptr().cast_mut().cast(),
-            Location::Output => self.lent.output.map_or(std::ptr::null_mut(), |x| x.cast()),
-            // SAFETY: it has the parts of all micro-batches.
+            Location::Output => self
+                .external
+                .output
+                .map_or(std::ptr::null_mut(), |x| x.cast()),
+            // SAFETY: it contains the inputs of all micro-batches.
             Location::Input(number) => unsafe {
                 argument(number).add(self.micro_batch * buffer.bytes() as usize)
             },
@@ -187,14 +193,15 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The operands of a call that is run alone, where the gradient of the loss is multiplied by `loss_gradient`.
+    /// Returns the operands of a call. The gradient of the loss is multiplied by `loss_gradient`. No other call may run
+    /// at the same time.
     pub fn slices(&self, call: &Call, loss_gradient: f64) -> Slices<'a> {
         let slice = |operand: &BufferRange| {
             let buffer = self.plan.buffer_of(operand);
             assert!(operand.elements.end <= buffer.elements(), "{}", buffer.name);
             let first = operand.elements.start * buffer.dtype.size_in_bytes();
-            // SAFETY: within the buffer, all of which is initialised; what a call writes is no other operand of it
-            // (`Plan::check`), and nothing else uses the memory of a buffer that is alive.
+            // SAFETY: within the buffer, all of which is initialised. An operand that a call writes overlaps no other
+            // operand of it (`Plan::check`), and nothing else uses the memory of a live buffer.
             unsafe {
                 let start = self.start(buffer).add(first);
                 Slice::new(start, operand.elements.len(), buffer.dtype)
@@ -208,17 +215,17 @@ impl<'a> View<'a> {
     }
 }
 
-/// What a caller lends is what the plan was made for; the callers have checked, and said so to the user.
-fn check_lent(buffer: &Buffer, lent: &ExternalBuffers<'_>, micro_batches: usize) {
+/// Asserts that a borrowed buffer has the planned size. The callers have already returned errors to the user.
+fn check_sizes(buffer: &Buffer, external: &ExternalBuffers<'_>, micro_batches: usize) {
     let got = match buffer.location {
         Location::Arena { .. } | Location::Table(_) => return,
-        Location::Parameter(number) => lent.parameters[number].len(),
-        Location::ExpAvg(_) | Location::ExpAvgSq(_) if lent.moments.is_empty() => return,
-        Location::ExpAvg(number) => lent.moment(number, 0).len(),
-        Location::ExpAvgSq(number) => lent.moment(number, 1).len(),
-        Location::Output => lent.output.map_or(0, |output| output.len()),
-        Location::Input(number) => lent.arguments[number].len() / micro_batches,
-        Location::Argument(number) => match lent.arguments.get(number) {
+        Location::Parameter(number) => external.parameters[number].len(),
+        Location::ExpAvg(_) | Location::ExpAvgSq(_) if external.moments.is_empty() => return,
+        Location::ExpAvg(number) => external.moment(number, 0).len(),
+        Location::ExpAvgSq(number) => external.moment(number, 1).len(),
+        Location::Output => external.output.map_or(0, |output| output.len()),
+        Location::Input(number) => external.arguments[number].len() / micro_batches,
+        Location::Argument(number) => match external.arguments.get(number) {
             None => return,
             Some(argument) => argument.len(),
         },

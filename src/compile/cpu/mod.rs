@@ -1,4 +1,4 @@
-//! The CPU's executor: every call handed to its kernel.
+//! The CPU's executor: runs each call by its kernel.
 
 mod call;
 mod memory;
@@ -12,11 +12,11 @@ use super::plan::{BufferRange, Call, Plan};
 use crate::ops::cpu::for_stored;
 use crate::{Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
-use memory::{Arena, View};
+use memory::{Arena, BufferView};
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-/// A plan's memory.
+/// The memory of a plan on the CPU.
 #[derive(Debug, Default)]
 pub(super) struct Executor {
     arena: Arena,
@@ -26,7 +26,7 @@ pub(super) struct Executor {
 impl Executor {
     pub fn new(plan: &Plan) -> Result<Self> {
         let calls = plan.calls().iter();
-        let mut products = calls.filter(|call| call.op.is_product());
+        let mut products = calls.filter(|call| call.op.is_matmul());
         if products.clone().next().is_some() {
             let rounds = |call: &Call| plan.dtype_of(call) != DType::F32;
             ops::reserve_scratch(products.any(rounds))?;
@@ -42,10 +42,10 @@ impl Executor {
     pub fn run_micro_batches(
         &mut self,
         plan: &Plan,
-        lent: &ExternalBuffers<'_>,
+        external: &ExternalBuffers<'_>,
         controls: &Controls<'_>,
     ) -> Result<()> {
-        let view = View::new(plan, &mut self.arena, lent);
+        let view = BufferView::new(plan, &mut self.arena, external);
         let clock = &mut self.clock;
         if let Some(clock) = clock {
             clock.start();
@@ -71,26 +71,27 @@ impl Executor {
             .map_or(Ok(None), |clock| clock.times(ms))
     }
 
-    /// Runs every call: whether the update was among them, or an overflow has ended the step before. After an error
-    /// neither parameters nor optimizer state have changed (an update in backward apart, which nothing can fail after).
+    /// Runs every call. Returns whether the update ran; it does not after an overflow. After an error neither
+    /// parameters nor optimizer state have changed. (An update in backward is an exception, but nothing can fail after
+    /// it.)
     pub fn run(
         &mut self,
         plan: &Plan,
-        lent: &ExternalBuffers<'_>,
+        external: &ExternalBuffers<'_>,
         controls: &Controls<'_>,
     ) -> Result<bool> {
-        self.run_micro_batches(plan, lent, controls)?;
-        self.run_after_micro_batches(plan, lent, controls)
+        self.run_micro_batches(plan, external, controls)?;
+        self.run_after_micro_batches(plan, external, controls)
     }
 
-    /// Runs the calls that follow those of the micro-batches; what it returns is [`run`](Self::run)'s.
+    /// Runs the calls after the micro-batches. Returns the same as [`run`](Self::run).
     fn run_after_micro_batches(
         &mut self,
         plan: &Plan,
-        lent: &ExternalBuffers<'_>,
+        external: &ExternalBuffers<'_>,
         controls: &Controls<'_>,
     ) -> Result<bool> {
-        let view = View::new(plan, &mut self.arena, lent);
+        let view = BufferView::new(plan, &mut self.arena, external);
         let rest = plan.per_micro_batch().end..plan.calls().len();
         Ok(run_calls(plan, rest, &view, controls, &mut self.clock)?.is_continue())
     }
@@ -114,7 +115,7 @@ impl Executor {
 fn run_calls(
     plan: &Plan,
     calls: std::ops::Range<usize>,
-    view: &View<'_>,
+    view: &BufferView<'_>,
     controls: &Controls<'_>,
     clock: &mut Option<PhaseClock<Instant>>,
 ) -> Result<ControlFlow<()>> {
@@ -136,7 +137,7 @@ fn run_calls(
 fn run_piece(
     plan: &Plan,
     calls: std::ops::Range<usize>,
-    view: &View<'_>,
+    view: &BufferView<'_>,
     controls: &Controls<'_>,
 ) -> Result<ControlFlow<()>> {
     calls::run(plan, calls, view.micro_batch(), |_, call| {

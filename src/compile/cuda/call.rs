@@ -1,13 +1,13 @@
-//! One call: its operands passed to its kernel.
+//! Launches single calls on a GPU.
 
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Plan};
 use super::device_pointers::DevicePointers;
 use super::exchanges::{Exchange, Exchanges};
-use super::inputs::Inputs;
+use super::run_values::RunValues;
 use super::update::Updates;
 use crate::attention::planned_flash_sizes;
-use crate::kernels::cuda::matmul::Products;
+use crate::kernels::cuda::matmul::CublasLt;
 use crate::kernels::cuda::{View, adamw, flash_attention, source};
 use crate::ops::lowering::{Multiplier, Named, Operands};
 use crate::{Error, Result};
@@ -15,21 +15,21 @@ use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// What launches need, for the calls of one micro-batch.
+/// Launches the calls of one micro-batch.
 pub(super) struct Launcher<'a> {
     pub gpu: &'a CudaDevice,
     pub plan: &'a Plan,
     pub device_pointers: &'a DevicePointers,
-    pub inputs: &'a Inputs,
-    pub products: &'a mut Products,
+    pub run_values: &'a RunValues,
+    pub cublas_lt: &'a mut CublasLt,
     pub updates: Option<&'a Updates>,
     pub exchanges: &'a mut Exchanges,
     pub micro_batch: usize,
-    /// Whether gradients that are not finite are looked for where the plan unscales them.
+    /// Whether gradients are checked for infinities and NaN when the plan unscales them.
     pub checks: bool,
-    /// The calls before this one are launched: one launch does what several calls in a row say of one parameter each.
+    /// The calls before this index have been launched. (One launch may run several consecutive updates.)
     pub launched: usize,
-    /// The calls from this one on are another launcher's.
+    /// The end of this launcher's range of calls.
     pub end: usize,
 }
 
@@ -39,27 +39,24 @@ impl<'a> Launcher<'a> {
             .view(self.plan, operand, self.micro_batch)
     }
 
-    /// All that a call reads, and all that it writes.
     pub(super) fn operands(&self, call: &Call) -> [Named<View<'a>>; 2] {
         [&call.reads, &call.writes].map(|operands| operands.map(|operand| self.view(operand)))
     }
 
-    /// What a call reads by these names.
     pub(super) fn reads<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(call.reads.operand(name)))
     }
 
-    /// What a call writes by these names.
     pub(super) fn writes<const N: usize>(&self, call: &Call, names: [&str; N]) -> [View<'a>; N] {
         names.map(|name| self.view(call.writes.operand(name)))
     }
 }
 
 impl<'a> Launcher<'a> {
-    /// Launches a call, unless it is launched already.
+    /// Launches a call, unless it has been launched already.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub(super) fn launch(&mut self, index: usize, call: &Call) -> Result<()> {
         if index < self.launched {
             return Ok(());
@@ -72,11 +69,11 @@ impl<'a> Launcher<'a> {
                 let [reads, writes] = self.operands(call);
                 kernel.launch(&Operands {
                     gpu,
-                    products: Multiplier::Planned(RefCell::new(&mut *self.products)),
+                    multiplier: Multiplier::Planned(RefCell::new(&mut *self.cublas_lt)),
                     reads,
                     writes,
                     micro_batch: self.micro_batch,
-                    loss_gradient: self.inputs.loss_gradient(),
+                    loss_gradient: self.run_values.loss_gradient(),
                 })?;
             }
             Op::AllReduce { .. }
@@ -95,14 +92,14 @@ impl<'a> Launcher<'a> {
             Op::ClipFactor { .. } => {
                 let [squares] = self.reads(call, ["squares"]);
                 let [clip] = self.writes(call, ["factor"]);
-                adamw::clip_factor(gpu, squares, self.inputs.clip_norm(), clip)?;
+                adamw::clip_factor(gpu, squares, self.run_values.clip_norm(), clip)?;
             }
         }
         Ok(())
     }
 
-    /// A call waits for what it touches. (What follows the micro-batches, but for updates alone, is launched for all
-    /// parameters at once.)
+    /// Makes a call wait for the exchanges of its operands. A call after the micro-batches waits for all exchanges,
+    /// because one launch covers all parameters; only AdamW calls wait for their own operands.
     fn wait_for_exchanged(&mut self, index: usize, call: &Call) -> Result<()> {
         let is_update = matches!(call.op, Op::AdamW { .. });
         if index >= self.plan.per_micro_batch().end && !is_update {
@@ -130,7 +127,7 @@ impl<'a> Launcher<'a> {
         exchanges.collect()
     }
 
-    /// The exchange `index`, and those that go with it.
+    /// Starts the exchange `index` and those of its group.
     fn start_exchanges(&mut self, index: usize) -> Result<()> {
         let group = self.plan.exchanged_at_once(index, self.end);
         self.launched = group.end;
@@ -139,11 +136,11 @@ impl<'a> Launcher<'a> {
         self.exchanges.start(self.gpu, &exchanges)
     }
 
-    /// Call `index` and those after it that do the same to another parameter, in one launch; of ranks, to those whose
-    /// gradients were exchanged together.
+    /// Launches call `index` and the calls after it that do the same to other parameters, in one launch. With several
+    /// ranks, only calls whose gradients were exchanged together are joined.
     fn launch_fused_updates(&mut self, index: usize) -> Result<()> {
         let Some(updates) = self.updates else {
-            panic!("an update was launched before the optimizer's state was lent");
+            panic!("an update was launched before the optimizer's state was set");
         };
         let calls = &self.plan.calls()[index..self.end];
         let kind = |call: &Call| {
@@ -166,7 +163,9 @@ impl<'a> Launcher<'a> {
             Op::Unscale { .. } => {
                 let flags = joined("found");
                 match self.checks {
-                    true => tables.unscale(gpu, 0..count, self.inputs.inverse_scale(), flags)?,
+                    true => {
+                        tables.unscale(gpu, 0..count, self.run_values.inverse_scale(), flags)?
+                    }
                     false => crate::kernels::cuda::set_to_zero(gpu, flags)?,
                 }
             }
@@ -177,14 +176,14 @@ impl<'a> Launcher<'a> {
                 let first = updates.entry(index);
                 let clip = calls[0].reads.get("factor").map(|clip| self.view(clip));
                 let entries: Range<usize> = first..first + count;
-                tables.adamw(gpu, entries, self.inputs.updates(), clip)?;
+                tables.adamw(gpu, entries, self.run_values.updates(), clip)?;
             }
         }
         Ok(())
     }
 }
 
-/// Operands that lie one after another in a buffer, as one.
+/// Returns consecutive operands of a buffer as one operand.
 fn whole_of(operands: &[&BufferRange]) -> BufferRange {
     let (first, last) = (operands[0], operands[operands.len() - 1]);
     for pair in operands.windows(2) {
@@ -198,16 +197,16 @@ fn whole_of(operands: &[&BufferRange]) -> BufferRange {
     }
 }
 
-/// Whether the GPU has kernels for all calls of a plan, with products of f32 in TF32 or exact.
+/// Checks that the GPU has kernels for all calls of a plan. `tf32` selects TF32 for matmuls in f32.
 ///
 /// # Errors
-/// [`Error::Config`] with what it would take.
+/// [`Error::Placement`] with the requirement that is not met.
 pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
     let refuse = |what: &str, got: String, hint: &str| {
         Err(Error::placement("compile", got)
             .must_be(format!("{what}, for a step that is planned on a GPU"), hint))
     };
-    if !source::runs_on(gpu) {
+    if !source::is_supported(gpu) {
         let got = "an older GPU".into();
         return refuse(
             "compute capability 8.0 or later",
@@ -219,7 +218,7 @@ pub(super) fn check(plan: &Plan, gpu: &CudaDevice, tf32: bool) -> Result<()> {
         let dtype = plan.dtype_of(call);
         let flash = call.op.kernel().and_then(planned_flash_sizes);
         if let Some(sizes) = flash
-            && !flash_attention::takes(gpu, dtype, tf32, &sizes)
+            && !flash_attention::supports(gpu, dtype, tf32, &sizes)
         {
             let got = format!(
                 "heads of {} in {}, scale {}, {} rows",

@@ -1,4 +1,4 @@
-//! Where the buffers of a plan are on the GPU.
+//! The GPU addresses of a plan's buffers.
 
 use super::super::buffer::{Buffer, Location};
 use super::super::executor::Tensors;
@@ -9,18 +9,18 @@ use crate::kernels::cuda::View;
 use crate::ops::cuda::elements;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 
-/// Addresses on the GPU, but for the optimizer's state, which [`Updates`](super::update::Updates) alone read.
+/// The GPU addresses of buffers, except for the optimizer's state, which only [`Updates`](super::update::Updates)
+/// reads.
 #[derive(Debug, PartialEq)]
 pub(super) struct DevicePointers {
     arena: u64,
     tables: Vec<u64>,
     output: u64,
     parameters: Vec<u64>,
-    /// Of the run that is under way. The executor sees to it that what was recorded with others is not run.
+    /// The addresses of the current run's arguments. The executor does not replay graphs recorded with other addresses.
     pub arguments: Vec<u64>,
 }
 
-/// Where a slice begins.
 pub(super) fn start_of<T>(slice: &CudaSlice<T>) -> u64 {
     slice.device_ptr(slice.stream()).0
 }
@@ -52,7 +52,6 @@ impl DevicePointers {
         }
     }
 
-    /// The elements of an operand, as kernels see them.
     pub(super) fn view(&self, plan: &Plan, operand: &BufferRange, micro_batch: usize) -> View<'_> {
         let buffer = plan.buffer_of(operand);
         let first = operand.elements.start * buffer.dtype.size_in_bytes();

@@ -1,4 +1,4 @@
-//! What ranks exchange in a run: on the communicator's stream, beside the plan's own.
+//! Exchanges between ranks, on the communicator's stream, concurrent with the plan's stream.
 
 use super::super::buffer::BufferId;
 use crate::Result;
@@ -8,15 +8,15 @@ use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::sync::Arc;
 
-/// The ranks of a job, and what the plan's stream has still to wait for before it touches a buffer.
+/// The communicator, and the exchanges that the plan's stream has not waited for yet.
 #[derive(Default)]
 pub(super) struct Exchanges {
     communicator: Option<Communicator>,
-    /// In the order in which they come to an end.
+    /// The buffers being exchanged, in the order in which their exchanges end.
     open: Vec<(BufferId, Arc<CudaEvent>)>,
 }
 
-/// What is exchanged at once with others.
+/// One collective of a group.
 pub(super) struct Exchange<'a> {
     pub collective: Collective,
     pub buffer: BufferId,
@@ -24,23 +24,21 @@ pub(super) struct Exchange<'a> {
 }
 
 impl Exchanges {
-    /// Whose collectives the runs from now on are.
     pub(super) fn join_job(&mut self, communicator: Option<&Communicator>) {
         self.communicator = communicator.cloned();
     }
 
-    /// How many ranks there are.
     pub(super) fn world_size(&self) -> usize {
         self.communicator
             .as_ref()
             .map_or(1, Communicator::world_size)
     }
 
-    /// Has buffers' elements exchanged, once the plan's stream has made them; it goes on meanwhile.
+    /// Starts a group of exchanges after the work so far on the plan's stream, which continues meanwhile.
     pub(super) fn start(&mut self, gpu: &CudaDevice, exchanges: &[Exchange<'_>]) -> Result<()> {
         let queue = self.communicator.as_ref().and_then(Communicator::gpu_queue);
         let Some(queue) = queue else {
-            return Ok(()); // a rank alone has everything
+            return Ok(()); // a single rank has nothing to exchange
         };
         let collectives = exchanges.iter();
         let collectives = collectives
@@ -53,12 +51,12 @@ impl Exchanges {
         Ok(())
     }
 
-    /// Whether a buffer has still to be waited for.
+    /// Returns whether the plan's stream has not yet waited for a buffer's exchange.
     pub(super) fn is_open(&self, buffer: BufferId) -> bool {
         self.open.iter().any(|(open, _)| *open == buffer)
     }
 
-    /// Has the plan's stream wait for a buffer, if it is exchanged: and so for all that was begun before.
+    /// Makes the plan's stream wait for the exchange of a buffer, if there is one, and for all that started before it.
     pub(super) fn wait_for(&mut self, gpu: &CudaDevice, buffer: BufferId) -> Result<()> {
         match self.open.iter().rposition(|(open, _)| *open == buffer) {
             Some(last) => self.wait_until(gpu, last),
@@ -66,7 +64,6 @@ impl Exchanges {
         }
     }
 
-    /// Has the plan's stream wait for all that was begun.
     pub(super) fn wait_for_all(&mut self, gpu: &CudaDevice) -> Result<()> {
         match self.open.len().checked_sub(1) {
             Some(last) => self.wait_until(gpu, last),

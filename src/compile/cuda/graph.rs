@@ -1,4 +1,4 @@
-//! A run recorded: many launches as one.
+//! CUDA graphs: recorded runs that are replayed by one launch.
 
 use super::segments::Segment;
 use crate::Result;
@@ -10,20 +10,19 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::ptr::null_mut;
 
-/// What there is of a run.
 #[derive(Default)]
 pub(super) enum Recorded {
-    /// It was never run: what it needs is not loaded.
+    /// Never run: kernels are not loaded yet.
     #[default]
     Nothing,
-    /// It was run once.
+    /// Run once, not recorded.
     Warm,
-    /// The graphs of its segments, in order.
+    /// Recorded: the graphs of its segments, in order.
     Graphs(Vec<Graph>),
 }
 
 impl Recorded {
-    /// Whether these segments were recorded.
+    /// Returns whether exactly these segments are recorded.
     pub(super) fn is_of(&self, segments: &[Segment]) -> bool {
         match self {
             Self::Graphs(graphs) => graphs.iter().map(|graph| &graph.segment).eq(segments),
@@ -32,16 +31,16 @@ impl Recorded {
     }
 }
 
-/// A CUDA graph, launched through one executor alone.
+/// A CUDA graph that only one executor launches.
 pub(super) struct Graph {
     graph: CudaGraph,
     pub segment: Segment,
-    /// Which call each kernel (copy, fill) is of, in the order in which they run, if one stream was recorded: a chain.
-    /// Exchanges run on another, beside it.
+    /// The index of the call that launched each kernel (or copy, or fill), in execution order. Only known if a single
+    /// stream was recorded; exchanges run on a second one.
     pub kernels: Option<Vec<usize>>,
 }
 
-// SAFETY: a graph may be used from any thread, by one at a time: it is reached through `&mut` of its executor alone.
+// SAFETY: a graph may be used from any thread, by one at a time; it is only reached through `&mut` of its executor.
 unsafe impl Send for Graph {}
 // SAFETY: as above.
 unsafe impl Sync for Graph {}
@@ -52,8 +51,8 @@ impl Graph {
     }
 }
 
-/// Records what `launch` launches on the stream of `gpu`, none of which is run; it tells, after each call, which one it
-/// has launched. The caller sees to it that no handle of the GPU is made meanwhile.
+/// Records what `launch` launches on the stream of `gpu`, without running it. `launch` reports each call after its
+/// launch. The caller must ensure that no handle of the GPU is created meanwhile.
 pub(super) fn record(
     gpu: &CudaDevice,
     segment: &Segment,
@@ -68,7 +67,7 @@ pub(super) fn record(
         kernels.resize(nodes(stream.cu_stream())?, call);
         Ok(())
     });
-    // Ended whatever happened, or the stream would record for ever.
+    // The capture must end even after an error, or the stream would record forever.
     let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
     let ended = stream.end_capture(flags).w();
     launched?;
@@ -82,11 +81,11 @@ pub(super) fn record(
     }
 }
 
-/// How many nodes the graph has that `stream` records.
+/// Returns the number of nodes of the graph that `stream` is recording.
 fn nodes(stream: CUstream) -> Result<usize> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let (mut graph, mut count) = (null_mut(), 0);
-    // SAFETY: a stream; the driver writes the status and the graph, and leaves out what is null.
+    // SAFETY: a valid stream; the driver writes status and graph, and skips the outputs that are null.
     unsafe {
         cuStreamGetCaptureInfo_v3(
             stream,
@@ -100,7 +99,7 @@ fn nodes(stream: CUstream) -> Result<usize> {
     }
     .result()
     .w()?;
-    // SAFETY: the graph that is recorded; no nodes are asked for, their number alone.
+    // SAFETY: the graph that is being recorded; with null for the nodes only their number is written.
     unsafe { cuGraphGetNodes(graph, null_mut(), &mut count) }
         .result()
         .w()?;

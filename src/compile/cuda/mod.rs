@@ -1,20 +1,20 @@
-//! A GPU's executor: every call handed to its kernel, in one stream, and the whole of a run recorded as a CUDA graph.
+//! A GPU's executor: launches each call's kernel on one stream, and records a full run as a CUDA graph.
 //!
-//! A first run launches call by call, which compiles and loads what it needs; the second is recorded, and from then on
-//! a run is one launch, or one for each phase where phases are timed or profiled. What may change from run to run
-//! (learning rates, the loss scale) is read by the kernels from a buffer that is filled before. A run goes call by call
-//! again where somebody listens who takes no replays.
+//! A first run launches call by call, which compiles and loads the kernels. The second run is recorded. From then on a
+//! run is one launch, or one for each phase if phases are timed or profiled. Values that may change from run to run
+//! (learning rates, the loss scale) are in a buffer that is filled before a run and that the kernels read. If a probe
+//! listener does not accept replays, runs are launched call by call again.
 //!
-//! The stream is the executor's own, so that no other work is recorded. While a plan's first two runs last, other
-//! threads had better not use the GPU for what they have not used it for before: the driver loads kernels when they are
-//! first launched, and refuses to while a stream is recorded. It waits for what the model's stream has been given
-//! before a run, and that waits for the run.
+//! The executor has its own stream, so that no other work is recorded. During a plan's first two runs, other threads
+//! should not use kernels on the GPU for the first time: the driver loads a kernel when it is first launched, and
+//! refuses to while a stream is recorded. The executor's stream waits for the work on the model's stream before a run,
+//! and the model's stream waits for the run.
 
 mod call;
 mod device_pointers;
 mod exchanges;
 mod graph;
-mod inputs;
+mod run_values;
 mod segments;
 mod update;
 
@@ -22,7 +22,7 @@ use super::executor::{Controls, Tensors, not_finite};
 use super::op::Op;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::{BufferRange, Plan};
-use crate::kernels::cuda::matmul::Products;
+use crate::kernels::cuda::matmul::CublasLt;
 use crate::ops::cuda as ops;
 use crate::{Error, Result, hardware, probe};
 use candle_core::cuda_backend::cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async};
@@ -32,7 +32,7 @@ use candle_core::{Device, Shape, Tensor, WithDType};
 use device_pointers::{DevicePointers, start_of};
 use exchanges::Exchanges;
 use graph::Recorded;
-use inputs::Inputs;
+use run_values::RunValues;
 use segments::Segment;
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -40,42 +40,42 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use update::{OptimizerLayout, Updates};
 
-/// A plan's memory on a GPU, and what it takes to run it there.
+/// A plan's memory on a GPU, and the state for running it.
 pub(in crate::compile) struct Executor {
-    /// The model's GPU, with a stream of its own.
+    /// The model's GPU, with a separate stream.
     gpu: CudaDevice,
-    /// The GPU as the model has it, and its stream.
+    /// The model's handle of the GPU; `stream` is its stream.
     model_gpu: CudaDevice,
     stream: Arc<CudaStream>,
-    /// `None` where the executor of another plan has it.
+    /// `None` while another plan's executor owns it.
     arena: Option<CudaSlice<u8>>,
     tables: Vec<CudaSlice<f32>>,
-    inputs: Inputs,
-    /// What a forward alone gives out, until it is copied.
+    run_values: RunValues,
+    /// The output of a forward pass, until it is copied.
     output: Option<CudaSlice<u8>>,
-    products: Products,
-    /// Where everything is, since the first run.
+    cublas_lt: CublasLt,
+    /// The addresses of all buffers, since the first run.
     device_pointers: Option<DevicePointers>,
     updates: Option<Updates>,
     recorded: [Recorded; RunScope::COUNT],
-    /// Where the arguments of the last run of each were.
+    /// The argument addresses of the last run, by scope.
     arguments: [Vec<u64>; RunScope::COUNT],
     copies_are_current: bool,
-    /// Its moments are events, by number.
+    /// Its points in time are indices of `events`.
     clock: Option<PhaseClock<usize>>,
     events: Vec<CudaEvent>,
-    /// Last: NCCL's communicator goes after the graphs that were recorded with it.
+    /// Last field: NCCL's communicator must be dropped after the graphs that were recorded with it.
     exchanges: Exchanges,
 }
 
-/// How much of a plan is run.
+/// The calls of a plan that a run covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunScope {
-    /// All but what follows the micro-batches.
+    /// All calls except those after the micro-batches.
     MicroBatches,
-    /// Everything, whether gradients are finite or not.
+    /// All calls, without an overflow check.
     Unchecked,
-    /// Everything; the update is left out where a gradient is not finite.
+    /// All calls; the update is skipped if a gradient is not finite.
     Checked,
 }
 
@@ -84,26 +84,26 @@ impl RunScope {
 }
 
 impl Executor {
-    /// Allocates all but the arena, and copies the plan's tables to the GPU. Products of f32 are from now on what the
-    /// switch says now.
+    /// Allocates everything except the arena, and copies the plan's tables to the GPU. The current TF32 setting is used
+    /// for all later matmuls in f32.
     pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         let on = Device::Cuda(gpu.clone());
         let tf32 = hardware::tf32(&on);
         call::check(plan, gpu, tf32)?;
-        check_room(
+        check_available(
             gpu,
             "the workspace of a planned step",
             plan.workspace_bytes(),
         )?;
         let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
-        let (gpu, products) = {
+        let (gpu, cublas_lt) = {
             let _undisturbed = hardware::cuda::undisturbed();
             let gpu = CudaDevice::new_with_stream(stream.context().ordinal())?;
-            let products = Products::new(&gpu, tf32)?;
-            (gpu, products)
+            let cublas_lt = CublasLt::new(&gpu, tf32)?;
+            (gpu, cublas_lt)
         };
         let gpu = &gpu;
-        // SAFETY: everything here happens on this handle's one stream, and the model's waits for it and is waited for.
+        // SAFETY: all work of this handle is on its one stream, which waits for the model's stream and vice versa.
         unsafe { gpu.disable_event_tracking() };
         let tables = plan.tables().iter().map(|table| gpu.clone_htod(table));
         let output = plan.output_bytes();
@@ -113,12 +113,12 @@ impl Executor {
             stream,
             arena: None,
             tables: tables.collect::<candle_core::Result<_>>()?,
-            inputs: Inputs::new(plan, gpu)?,
+            run_values: RunValues::new(plan, gpu)?,
             output: match output {
                 0 => None,
                 _ => Some(gpu.alloc_zeros(output as usize)?),
             },
-            products,
+            cublas_lt,
             device_pointers: None,
             updates: None,
             recorded: Default::default(),
@@ -130,8 +130,8 @@ impl Executor {
         })
     }
 
-    /// Takes the arena of another plan's executor, or allocates one, where that has not the room in its place. What was
-    /// recorded stays for as long as the arena is where it was.
+    /// Takes over the arena of another plan's executor, or replaces it by a new one if it is too small. Recorded graphs
+    /// stay valid while the arena's address is unchanged.
     pub fn take_arena(&mut self, plan: &Plan, from: Option<&mut Self>) -> Result<()> {
         let bytes = plan.peak_bytes().max(1) as usize;
         self.copies_are_current = false;
@@ -139,41 +139,41 @@ impl Executor {
             && let Some(arena) = from.arena.take()
         {
             let stream = from.gpu.cuda_stream();
-            stream.join(&from.stream).w()?; // which may copy gradients
+            stream.join(&from.stream).w()?; // it may be copying gradients
             stream.synchronize().w()?;
             if arena.len() >= bytes {
                 let (len, own) = (arena.len(), self.gpu.cuda_stream());
-                // SAFETY: the other stream has done all that it was given, and the memory is this one's now.
+                // SAFETY: the other stream has finished all its work, and the memory is owned by this stream now.
                 self.arena = Some(unsafe { own.upgrade_device_ptr(arena.leak(), len) });
                 return Ok(());
             }
             drop(arena);
             stream.synchronize().w()?;
         }
-        check_room(&self.gpu, "the arena of a planned step", plan.peak_bytes())?;
+        check_available(&self.gpu, "the arena of a planned step", plan.peak_bytes())?;
         self.arena = Some(self.gpu.alloc_zeros(bytes)?);
         Ok(())
     }
 
-    /// Runs the calls of every micro-batch.
+    /// Runs the calls of every micro-batch, and copies the output of a forward pass.
     pub fn run_micro_batches(&mut self, plan: &Plan, tensors: &Tensors<'_>) -> Result<()> {
         let controls = Controls {
             loss_divisor: tensors.loss_divisor,
             ..Default::default()
         };
-        let _ran: bool = self.run_extent(plan, tensors, &controls, RunScope::MicroBatches)?;
+        let _ran: bool = self.run_scope(plan, tensors, &controls, RunScope::MicroBatches)?;
         if let (Some(output), Some(buffer)) = (tensors.output, &self.output) {
             let to = ops::elements(output)?.pointer;
             let from = start_of(buffer);
             let stream = self.gpu.cuda_stream();
-            // SAFETY: both have the plan's output's bytes, and are used in the order of one stream.
+            // SAFETY: both have the size of the plan's output, and are used in the order of one stream.
             unsafe { memcpy_dtod_async(to, from, buffer.len(), stream.cu_stream()) }.w()?;
             self.stream.join(&stream).w()?;
         }
         Ok(())
     }
 
-    /// Runs every call: whether the update was done. After an error neither parameters nor optimizer state have
+    /// Runs every call. Returns whether the update ran. After an error neither parameters nor optimizer state have
     /// changed.
     pub fn run(
         &mut self,
@@ -185,59 +185,59 @@ impl Executor {
             Some(_) => RunScope::Checked,
             None => RunScope::Unchecked,
         };
-        self.run_extent(plan, tensors, controls, extent)
+        self.run_scope(plan, tensors, controls, extent)
     }
 
-    fn run_extent(
+    fn run_scope(
         &mut self,
         plan: &Plan,
         tensors: &Tensors<'_>,
         controls: &Controls<'_>,
-        extent: RunScope,
+        scope: RunScope,
     ) -> Result<bool> {
         self.exchanges.join_job(tensors.communicator);
         self.place(plan, tensors, controls)?;
-        self.place_arguments(tensors, extent)?;
+        self.place_arguments(tensors, scope)?;
         let stream = self.gpu.cuda_stream();
         stream.join(&self.stream).w()?;
-        self.inputs.fill(&self.gpu, plan, controls)?;
-        // What a first run loads would end the recording of another thread's.
-        let segments = self.segments(plan, extent);
-        let recorded = self.recorded[extent as usize].is_of(&segments);
+        self.run_values.fill(&self.gpu, plan, controls)?;
+        // A first run loads kernels, which would invalidate another thread's recording.
+        let segments = self.segments(plan, scope);
+        let recorded = self.recorded[scope as usize].is_of(&segments);
         let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
-        let launched = self.launch_segments(plan, extent, &segments);
-        self.stream.join(&stream).w()?; // after an error too: what was launched reads the caller's tensors
+        let launched = self.launch_segments(plan, scope, &segments);
+        self.stream.join(&stream).w()?; // after an error too: launched kernels read the caller's tensors
         launched?;
-        let stepped = match extent {
+        let updated = match scope {
             RunScope::MicroBatches => true,
-            _ => self.stepped(plan, controls)?,
+            _ => self.updated(plan, controls)?,
         };
         self.copies_are_current = true;
-        Ok(stepped)
+        Ok(updated)
     }
 
     fn launch_segments(
         &mut self,
         plan: &Plan,
-        extent: RunScope,
+        scope: RunScope,
         segments: &[Segment],
     ) -> Result<()> {
         let copies_were_current = std::mem::replace(&mut self.copies_are_current, false);
         if !copies_were_current {
             let copies = vec![(plan.first_run_only(), 0)];
-            self.launch(plan, &copies, extent)?;
+            self.launch(plan, &copies, scope)?;
         }
         match probe::takes_replays() {
-            true => self.run_recorded(plan, extent, segments),
-            false => self.launch_all(plan, extent, segments),
+            true => self.run_recorded(plan, scope, segments),
+            false => self.launch_all(plan, scope, segments),
         }
     }
 
-    /// Finds out where everything is; forgets what was recorded for other places.
+    /// Updates the addresses of all buffers. Discards what was recorded with other addresses.
     fn place(&mut self, plan: &Plan, tensors: &Tensors<'_>, controls: &Controls<'_>) -> Result<()> {
         let mut device_pointers = DevicePointers::new(self, tensors)?;
         if let Some(old) = &self.device_pointers {
-            device_pointers.arguments.clone_from(&old.arguments); // known to `place_arguments`
+            device_pointers.arguments.clone_from(&old.arguments); // `place_arguments` updates these
         }
         if self.device_pointers.as_ref() != Some(&device_pointers) {
             self.recorded = Default::default();
@@ -255,13 +255,13 @@ impl Executor {
         Ok(())
     }
 
-    /// Finds out where the arguments are, which each run chooses; forgets what was recorded
-    /// of this extent with others.
-    fn place_arguments(&mut self, tensors: &Tensors<'_>, extent: RunScope) -> Result<()> {
+    /// Updates the addresses of the arguments, which may change in each run. Discards what was recorded of this scope
+    /// with other addresses.
+    fn place_arguments(&mut self, tensors: &Tensors<'_>, scope: RunScope) -> Result<()> {
         let arguments = tensors.arguments.iter();
         let arguments = arguments.map(|x| Ok::<_, Error>(ops::elements(x)?.pointer));
         let arguments: Vec<u64> = arguments.collect::<Result<_>>()?;
-        let place = extent as usize;
+        let place = scope as usize;
         if self.arguments[place] != arguments {
             self.recorded[place] = Recorded::Nothing;
         }
@@ -272,13 +272,11 @@ impl Executor {
         Ok(())
     }
 
-    /// Times the phases of runs from now on, or no more.
     pub fn time_phases(&mut self, plan: &Plan, on: bool) {
-        self.recorded = Default::default(); // in one segment, or in several
+        self.recorded = Default::default(); // it may have the wrong segments
         self.clock = on.then(|| PhaseClock::new(plan));
     }
 
-    /// What the phases of the last run took, if they are timed.
     pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
         let event = |number: &usize| &self.events[*number];
         let ms = |from: &usize, to: &usize| Ok(f64::from(event(from).elapsed_ms(event(to)).w()?));
@@ -287,8 +285,8 @@ impl Executor {
             .map_or(Ok(None), |clock| clock.times(ms))
     }
 
-    /// Whether the update was done: what clipping or the check for overflow has found.
-    fn stepped(&mut self, plan: &Plan, controls: &Controls<'_>) -> Result<bool> {
+    /// Returns whether the update ran, from the result of clipping or of the overflow check.
+    fn updated(&mut self, plan: &Plan, controls: &Controls<'_>) -> Result<bool> {
         let decides = |op: &Op| matches!(op, Op::ClipFactor { .. } | Op::CheckOverflow { .. });
         let Some(call) = plan.calls().iter().rev().find(|call| decides(&call.op)) else {
             return Ok(true);
@@ -297,7 +295,7 @@ impl Executor {
         let [norm, _, found] = words[..] else {
             return Ok(true);
         };
-        // Two i32 in one word: whether the update was left out, and for whose gradient.
+        // The word has two i32: whether the update was skipped, and the gradient that caused it.
         let (left_out, culprit) = (found.to_bits() as i32, (found.to_bits() >> 32) as i32);
         match (left_out, controls.loss_scale) {
             (0, _) => Ok(true),
@@ -310,14 +308,13 @@ impl Executor {
         }
     }
 
-    /// Has the copies of weights renewed in the next run.
     pub fn refresh(&mut self) {
         self.copies_are_current = false;
     }
 }
 
 impl Executor {
-    /// What a run has left in an operand that the plan keeps; waits for the GPU.
+    /// Reads an operand that the plan keeps after a run. Waits for the GPU.
     pub fn read<T: WithDType>(&mut self, plan: &Plan, operand: &BufferRange) -> Result<Vec<T>> {
         let buffer = plan.buffer_of(operand);
         assert_eq!(buffer.dtype, T::DTYPE, "{}", buffer.name);
@@ -325,28 +322,28 @@ impl Executor {
         let from = self.address_of(plan, operand);
         let stream = self.gpu.cuda_stream();
         stream.context().bind_to_thread().w()?;
-        // SAFETY: the operand lies within its buffer, and that in the arena; the host waits before it reads.
+        // SAFETY: the operand is within its buffer, and the buffer within the arena; the host waits before it reads.
         unsafe { memcpy_dtoh_async(&mut values, from, stream.cu_stream()) }.w()?;
         stream.synchronize().w()?;
         Ok(values)
     }
 
-    /// The same as a tensor of the model's device, copied in the order of its stream, which has waited for the run.
+    /// Copies an operand that the plan keeps to a tensor on the model's device, on the model's stream, which has waited
+    /// for the run.
     pub fn copy(&self, plan: &Plan, operand: &BufferRange, shape: &Shape) -> Result<Tensor> {
         let dtype = plan.buffer_of(operand).dtype;
         let elements = operand.elements.len();
-        let room = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
-        let to = ops::whole(&room)?.pointer;
+        let target = ops::alloc_uninit(&self.model_gpu, dtype, elements)?;
+        let to = ops::whole(&target)?.pointer;
         let (from, bytes) = (
             self.address_of(plan, operand),
             elements * dtype.size_in_bytes(),
         );
-        // SAFETY: the operand lies within its buffer, and that in the arena; the room has as many bytes.
+        // SAFETY: the operand is within its buffer, and the buffer within the arena; the target has the same size.
         unsafe { memcpy_dtod_async(to, from, bytes, self.stream.cu_stream()) }.w()?;
-        Ok(ops::tensor(room, shape))
+        Ok(ops::tensor(target, shape))
     }
 
-    /// Where an operand of the arena begins.
     fn address_of(&self, plan: &Plan, operand: &BufferRange) -> u64 {
         let buffer = plan.buffer_of(operand);
         let Some(range) = buffer.arena_range() else {
@@ -358,8 +355,8 @@ impl Executor {
     }
 }
 
-/// An error unless a GPU has so many bytes left.
-fn check_room(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
+/// Checks that a GPU has this much memory left.
+fn check_available(gpu: &CudaDevice, what: &str, bytes: u64) -> Result<()> {
     let on = Device::Cuda(gpu.clone());
     hardware::check_available(what, bytes, hardware::available_bytes_on(&on))
 }
@@ -372,18 +369,18 @@ impl fmt::Debug for Executor {
     }
 }
 
-/// An executor that is dropped while no other thread makes, records or drops a stream. cuBLAS's handle waits for the
-/// whole context as it goes: the driver then walks all streams, and crashes where another thread frees one.
-pub(in crate::compile) struct Undisturbed(ManuallyDrop<Executor>);
+/// An executor that is only dropped while no other thread creates, records or drops a stream. cuBLAS synchronises the
+/// whole context when its handle is destroyed; the driver then visits all streams, and crashes if another thread frees
+/// one.
+pub(in crate::compile) struct SerializedDrop(ManuallyDrop<Executor>);
 
-impl Undisturbed {
-    /// As [`Executor::new`].
+impl SerializedDrop {
     pub fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
         Ok(Self(ManuallyDrop::new(Executor::new(plan, gpu)?)))
     }
 }
 
-impl Deref for Undisturbed {
+impl Deref for SerializedDrop {
     type Target = Executor;
 
     fn deref(&self) -> &Executor {
@@ -391,21 +388,21 @@ impl Deref for Undisturbed {
     }
 }
 
-impl DerefMut for Undisturbed {
+impl DerefMut for SerializedDrop {
     fn deref_mut(&mut self) -> &mut Executor {
         &mut self.0
     }
 }
 
-impl Drop for Undisturbed {
+impl Drop for SerializedDrop {
     fn drop(&mut self) {
         let _undisturbed = hardware::cuda::undisturbed();
-        // SAFETY: nothing uses it after.
+        // SAFETY: it is not used afterwards.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
-impl fmt::Debug for Undisturbed {
+impl fmt::Debug for SerializedDrop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&*self.0, f)
     }

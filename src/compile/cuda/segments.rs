@@ -1,4 +1,4 @@
-//! Runs in segments, each launched call by call or replayed as a graph.
+//! Segments of a run, each launched call by call or replayed as a CUDA graph.
 
 use super::call::Launcher;
 use super::graph::{self, Graph, Recorded};
@@ -11,11 +11,12 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::ops::{ControlFlow, Range};
 
-/// Calls that are launched in one go, with the micro-batch that they are of.
+/// Ranges of calls that are launched together, each with its micro-batch.
 pub(super) type Segment = Vec<(Range<usize>, usize)>;
 
 impl Executor {
-    /// The calls of a run: in one segment, or where phases are timed or profiled in one for each stretch of one phase.
+    /// Returns the segments of a run: one segment or, if phases are timed or profiled, one for each run of calls of one
+    /// phase.
     pub(super) fn segments(&self, plan: &Plan, extent: RunScope) -> Vec<Segment> {
         let micro_batches = 0..plan.micro_batches();
         let mut calls: Segment = micro_batches
@@ -39,7 +40,7 @@ impl Executor {
         pieces.collect()
     }
 
-    /// Calls `launch` for each segment of a run, in order, and takes the moments between.
+    /// Calls `launch` for each segment of a run, in order, and records the times between.
     fn run_segments(
         &mut self,
         segments: &[Segment],
@@ -62,7 +63,6 @@ impl Executor {
         Ok(())
     }
 
-    /// Launches the calls of a run one by one.
     pub(super) fn launch_all(
         &mut self,
         plan: &Plan,
@@ -90,7 +90,7 @@ impl Executor {
         self.exchanges.wait_for_all(&self.gpu)
     }
 
-    /// Records what [`launch`](Self::launch) launches, of which the probe hears when it is replayed.
+    /// Records the launches of a segment. The probe is not notified; it is when the graph is replayed.
     fn record(&mut self, plan: &Plan, segment: &Segment, extent: RunScope) -> Result<Graph> {
         let gpu = self.gpu.clone();
         let mut graph = graph::record(&gpu, segment, |launched| {
@@ -108,7 +108,7 @@ impl Executor {
             .flat_map(|(calls, _)| &plan.calls()[calls.clone()]);
         let exchanges = self.exchanges.world_size() > 1 && calls.any(|call| call.op.is_exchange());
         if exchanges {
-            graph.kernels = None; // they run beside exchanges
+            graph.kernels = None; // kernels run concurrently with exchanges
         }
         Ok(graph)
     }
@@ -127,8 +127,8 @@ impl Executor {
             gpu: &self.gpu,
             plan,
             device_pointers,
-            inputs: &self.inputs,
-            products: &mut self.products,
+            run_values: &self.run_values,
+            cublas_lt: &mut self.cublas_lt,
             updates: self.updates.as_ref(),
             exchanges: &mut self.exchanges,
             micro_batch,
@@ -138,11 +138,11 @@ impl Executor {
         }
     }
 
-    /// Runs what was recorded; records it if it has been run before.
+    /// Replays the recorded run; records it first if it has been run before.
     ///
-    /// Nothing of a recording is run, and another thread can end it: the driver refuses to synchronise the context, or
-    /// to load a kernel, without that. Then the calls are launched one by one, which says what is wrong if something
-    /// is, and the next run is recorded.
+    /// Recording runs nothing, and another thread can invalidate it: while a stream is recorded, the driver refuses to
+    /// synchronise the context or to load a kernel. After such an error the calls are launched one by one, which
+    /// reports the actual error if there is one, and the next run is recorded.
     pub(super) fn run_recorded(
         &mut self,
         plan: &Plan,
@@ -185,7 +185,7 @@ impl Executor {
     }
 }
 
-/// Has an event, by number, come after what the stream of `gpu` has been given.
+/// Records the event with this number on the stream of `gpu`.
 fn record_event(gpu: &CudaDevice, events: &mut Vec<CudaEvent>, number: usize) -> Result<()> {
     let stream = gpu.cuda_stream();
     while events.len() <= number {

@@ -1,10 +1,10 @@
-//! All of a plan's updates as the entries of one table.
+//! The table of a plan's AdamW updates on a GPU.
 
 use super::super::executor::Controls;
 use super::super::op::Op;
 use super::super::plan::Plan;
 use super::device_pointers::DevicePointers;
-use super::inputs;
+use super::run_values;
 use crate::Result;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::adamw::{Entry, Tables};
@@ -14,12 +14,12 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use std::collections::HashMap;
 
-/// What is known of the optimizer, by parameter.
+/// The optimizer data that the table depends on, by parameter.
 #[derive(PartialEq)]
 pub(super) struct OptimizerLayout {
-    /// Which of the distinct updates it takes.
+    /// The index of each parameter's update among the distinct ones.
     groups: Vec<usize>,
-    /// Where exp_avg and exp_avg_sq are, and in what; none where another rank has them.
+    /// The addresses of exp_avg and exp_avg_sq and their dtype; `None` if another rank has them.
     states: Vec<Option<([u64; 2], DType)>>,
 }
 
@@ -33,7 +33,7 @@ impl OptimizerLayout {
             Ok(Some((pointers, exp_avg.dtype())))
         });
         Ok(Self {
-            groups: inputs::groups(controls.updates),
+            groups: run_values::groups(controls.updates),
             states: states.collect::<Result<_>>()?,
         })
     }
@@ -41,14 +41,14 @@ impl OptimizerLayout {
 
 pub(super) struct Updates {
     pub tables: Tables,
-    /// What the table was made from, beside the places.
+    /// The optimizer data that the table was made from.
     pub known: OptimizerLayout,
-    /// The entry of each call that is an update.
+    /// The table entry of each AdamW call, by call index.
     entries: HashMap<usize, usize>,
 }
 
 impl Updates {
-    /// In the order of the plan's calls.
+    /// Builds the table in the order of the plan's calls.
     pub(super) fn new(
         gpu: &CudaDevice,
         plan: &Plan,
@@ -66,7 +66,7 @@ impl Updates {
             };
             let view = |operand| device_pointers.view(plan, operand, 0);
             let Some((state, dtype)) = known.states[parameter] else {
-                panic!("the state of parameter {parameter} is another rank's"); // `Step` has compared
+                panic!("the state of parameter {parameter} is another rank's"); // `Step` has checked this
             };
             let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, dtype, elements));
             entries.insert(index, table.len());
@@ -86,7 +86,6 @@ impl Updates {
         })
     }
 
-    /// The entry of call number `index`, an update.
     pub(super) fn entry(&self, index: usize) -> usize {
         self.entries[&index]
     }

@@ -19,7 +19,7 @@ pub(super) fn nodes_recomputing_output(program: &Program) -> Vec<bool> {
     program.nodes.iter().map(recomputes).collect()
 }
 
-/// Whether a call overwrites the output's gradient with the output.
+/// Returns whether a call overwrites the output's gradient with the output.
 fn recomputes(call: &KernelCall) -> bool {
     call.writes.iter().any(|slot| *slot == Slot::OutputGradient)
 }
@@ -180,10 +180,10 @@ impl Lower<'_> {
             }
         }
         let inputs = inputs.clone();
-        self.wait(Deferred {
+        self.add_deferred(Deferred {
             x,
             buffers,
-            part: self.plan.part,
+            cost_index: self.plan.cost_index,
             write: Box::new(move |lower: &mut Lower<'_>| {
                 lower.plan.path.clone_from(&later.node().path);
                 for mut call in calls {
@@ -212,7 +212,7 @@ impl Lower<'_> {
             } else if let Some(gradient) = writer.places.remove(&Slot::Gradient(input)) {
                 self.contribute(operand, gradient);
             }
-            let mut same = writer.calls.same.iter();
+            let mut same = writer.calls.aliases.iter();
             let same = same.find(|(same, _)| *same == input);
             if let Some(place) = same.and_then(|(_, slot)| writer.places.get(slot)) {
                 self.contribute(operand, place.clone());

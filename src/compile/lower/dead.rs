@@ -1,13 +1,13 @@
-//! Calls whose results are not needed: statistics for a backward that there is not, the last product of a segment that
-//! is recomputed.
+//! Dead-call elimination, for example of statistics that no backward reads, or of the last matmul of a recomputed
+//! segment.
 
 use super::super::buffer::{BufferId, Buffers};
 use super::super::plan::Call;
 use std::collections::HashSet;
 
-/// `calls` without those whose results none of the rest reads, where `needed` are read after them; what the rest reads
-/// is needed then.
-pub(super) fn without(
+/// Returns `calls` without those whose results nothing reads. `needed` are the buffers that are read afterwards;
+/// buffers that the remaining calls read are added to it.
+pub(super) fn remove_dead(
     calls: Vec<Call>,
     buffers: &Buffers,
     needed: &mut HashSet<BufferId>,

@@ -1,8 +1,8 @@
-//! Gradients averaged over the ranks of a job: which lie in a bucket together, and where each bucket is exchanged.
+//! Averaging of gradients over the ranks of a job: which gradients share a bucket, and when each bucket is exchanged.
 //!
-//! A pass over calls that are written: it looks for the last call of a micro-batch that touches a gradient, moves
-//! gradients that are complete one after the other into one buffer, and has that averaged from there on. The mean loss
-//! is averaged too, by itself, so that every rank sees the same.
+//! This is a pass over finished calls. It finds the last call of a micro-batch that accesses each gradient, moves
+//! gradients that are completed one after another to one buffer, and adds the exchange of that buffer. The mean loss is
+//! averaged separately, so that every rank reports the same loss.
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{BufferId, Buffers, Category};
@@ -14,54 +14,53 @@ use candle_core::DType;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// What is averaged, in a plan that is nearly whole.
+/// A nearly complete plan whose gradients are averaged.
 pub(super) struct Averaged<'a> {
     pub calls: &'a mut Vec<Call>,
     pub buffers: &'a mut Buffers,
     /// Grows by the calls that are added to it.
     pub per_micro_batch: &'a mut Range<usize>,
-    /// Where a gradient lies, for those that read it after the run.
+    /// The gradients' operands after the run; updated when gradients move to a bucket.
     pub gradients: &'a mut [Option<BufferRange>],
-    /// By parameter, the rank that needs its gradient; none where all do.
+    /// The rank that needs each parameter's gradient; `None` if all ranks need all.
     pub owners: Option<&'a [usize]>,
     pub kept: &'a mut Vec<BufferId>,
-    /// The mean loss, where there is one.
     pub loss: Option<BufferId>,
 }
 
-/// Buffers that are exchanged as one.
+/// Buffers that are exchanged together.
 struct Bucket {
-    /// With the first element of each.
+    /// Each buffer with its first element in the bucket.
     members: Vec<(BufferId, usize)>,
     elements: usize,
     dtype: DType,
-    /// The call that it is exchanged before.
+    /// The index of the call that the exchange is inserted before.
     position: usize,
 }
 
 impl Averaged<'_> {
-    /// Adds the call that averages the loss.
+    /// Adds the exchange of the loss alone.
     pub fn add_loss(&mut self) {
         if let Some(loss) = self.loss {
             self.insert(&self.alone(loss), &HashMap::new());
         }
     }
 
-    /// Adds the calls.
+    /// Adds the exchanges of gradients and loss.
     pub fn add(&mut self, config: &ReplicatedConfig) {
         let mut buckets = self.buckets(config.exchange);
         buckets.extend(self.loss.map(|loss| self.alone(loss)));
         let moved = self.join(&buckets);
         self.rename(&moved);
         self.order_updates(&buckets, &moved);
-        // From the last on: positions before one are not changed by it.
+        // Last position first, so that insertions do not shift the other positions.
         buckets.sort_by_key(|bucket| bucket.position);
         for bucket in buckets.iter().rev() {
             self.insert(bucket, &moved);
         }
     }
 
-    /// The place after the last call of a micro-batch that touches a buffer.
+    /// Returns the index after the last call of a micro-batch that accesses a buffer.
     fn completed(&self, buffer: BufferId) -> usize {
         let calls = &self.calls[self.per_micro_batch.clone()];
         let touches = |call: &Call| call.operands().any(|operand| operand.buffer == buffer);
@@ -82,7 +81,7 @@ impl Averaged<'_> {
         let mut gradients: Vec<BufferId> =
             self.gradients.iter().flatten().map(|g| g.buffer).collect();
         gradients.sort();
-        gradients.dedup(); // of weights that lie one under the other
+        gradients.dedup(); // stacked weights share a gradient buffer
         let alone = gradients.into_iter().map(|gradient| self.alone(gradient));
         let mut alone: Vec<Bucket> = alone.collect();
         alone.sort_by_key(|bucket| bucket.position);
@@ -107,7 +106,8 @@ impl Averaged<'_> {
         buckets
     }
 
-    /// Makes the buffers of buckets with several members: by member, the bucket's buffer and where it begins there.
+    /// Allocates the buffers of buckets with several members. Returns the bucket's buffer and the first element of each
+    /// member.
     fn join(&mut self, buckets: &[Bucket]) -> HashMap<BufferId, (BufferId, usize)> {
         let mut moved = HashMap::new();
         for bucket in buckets.iter().filter(|bucket| bucket.members.len() > 1) {
@@ -134,8 +134,8 @@ impl Averaged<'_> {
         self.kept.retain(|buffer| !moved.contains_key(buffer));
     }
 
-    /// Where updates need nothing but their gradients, those come first whose gradients are exchanged first: they run
-    /// while the others are on their way.
+    /// If updates depend on nothing but their gradients, sorts them by the gradients' exchange, so that they run during
+    /// the later exchanges.
     fn order_updates(&mut self, buckets: &[Bucket], moved: &HashMap<BufferId, (BufferId, usize)>) {
         let updates = &mut self.calls[self.per_micro_batch.end..];
         if !updates
@@ -171,7 +171,7 @@ impl Averaged<'_> {
             module: Path::ROOT,
             op,
             phase,
-            part: None,
+            cost_index: None,
             reads: [].into(),
             writes: [("x", x)].into(),
         };
@@ -199,7 +199,7 @@ impl Averaged<'_> {
         self.calls.splice(position..position, calls);
     }
 
-    /// The elements of a buffer of gradients that each rank needs, where that is not all of them for all.
+    /// Returns the elements of a gradient buffer that each rank needs; empty if all ranks need all.
     fn parts_by_owner(&self, buffer: BufferId) -> Vec<(usize, Range<usize>)> {
         let owners = self.owners.unwrap_or_default();
         let gradients = self.gradients.iter().zip(owners);
@@ -223,7 +223,7 @@ impl Averaged<'_> {
 }
 
 impl Bucket {
-    /// Takes another's buffers behind its own, where kernels are at their best.
+    /// Appends another bucket's buffers, aligned for kernels.
     fn take(&mut self, other: Bucket) {
         let alignment = ALIGNMENT_BYTES as usize / self.dtype.size_in_bytes();
         let first = self.elements.next_multiple_of(alignment);

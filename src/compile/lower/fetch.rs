@@ -1,7 +1,7 @@
-//! Weights that other ranks update: each comes from its owner, as the run's calls read it.
+//! Fetching of weights that other ranks update: each is broadcast by its owner.
 //!
-//! They are fetched at the beginning of a run, in the order in which they are read, and not at the end of the one
-//! before: on a GPU they then arrive while the first layers are at work.
+//! Weights are fetched at the beginning of a run, in the order in which they are read, and not at the end of the
+//! previous run. On a GPU they then arrive while the first layers run.
 
 use super::super::buffer::{Buffers, Location};
 use super::super::op::Op;
@@ -10,20 +10,21 @@ use crate::probe::Path;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// What is fetched, in a plan that is nearly whole.
+/// A nearly complete plan whose weights are fetched.
 pub(super) struct Fetched<'a> {
-    /// By parameter.
+    /// The rank that updates each parameter.
     pub owners: &'a [usize],
-    /// By parameter, the copies that products read.
+    /// The copies that matmuls read, by parameter.
     pub copies: &'a HashMap<usize, BufferRange>,
     pub buffers: &'a Buffers,
     pub on_gpu: bool,
 }
 
 impl Fetched<'_> {
-    /// Adds the calls.
+    /// Adds the broadcasts.
     pub fn add(&self, calls: &mut Vec<Call>, per_micro_batch: &mut Range<usize>) {
-        // On the CPU copies are made anew in each run. On a GPU they last, and so do those of other ranks' weights.
+        // On the CPU copies are made again in each run, from fetched parameters. On a GPU copies persist, so those of
+        // other ranks' weights are fetched too.
         let position = match self.on_gpu {
             true => per_micro_batch.start,
             false => 0,
@@ -49,7 +50,7 @@ impl Fetched<'_> {
         }
     }
 
-    /// Where a parameter may be read: itself, and on a GPU its copy.
+    /// Returns the operands by which a parameter may be read: itself, and on a GPU its copy.
     fn read_as(&self, number: usize) -> impl Iterator<Item = BufferRange> {
         let location = Location::Parameter(number);
         let own = self.buffers.iter();
@@ -77,7 +78,7 @@ fn broadcast(weight: BufferRange, root: usize) -> Call {
         path: "broadcast".into(),
         module: Path::ROOT,
         phase: Phase::Forward,
-        part: None,
+        cost_index: None,
         reads: [].into(),
         writes: [("x", weight)].into(),
     }

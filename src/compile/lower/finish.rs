@@ -1,4 +1,4 @@
-//! The end of a lowering: calls whose results are not needed left out, and the rest as a [`Plan`].
+//! The end of lowering: dead calls are removed, exchanges are added, and the rest becomes a [`Plan`].
 
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::config::PlanKind;
@@ -6,7 +6,7 @@ use super::super::op::Op;
 use super::super::plan::{BufferRange, Plan, Runs};
 use super::exchange::Averaged;
 use super::fetch::Fetched;
-use super::{Lower, Lowered, Target, dead, no_planned_form, sharded};
+use super::{Lower, Lowered, Target, cannot_be_planned, dead, sharded};
 use crate::Result;
 use crate::kernels::workspace;
 use std::collections::HashSet;
@@ -17,9 +17,9 @@ impl Lower<'_> {
         output: BufferRange,
         per_micro_batch: std::ops::Range<usize>,
     ) -> Result<Lowered> {
-        let (op, target) = (self.job.function.op, self.job.function.target);
+        let (op, target) = (self.request.function.op, self.request.function.target);
         let mut gradients = self.weights.gradients.clone();
-        if !self.job.config.optimizer_in_backward {
+        if !self.request.config.optimizer_in_backward {
             for gradient in gradients.iter().flatten() {
                 let category = Category::Gradient;
                 self.plan.buffers.set_category(gradient.buffer, category);
@@ -36,10 +36,10 @@ impl Lower<'_> {
             _ => None,
         });
         let repeats = self.plan.calls.split_off(per_micro_batch.start);
-        let repeats = dead::without(repeats, &self.plan.buffers, &mut needed);
-        let mut calls = dead::without(self.plan.calls, &self.plan.buffers, &mut needed);
+        let repeats = dead::remove_dead(repeats, &self.plan.buffers, &mut needed);
+        let mut calls = dead::remove_dead(self.plan.calls, &self.plan.buffers, &mut needed);
         let before = calls.len();
-        let repeats = match (target, self.job.config.ranks.fully_sharded()) {
+        let repeats = match (target, self.request.config.ranks.fully_sharded()) {
             (Target::Cuda, Some(sharded)) => {
                 sharded::gather_ahead(repeats, &self.plan.buffers, sharded.bucket_bytes)
             }
@@ -57,11 +57,11 @@ impl Lower<'_> {
             gradients: &mut gradients,
             owners: owners.as_deref(),
             kept: &mut self.plan.kept,
-            loss: (self.job.kind == PlanKind::TrainStep).then_some(output.buffer),
+            loss: (self.request.kind == PlanKind::TrainStep).then_some(output.buffer),
         };
-        if let Some(replicated) = &self.job.config.ranks.replicated() {
+        if let Some(replicated) = &self.request.config.ranks.replicated() {
             averaged.add(replicated);
-        } else if self.job.config.ranks.fully_sharded().is_some() {
+        } else if self.request.config.ranks.fully_sharded().is_some() {
             averaged.add_loss();
         }
         if let Some(owners) = &owners {
@@ -72,7 +72,7 @@ impl Lower<'_> {
                 on_gpu: target == Target::Cuda,
             };
             fetched.add(&mut calls, &mut per_micro_batch);
-            // Averaged on their owners alone.
+            // These gradients are averaged on their owners only.
             let others = gradients.iter_mut().zip(owners);
             let others = others.filter(|(_, owner)| Some(**owner) != own_rank);
             others.for_each(|(gradient, _)| *gradient = None);
@@ -80,7 +80,12 @@ impl Lower<'_> {
         if target == Target::Cuda
             && let Some(call) = calls.iter().find(|call| !call.op.is_on_gpu())
         {
-            return Err(no_planned_form(op, call.op.name(), &call.path, " on a GPU"));
+            return Err(cannot_be_planned(
+                op,
+                call.op.name(),
+                &call.path,
+                " on a GPU",
+            ));
         }
         let runs = Runs {
             first_run_only: match target {
@@ -88,11 +93,11 @@ impl Lower<'_> {
                 Target::Cuda => 0..before,
             },
             per_micro_batch,
-            micro_batches: self.job.config.accumulation,
+            micro_batches: self.request.config.accumulation,
         };
         let (tables_of, tables) = self.tables.into_iter().unzip();
         let buffers = self.plan.buffers.into_vec();
-        let (parts, kept) = (self.plan.parts, self.plan.kept);
+        let (parts, kept) = (self.plan.group_costs, self.plan.kept);
         let (plan, numbers) = Plan::new(calls, parts, buffers, tables, runs, &kept);
         let plan = match target {
             Target::Cpu => plan,
@@ -120,7 +125,7 @@ impl Lower<'_> {
     }
 }
 
-/// What a GPU's executor takes beside the arena.
+/// Returns the memory that a GPU's executor needs outside of the arena, in bytes.
 fn workspace_bytes(plan: &Plan) -> usize {
     let updated = plan.calls().iter().filter_map(|call| match call.op {
         Op::AdamW { elements, .. } => Some(elements),
@@ -131,5 +136,5 @@ fn workspace_bytes(plan: &Plan) -> usize {
         .iter()
         .filter(|b| b.location == Location::Output);
     let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
-    workspace::PRODUCTS_BYTES + workspace::update_tables_bytes(updated) + output_bytes
+    workspace::CUBLASLT_WORKSPACE_BYTES + workspace::update_tables_bytes(updated) + output_bytes
 }

@@ -12,12 +12,11 @@ use crate::ops::lowering::{Calls, Slot, converted};
 const NONE: [bool; 2] = [false; 2];
 
 impl Lower<'_> {
-    /// Writes the calls of a node's forward.
     pub(super) fn forward_of(&mut self, i: usize) -> Result<()> {
         let program = self.program.clone();
         let node = &program.nodes[i];
         let signature = program.signature(node, NONE);
-        // A sum computed in the segment before this one is there already when this segment is recomputed.
+        // A sum that was computed in the segment before this one already exists when this segment is recomputed.
         let is_made = |second: ValueId| self.places[second.0].is_some();
         let calls = match (&node.kind, node.second) {
             (Kind::Norm(norm), Some(second)) if is_made(second) => {
@@ -29,16 +28,16 @@ impl Lower<'_> {
             },
         };
         if let Some((read, check)) = calls.check {
-            self.checks.push((node.reads[read].value, check));
+            self.checks.push((node.extra_inputs[read].value, check));
         }
-        if let Some((input, _)) = calls.same.first() {
+        if let Some((input, _)) = calls.aliases.first() {
             self.pass_on(node, *input);
             return Ok(());
         }
         if matches!(node.kind, Kind::Head(_)) {
             return self.loss_of(i, calls);
         }
-        for value in node.made() {
+        for value in node.computed_values() {
             let is_there = Some(value) == node.second && self.places[value.0].is_some();
             if !is_there {
                 self.make(value, name_of(node, value), &program.value(value).shape);
@@ -46,8 +45,8 @@ impl Lower<'_> {
         }
         NodeWriter::new(&program, i, calls).all_calls(self)?;
         if node.recomputes_saved {
-            for kept in &node.kept {
-                self.places[kept.value.0] = None;
+            for saved in &node.saved {
+                self.places[saved.value.0] = None;
             }
         }
         Ok(())
@@ -102,9 +101,9 @@ impl Lower<'_> {
         };
         self.plan.path.clone_from(&node.path);
         let mut writer = NodeWriter::new(&program, i, calls);
-        let kept = node.kept.iter().enumerate();
-        let kept = kept.map(|(i, kept)| (Slot::Kept(i), kept.value));
-        for (slot, value) in [(Slot::Output, node.output)].into_iter().chain(kept) {
+        let saved = node.saved.iter().enumerate();
+        let saved = saved.map(|(i, saved)| (Slot::Saved(i), saved.value));
+        for (slot, value) in [(Slot::Output, node.output)].into_iter().chain(saved) {
             let (shape, dtype) = (&program.value(value).shape, program.value(value).dtype);
             let place = self.temporary(name_of(node, value), shape, dtype);
             writer.places.insert(slot, place);
@@ -113,13 +112,13 @@ impl Lower<'_> {
         writer.find(self, Slot::Output)
     }
 
-    /// Whether the tensors that a node saves for backward have to be recomputed first.
+    /// Returns whether the tensors that a node saves for backward have to be recomputed first.
     pub(super) fn lacks_saved(&self, i: usize) -> bool {
         let node = &self.program.nodes[i];
-        let mut kept = node.kept.iter();
+        let mut saved = node.saved.iter();
         node.recomputes_saved
             && self.program.needs_grad(node.output)
-            && kept.any(|kept| self.places[kept.value.0].is_none())
+            && saved.any(|saved| self.places[saved.value.0].is_none())
     }
 
     /// Recomputes the tensors that a node saves for backward, before the gradient of its output is allocated.
@@ -143,18 +142,17 @@ impl Lower<'_> {
             }
         }
         self.plan.path.clone_from(&node.path);
-        for kept in &node.kept {
-            self.make(kept.value, kept.name, &program.value(kept.value).shape);
+        for saved in &node.saved {
+            self.make(saved.value, saved.name, &program.value(saved.value).shape);
         }
         writer.all_calls(self)
     }
 }
 
-/// Returns the name of a value's buffer.
 fn name_of(node: &Node, value: ValueId) -> &'static str {
-    let kept = node.kept.iter().find(|kept| kept.value == value);
-    match kept {
-        Some(kept) => kept.name,
+    let saved = node.saved.iter().find(|saved| saved.value == value);
+    match saved {
+        Some(saved) => saved.name,
         None if Some(value) == node.second => "sum",
         None => node.op,
     }

@@ -1,4 +1,4 @@
-//! Gradients of values, and their sums where a value is read several times.
+//! Gradients of values, and their sums for values that are read several times.
 
 use super::super::buffer::BufferId;
 use super::super::plan::BufferRange;
@@ -11,66 +11,60 @@ use crate::ops::strided;
 use candle_core::DType;
 use std::collections::HashMap;
 
-/// What is known of the gradients so far.
+/// The gradients of values so far, and deferred calls.
 #[derive(Default)]
 pub(super) struct Gradients {
     values: HashMap<ValueId, BufferRange>,
     /// Calls that are written once a value is recomputed.
-    waiting: Vec<Deferred>,
+    deferred: Vec<Deferred>,
 }
 
-/// Writes deferred calls.
 type Write = dyn FnOnce(&mut Lower<'_>) -> Result<()>;
 
 /// Calls that are deferred until a value they read is recomputed.
 pub(super) struct Deferred {
-    /// The value.
+    /// The value that is recomputed later.
     pub x: ValueId,
     /// The other buffers that they read.
     pub buffers: Vec<BufferId>,
-    /// The part of the step that they belong to.
-    pub part: Option<usize>,
-    /// Writes the calls.
+    /// The index of the cost entry that they belong to.
+    pub cost_index: Option<usize>,
     pub write: Box<Write>,
 }
 
 impl Gradients {
-    /// Whether a value has one.
     pub fn has(&self, value: ValueId) -> bool {
         self.values.contains_key(&value)
     }
 
-    /// A value's.
     pub fn get(&self, value: ValueId) -> Option<BufferRange> {
         self.values.get(&value).cloned()
     }
 
-    /// A value's, which has none then.
     pub fn take(&mut self, value: ValueId) -> Option<BufferRange> {
         self.values.remove(&value)
     }
 
-    /// Sets a value's.
     pub fn set(&mut self, value: ValueId, gradient: BufferRange) {
         self.values.insert(value, gradient);
     }
 
-    /// Whether a gradient in this buffer, or a deferred call, still reads it.
+    /// Returns whether a gradient is in this buffer, or a deferred call still reads it.
     pub fn reads(&self, buffer: BufferId) -> bool {
         let values = self.values.values().map(|gradient| gradient.buffer);
-        let waiting = self.waiting.iter().flat_map(|waiting| &waiting.buffers);
+        let waiting = self.deferred.iter().flat_map(|waiting| &waiting.buffers);
         values.chain(waiting.copied()).any(|other| other == buffer)
     }
 }
 
 impl Lower<'_> {
-    /// Whether a gradient is the plan's own, and nothing else reads it.
+    /// Returns whether a gradient is in the arena and nothing else reads it.
     pub(super) fn may_be_overwritten(&self, gradient: &BufferRange) -> bool {
         let is_own = self.plan.buffers[gradient.buffer].is_in_arena();
         is_own && !self.gradients.reads(gradient.buffer)
     }
 
-    /// The gradient of a value, in a buffer that may be overwritten.
+    /// Removes the gradient of a value and returns it in a buffer that may be overwritten, copying it if necessary.
     pub(super) fn take_own(&mut self, value: ValueId) -> Option<BufferRange> {
         let gradient = self.gradients.take(value)?;
         if self.may_be_overwritten(&gradient) {
@@ -84,36 +78,35 @@ impl Lower<'_> {
         Some(copy)
     }
 
-    /// Defers calls.
-    pub(super) fn wait(&mut self, waiting: Deferred) {
-        self.gradients.waiting.push(waiting);
+    pub(super) fn add_deferred(&mut self, call: Deferred) {
+        self.gradients.deferred.push(call);
     }
 
     /// Records that a value was recomputed at `place`, and writes the calls that were deferred until then.
     pub(super) fn recomputed(&mut self, value: ValueId, place: BufferRange) -> Result<()> {
         self.places[value.0] = Some(place);
-        let waiting = std::mem::take(&mut self.gradients.waiting);
+        let waiting = std::mem::take(&mut self.gradients.deferred);
         for call in waiting {
             match call.x == value {
                 true => {
-                    let part = std::mem::replace(&mut self.plan.part, call.part);
+                    let before = std::mem::replace(&mut self.plan.cost_index, call.cost_index);
                     (call.write)(self)?;
-                    self.plan.part = part;
+                    self.plan.cost_index = before;
                 }
-                false => self.gradients.waiting.push(call),
+                false => self.gradients.deferred.push(call),
             }
         }
         Ok(())
     }
 
-    /// Whether backward recomputes a value in the buffer of its gradient.
+    /// Returns whether backward recomputes a value in the buffer of its gradient.
     pub(super) fn is_recomputed(&self, value: ValueId) -> bool {
         let is_recomputed =
             |i: usize| self.program.nodes[i].output == value && self.recomputes_output[i];
         self.program.needs_grad(value) && self.program.maker(value).is_some_and(is_recomputed)
     }
 
-    /// Adds the gradient of what `operand` shows to that of its value.
+    /// Adds the gradient of an operand to that of its value.
     pub(super) fn contribute(&mut self, operand: &graph::ValueRef, dx: BufferRange) {
         let elements = self.elements_of(operand.value);
         let program = self.program.clone();
@@ -145,7 +138,8 @@ impl Lower<'_> {
         self.gradients.set(operand.value, sum_of_both);
     }
 
-    /// A gradient of so many elements, zeros but for what `dx` adds by the places of `view`; sums are rounded once.
+    /// Returns a gradient of `elements` elements: zeros, to which `dx` is added at the positions of `view`. Sums are
+    /// rounded once.
     fn scattered(
         &mut self,
         dx: BufferRange,

@@ -1,4 +1,4 @@
-//! The loss of a step: what it may be, its mean over micro-batches, and where gradients begin.
+//! The loss of a step: its requirements, its mean over micro-batches, and the start of backward.
 
 use super::super::buffer::{Category, Location};
 use super::super::config::PlanKind;
@@ -15,20 +15,20 @@ use crate::{Error, Result};
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// Checks the first output. It has to be a float; where there is a backward, an op has to have made it, with a
-    /// graph; and a step's loss is one number.
+    /// Checks the first output. It must be a float. With a backward it must be made by an op, with a graph. The loss of
+    /// a step must be a scalar.
     pub(super) fn check_output(&self) -> Result<()> {
-        let op = self.job.function.op;
-        let is_loss = self.job.kind == PlanKind::TrainStep;
+        let op = self.request.function.op;
+        let is_loss = self.request.kind == PlanKind::TrainStep;
         let refuse = |got: String| {
             let (expected, hint) = match is_loss {
                 true => (
-                    "a loss: one f32, on the CPU or f64, that an op has made",
-                    "return ops::mean or a cross-entropy of what the model gives; ops::cast makes it f32",
+                    "a scalar f32 (or f64 on the CPU) made by an op",
+                    "return ops::mean or a cross-entropy of the model's output; ops::cast makes it f32",
                 ),
                 false => (
-                    "an output in a float dtype, that an op has made where its gradient is given",
-                    "return what an op of tallow::ops gives",
+                    "an output in a float dtype, made by an op if its gradient is passed",
+                    "return the output of an op of tallow::ops",
                 ),
             };
             Err(Error::shape(op, got).must_be(expected, hint))
@@ -48,20 +48,21 @@ impl Lower<'_> {
         if (is_loss && !is_one) || !takes {
             return refuse(format!("{shape:?} in {}", value.dtype.as_str()));
         }
-        if !self.job.kind.has_backward() {
+        if !self.request.kind.has_backward() {
             return Ok(());
         }
         if !output.tracked {
-            return refuse("one without a graph, that no gradient leaves".into());
+            return refuse("an output without a graph".into());
         }
         match self.program.maker(output.value) {
             Some(_) => Ok(()),
-            None => refuse("a tensor that no op has made".into()),
+            None => refuse("a tensor not made by an op".into()),
         }
     }
 
-    /// Begins backward with the gradient of the output that a run is given: the output, which the run leaves.
-    pub(super) fn begin_with_given_gradient(&mut self) -> BufferRange {
+    /// Starts backward from the output's gradient that is passed to a run. Returns the output, which is kept after the
+    /// run.
+    pub(super) fn begin_with_output_gradient(&mut self) -> BufferRange {
         let program = self.program.clone();
         let (output, gradient) = (&program.outputs[0], &program.outputs[1]);
         let [mut out, d_out] = [output, gradient].map(|x| self.read(x));
@@ -79,7 +80,8 @@ impl Lower<'_> {
         out
     }
 
-    /// The mean of all micro-batches' losses, (1) in f64; and where it is not there yet, the gradient of this one's.
+    /// Returns the mean of all micro-batches' losses, (1) in f64. If it is not written yet, writes it and the gradient
+    /// of this micro-batch's loss.
     pub(super) fn mean_loss(&mut self) -> Result<BufferRange> {
         if let Some(mean) = &self.mean_loss {
             return Ok(mean.clone());
@@ -88,9 +90,9 @@ impl Lower<'_> {
         (self.plan.path, self.plan.module) = ("loss".into(), Path::ROOT);
         let output = self.program.outputs[0].clone();
         let loss = self.read(&output);
-        let divisor = match self.job.function.reduction {
-            Reduction::Mean => self.job.config.accumulation,
-            Reduction::Sum => 1, // the run's loss gradient has the divisor
+        let divisor = match self.request.function.reduction {
+            Reduction::Mean => self.request.config.accumulation,
+            Reduction::Sum => 1, // the run's loss gradient includes the divisor
         };
         let mean = self.step_loss();
         let kernel = mean_of(divisor, None, Accumulate::AfterFirst);
@@ -113,10 +115,10 @@ impl Lower<'_> {
         mean
     }
 
-    /// Plans what parameters' groups say for those that the loss does not depend on: an error, no update, or an update
-    /// from zeros.
+    /// Plans the parameters that the loss does not depend on, as their groups require: an error, no update, or an
+    /// update from zeros.
     pub(super) fn complete_gradients(&mut self) -> Result<()> {
-        let function = self.job.function;
+        let function = self.request.function;
         for (number, parameter) in function.parameters.iter().enumerate() {
             if self.weights.gradients[number].is_some() {
                 continue;
@@ -137,9 +139,9 @@ impl Lower<'_> {
         Ok(())
     }
 
-    /// Rounds the gradients of parameters in half precision, which products sum in f32, to the parameters' dtype.
+    /// Rounds the gradients of half-precision parameters, which matmuls sum in f32, to the parameters' dtype.
     fn round_gradients(&mut self) {
-        for (number, parameter) in self.job.function.parameters.iter().enumerate() {
+        for (number, parameter) in self.request.function.parameters.iter().enumerate() {
             let Some(gradient) = self.weights.gradients[number].clone() else {
                 continue;
             };
@@ -150,7 +152,7 @@ impl Lower<'_> {
                 let writes = [("y", rounded.clone())];
                 let reads = [("x", gradient.clone())];
                 self.plan.call(converted(), reads, writes);
-                if self.job.config.accumulation > 1 {
+                if self.request.config.accumulation > 1 {
                     self.plan.kept.push(gradient.buffer); // the next micro-batch adds to it
                 }
                 self.weights.gradients[number] = Some(rounded);
@@ -158,9 +160,9 @@ impl Lower<'_> {
         }
     }
 
-    /// Writes a gradient of zeros, of a parameter or of this rank's part of it.
+    /// Writes a gradient of zeros for a parameter or this rank's shard of it.
     fn zero_gradient(&mut self, number: usize) {
-        let function = self.job.function;
+        let function = self.request.function;
         let Parameter {
             name,
             elements,
@@ -168,11 +170,11 @@ impl Lower<'_> {
             ..
         } = &function.parameters[number];
         let elements = match self
-            .job
+            .request
             .config
             .ranks
             .fully_sharded()
-            .and(self.job.config.ranks.shard())
+            .and(self.request.config.ranks.shard())
         {
             Some(own) => own.part(*elements).len(),
             None => *elements,
@@ -190,7 +192,7 @@ impl Lower<'_> {
         self.plan.path = "missing_gradients".into();
         self.plan.call(zeros(), [], [("y", gradient.clone())]);
         self.weights.gradients[number] = Some(gradient);
-        if self.job.config.optimizer_in_backward {
+        if self.request.config.optimizer_in_backward {
             self.weights.late.push(number);
         }
     }

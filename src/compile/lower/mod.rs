@@ -1,14 +1,13 @@
-//! From a traced graph to a plan: every node's forward in order, the gradients in reverse, the update.
+//! Lowering of a traced graph to a plan: the forward of all nodes in order, their backward in reverse, then the update.
 //!
-//! The function's nodes are rewritten first ([`program`](super::program)). Then each node, in order, writes the calls
-//! that its lowering says ([`mod@forward`]), and in reverse those of its backward, which hands gradients on
+//! The function's nodes are rewritten first ([`program`](super::program)). Each node's lowering then writes its forward
+//! calls, in order ([`mod@forward`]), and its backward calls, in reverse, which pass gradients to the inputs
 //! ([`mod@backward`]).
 //!
-//! What lives beside them: values and where they lie ([`Lower`], [`values`]), gradients and their sums ([`gradients`]),
-//! weights, their copies and their updates ([`weights`]), what backward runs again ([`recompute`]), calls that no
-//! result is needed of ([`dead`]), gradients averaged over ranks ([`exchange`]), weights that other ranks update
-//! ([`fetch`]), and weights that every rank has a part of ([`sharded`]). What does not: where buffers lie
-//! ([`arena`](super::arena)) and what computes a call.
+//! The other modules: operands of values ([`values`]), gradients and their sums ([`gradients`]), weights, their copies
+//! and updates ([`weights`]), recomputation in backward ([`recompute`]), dead calls ([`dead`]), averages of gradients
+//! over ranks ([`exchange`]), weights that other ranks update ([`fetch`]) and sharded weights ([`sharded`]). Offsets of
+//! buffers are assigned by [`arena`](super::arena).
 
 mod backward;
 mod dead;
@@ -27,7 +26,7 @@ mod values;
 mod weights;
 
 use super::config::{PlanKind, StepConfig};
-use super::costs::PartCost;
+use super::costs::GroupCost;
 use super::plan::{BufferRange, Phase, Plan};
 use super::program::{Program, Recompute};
 use super::traced::TracedFunction;
@@ -43,44 +42,43 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use weights::Weights;
 
-/// What is planned.
 #[derive(Clone, Copy)]
-pub(super) struct Job<'a> {
-    /// Its first output is the loss, or what a [`PlanKind::Forward`] gives out; of a [`PlanKind::Gradients`] the second
-    /// is the gradient of the first, an input.
+pub(super) struct LowerRequest<'a> {
+    /// Its first output is the loss, or the output of a [`PlanKind::Forward`]. For a [`PlanKind::Gradients`] the second
+    /// output is the gradient of the first, which is an input.
     pub function: &'a TracedFunction,
     pub kind: PlanKind,
     pub config: &'a StepConfig,
     pub recompute: Recompute,
 }
 
-/// A graph as a plan, and what its homes stand for.
+/// A plan with the meaning of its locations and results.
 pub(super) struct Lowered {
     pub plan: Plan,
-    /// What is lent as [`Location::Input`] and [`Location::Argument`], by number: all of a value, or the elements of a
-    /// view, in order.
+    /// The arguments in [`Location::Input`] and [`Location::Argument`], by index: a full value, or a view of it made
+    /// contiguous.
     pub arguments: Vec<(ValueId, Option<graph::View>)>,
-    /// The constants that the plan's tables were made from.
+    /// The constants that the plan's tables are computed from.
     pub tables: Vec<TableOf>,
-    /// What is checked before a run.
+    /// The checks of data before a run.
     pub checks: Vec<(ValueId, Check)>,
-    /// The mean loss (1), f64; in a plan of another kind the function's output.
+    /// The mean loss (1), f64; in a plan of another kind, the function's output.
     pub output: BufferRange,
-    /// The parameters' gradients: none where the optimizer runs in backward, or another rank has it.
+    /// The parameters' gradients; `None` if the optimizer runs in backward or another rank has the gradient.
     pub gradients: Vec<Option<BufferRange>>,
-    /// The norm of all gradients, and what they were multiplied by.
+    /// The norm of all gradients and the factor that they are multiplied by.
     pub norm: Option<BufferRange>,
-    /// What of [`Job::recompute`] there was.
+    /// The actual counts for [`LowerRequest::recompute`].
     pub recompute: Recompute,
-    /// Parameters that the loss does not depend on, and what is planned for each.
+    /// Parameters that the loss does not depend on, and how each is planned.
     pub unreached: Vec<(usize, MissingGradients)>,
 }
 
 /// Plans a traced function.
 ///
 /// # Errors
-/// An op that has no planned form; an output that a plan of this kind does not take.
-pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
+/// An op that cannot be planned; an output that a plan of this kind does not support.
+pub(super) fn plan(job: &LowerRequest<'_>) -> Result<Lowered> {
     let mut lower = Lower::new(job);
     lower.check_output()?;
     if job.config.accumulation > 1 || lower.is_on_gpu() {
@@ -94,7 +92,7 @@ pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
     let output = match job.kind {
         PlanKind::TrainStep => lower.mean_loss()?,
         PlanKind::Forward => lower.placed_output(),
-        PlanKind::Gradients => lower.begin_with_given_gradient(),
+        PlanKind::Gradients => lower.begin_with_output_gradient(),
     };
     if job.kind != PlanKind::Forward {
         lower.free_weights();
@@ -109,40 +107,39 @@ pub(super) fn plan(job: &Job<'_>) -> Result<Lowered> {
     lower.finish(output, per_micro_batch)
 }
 
-/// A constant that a plan has as a table, and the dtype that it was rounded to.
+/// A constant that is a table of the plan, and the dtype that it is rounded to.
 pub(super) type TableOf = (graph::ValueRef, DType);
 
-/// A plan in the making.
 struct Lower<'a> {
-    job: &'a Job<'a>,
+    request: &'a LowerRequest<'a>,
     program: Rc<Program>,
-    /// By node: whether its backward recomputes its output in the buffer of the output's gradient.
+    /// Whether each node's backward recomputes the output in the buffer of the output's gradient.
     recomputes_output: Vec<bool>,
     plan: Writer,
-    /// By value: where it lies.
+    /// The operand that holds each value.
     places: Vec<Option<BufferRange>>,
-    /// Views whose elements were put in order.
+    /// Contiguous copies of views.
     dense: HashMap<(usize, graph::View), BufferRange>,
-    /// Each with the constant that it was made from.
+    /// Each table with the constant that it is computed from.
     tables: Vec<(TableOf, Vec<f32>)>,
     arguments: Vec<(ValueId, Option<graph::View>)>,
     checks: Vec<(ValueId, Check)>,
     gradients: Gradients,
     weights: Weights,
-    /// The mean loss, once it is there.
+    /// The mean loss, once its calls are written.
     mean_loss: Option<BufferRange>,
     unreached: Vec<(usize, MissingGradients)>,
-    /// What of [`Job::recompute`] there is.
+    /// The actual counts for [`LowerRequest::recompute`].
     recompute: Recompute,
 }
 
 impl<'a> Lower<'a> {
-    fn new(job: &'a Job<'a>) -> Self {
+    fn new(job: &'a LowerRequest<'a>) -> Self {
         let function = job.function;
         let mut program = Program::new(function, job.kind, job.config.accumulation);
         let recompute = program.recompute(job.recompute);
         Self {
-            job,
+            request: job,
             recomputes_output: match job.kind.has_backward() {
                 true => backward::nodes_recomputing_output(&program),
                 false => vec![false; program.nodes.len()],
@@ -163,10 +160,9 @@ impl<'a> Lower<'a> {
     }
 
     fn is_on_gpu(&self) -> bool {
-        self.job.function.target == Target::Cuda
+        self.request.function.target == Target::Cuda
     }
 
-    /// Every node's forward.
     fn forward(&mut self) -> Result<()> {
         (0..self.program.nodes.len()).try_for_each(|i| self.run_forward(i))
     }
@@ -176,7 +172,7 @@ impl<'a> Lower<'a> {
         self.run_part(i, cost, |lower| lower.forward_of(i))
     }
 
-    /// Writes calls that are a part of their own, of such cost.
+    /// Writes calls that form a part of their own, with this cost.
     fn run_part(
         &mut self,
         i: usize,
@@ -187,21 +183,21 @@ impl<'a> Lower<'a> {
         let node = &program.nodes[i];
         self.plan.path.clone_from(&node.path);
         self.plan.module = node.module;
-        self.plan.part = Some(self.plan.parts.len());
+        self.plan.cost_index = Some(self.plan.group_costs.len());
         write(self)?;
-        self.plan.part = None;
-        self.plan.parts.push(PartCost {
+        self.plan.cost_index = None;
+        self.plan.group_costs.push(GroupCost {
             path: node.path.clone(),
             ops: node.ops.clone(),
             phase: self.plan.phase,
             cost,
-            computed: 0.0, // known when the plan is complete, as are the scores
+            computed: 0.0, // set when the plan is complete, like `scores`
             scores: 0.0,
         });
         Ok(())
     }
 
-    /// Every node's backward, from the loss.
+    /// Writes the backward of all nodes, from the loss.
     fn backward(&mut self) -> Result<()> {
         self.plan.phase = Phase::Backward;
         let program = self.program.clone();
@@ -229,30 +225,29 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
-    /// What follows when all gradients are there.
+    /// Writes the update, after all gradients are complete.
     fn update(&mut self) {
-        if self.job.config.optimizer_in_backward {
-            self.update_waiting();
+        if self.request.config.optimizer_in_backward {
+            self.update_deferred();
             return;
         }
         let (scales, clips) = (
-            self.job.config.loss_scaling,
-            self.job.config.clip_norm.is_some(),
+            self.request.config.loss_scaling,
+            self.request.config.clip_norm.is_some(),
         );
         self.updates().run(scales, clips);
     }
 }
 
-fn no_planned_form(op: &'static str, name: &str, path: &str, what: &str) -> Error {
+fn cannot_be_planned(op: &'static str, name: &str, path: &str, what: &str) -> Error {
     Error::Order {
         op,
-        problem: format!("{name} has no planned form{what} ({path})"),
+        problem: format!("{name} cannot be planned{what} ({path})"),
         hint: "write it with other ops of tallow::ops, or run the step eagerly".into(),
     }
 }
 
-/// Some elements of an operand.
-fn part(operand: &BufferRange, first: usize, count: usize) -> BufferRange {
+fn sub_range(operand: &BufferRange, first: usize, count: usize) -> BufferRange {
     let start = operand.elements.start + first;
     BufferRange {
         buffer: operand.buffer,

@@ -2,7 +2,7 @@
 
 use super::super::plan::BufferRange;
 use super::super::program::{Kind, Node, Program};
-use super::{Lower, no_planned_form, part};
+use super::{Lower, cannot_be_planned, sub_range};
 use crate::Result;
 use crate::ops::lowering::{Accumulate, Calls, KernelCall, Named, Slot};
 use candle_core::DType;
@@ -14,7 +14,7 @@ pub(super) struct NodeWriter {
     program: Rc<Program>,
     node: usize,
     pub calls: Calls,
-    /// Buffers of operands that are not values of the program, or that replace a value's buffer.
+    /// The operands that are not values of the program, or that replace a value's buffer.
     pub places: HashMap<Slot, BufferRange>,
     /// By input: its gradient, where calls write a parameter's gradient or add to an existing gradient.
     pub sums: HashMap<usize, Sum>,
@@ -67,14 +67,14 @@ impl NodeWriter {
         let node = &program.nodes[self.node];
         let of_value = match slot {
             Slot::Input(i) => node.inputs.get(i).map(|x| lower.read(x)),
-            Slot::Read(i) => node.reads.get(i).map(|x| lower.read(x)),
+            Slot::ExtraInput(i) => node.extra_inputs.get(i).map(|x| lower.read(x)),
             Slot::Output => Some(lower.value(node.output)),
             Slot::Second => node.second.map(|value| lower.value(value)),
-            Slot::Kept(i) => node.kept.get(i).map(|kept| lower.value(kept.value)),
+            Slot::Saved(i) => node.saved.get(i).map(|saved| lower.value(saved.value)),
             Slot::Part(i) => {
                 let (slot, elements) = self.calls.parts[i].clone();
                 let all = self.find(lower, slot)?;
-                all.map(|all| part(&all, elements.start, elements.len()))
+                all.map(|all| sub_range(&all, elements.start, elements.len()))
             }
             slot => {
                 let place = self.new_place(lower, slot)?;
@@ -93,7 +93,7 @@ impl NodeWriter {
         Ok(match slot {
             Slot::Table(i) => {
                 let dtype = program.value(node.inputs[0].value).dtype;
-                Some(lower.table("angles", &node.reads[i], dtype)?)
+                Some(lower.table("angles", &node.extra_inputs[i], dtype)?)
             }
             Slot::Scratch(i) => {
                 let scratch = &self.calls.scratch[i];
@@ -158,7 +158,7 @@ impl NodeWriter {
             if call.kernel.accumulate(operand) != Some(Accumulate::Never) {
                 continue; // it cannot, or adds to what the node has made
             }
-            let by = match (call.kernel.is_product(), &self.node().kind) {
+            let by = match (call.kernel.is_matmul(), &self.node().kind) {
                 (false, _) => MadeBy::Other,
                 (true, Kind::Head(_)) => MadeBy::Products,
                 (true, _) => MadeBy::Product,
@@ -186,7 +186,7 @@ impl Lower<'_> {
             true => node.op.to_string(),
             false => format!("{}/{}", node.path, node.op),
         };
-        no_planned_form(self.job.function.op, node.op, &path, what)
+        cannot_be_planned(self.request.function.op, node.op, &path, what)
     }
 
     /// Returns the buffer in which an input's gradient accumulates: the gradient of a parameter, or one that exists.
@@ -204,7 +204,7 @@ impl Lower<'_> {
             let weights = self.program.weights_of(operand.value);
             let factors = self.program.value(node.inputs[0].value).dtype;
             let dtype = match (by, dtype) {
-                (MadeBy::Product, _) => self.dtype_of_product_gradient(&weights, factors),
+                (MadeBy::Product, _) => self.dtype_of_matmul_gradient(&weights, factors),
                 (_, DType::F64) => DType::F64,
                 _ => DType::F32,
             };

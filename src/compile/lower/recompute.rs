@@ -13,7 +13,7 @@ impl Lower<'_> {
         let goes_on = |segment: &usize| next.is_some_and(|next| next.segments.contains(segment));
         let ending = program.nodes[last].segments.iter();
         for segment in ending.filter(|segment| !goes_on(segment)) {
-            self.forget(*segment);
+            self.forget_segment(*segment);
             assert_eq!(self.plan.phase, Phase::Backward);
             for (i, node) in program.nodes.iter().enumerate() {
                 if node.segments.contains(segment) {
@@ -25,7 +25,7 @@ impl Lower<'_> {
     }
 
     /// Forgets the buffers of the values that a segment computes.
-    fn forget(&mut self, segment: usize) {
+    fn forget_segment(&mut self, segment: usize) {
         let program = self.program.clone();
         let is_made = |value: usize| program.segments_of(ValueId(value)).contains(&segment);
         for (value, place) in self.places.iter_mut().enumerate() {

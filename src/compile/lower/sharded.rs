@@ -1,13 +1,13 @@
-//! Weights that every rank has a part of: gathered where forward and where backward first read them, freed after they
-//! were read last there; and their gradients, of which each rank gets the mean of its part.
+//! Sharded weights. They are gathered where forward and where backward first read them, and freed after the last read
+//! there. Each rank gets the mean gradient of its shard.
 //!
-//! On a GPU exchanges run beside the kernels. So weights are gathered some modules ahead, and gradients are waited for
-//! some modules later: as many as have the bytes of a bucket.
+//! On a GPU exchanges run concurrently with the kernels. So weights are gathered ahead of their modules, and gradients
+//! are waited for some modules later. The distance is the number of modules that fill a bucket.
 
 use super::super::buffer::{BufferId, Buffers, Category, Location};
 use super::super::op::Op;
 use super::super::plan::{BufferRange, Call, Phase};
-use super::{Lower, part};
+use super::{Lower, sub_range};
 use crate::distributed::Shard;
 use crate::graph::ValueId;
 use crate::ops::arithmetic::lowering::accumulated;
@@ -16,42 +16,42 @@ use crate::probe::Path;
 use candle_core::DType;
 use std::collections::{HashMap, HashSet};
 
-/// What has become of such weights so far.
+/// The state of sharded weights during lowering.
 #[derive(Default)]
 pub(super) struct Sharded {
-    /// All of a weight, in a dtype.
-    whole: HashMap<(ValueId, DType), BufferRange>,
-    /// Where forward has gathered weights, in order, but for those of the loss.
+    /// The gathered weights, by dtype.
+    full: HashMap<(ValueId, DType), BufferRange>,
+    /// The buffers of weights gathered in forward, in order, without those of the loss.
     gathered: Vec<BufferId>,
     /// Parameters whose gradients are complete on this rank.
     pub complete: Vec<usize>,
-    /// The same, whose exchange has begun.
+    /// Parameters whose gradient exchange has started.
     exchanged: Vec<usize>,
 }
 
 impl Lower<'_> {
-    /// This rank's part of a weight, if ranks have parts of it.
-    pub(super) fn part_of(&self, weight: ValueId) -> Option<Shard> {
-        let config = self.job.config;
+    /// Returns this rank's shard of a weight, if the weight is sharded.
+    pub(super) fn shard_of(&self, weight: ValueId) -> Option<Shard> {
+        let config = self.request.config;
         config.ranks.fully_sharded()?;
-        let number = self.job.function.numbers.get(&weight);
+        let number = self.request.function.numbers.get(&weight);
         number.and(config.ranks.shard())
     }
 
-    /// All of weights that ranks have parts of, one under the other.
+    /// Returns the gathered full weights, stacked.
     pub(super) fn gathered(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
-        if let Some(whole) = self.weights.sharded.whole.get(&(weights[0], dtype)) {
+        if let Some(whole) = self.weights.sharded.full.get(&(weights[0], dtype)) {
             return match weights {
                 [_] => whole.clone(),
                 _ => self.plan.whole(whole.buffer),
             };
         }
         let places = self.stack("all of", weights, dtype, Category::WeightCopy);
-        let part_of_step = self.plan.part.take(); // exchanges belong to none
+        let cost_index = self.plan.cost_index.take(); // exchanges belong to no part
         for (weight, place) in weights.iter().zip(&places) {
             let key = (*weight, dtype);
-            self.weights.sharded.whole.insert(key, place.clone());
-            let own = self.own_part(*weight);
+            self.weights.sharded.full.insert(key, place.clone());
+            let own = self.own_shard(*weight);
             let to = self.own_elements(place);
             self.plan.call(converted(), [("x", own)], [("y", to)]);
         }
@@ -60,20 +60,20 @@ impl Lower<'_> {
             let op = Op::AllGather { elements };
             self.plan.call(op, [], [("x", place.clone())]);
         }
-        self.plan.part = part_of_step;
+        self.plan.cost_index = cost_index;
         if self.plan.phase == Phase::Forward {
             self.weights.sharded.gathered.push(places[0].buffer);
         }
         self.plan.whole(places[0].buffer)
     }
 
-    /// Where this rank's part of a weight lies.
-    fn own_part(&mut self, weight: ValueId) -> BufferRange {
+    /// Returns the operand of this rank's shard of a weight.
+    fn own_shard(&mut self, weight: ValueId) -> BufferRange {
         if let Some(own) = &self.places[weight.0] {
             return own.clone();
         }
-        let number = self.job.function.numbers[&weight];
-        let parameter = &self.job.function.parameters[number];
+        let number = self.request.function.numbers[&weight];
+        let parameter = &self.request.function.parameters[number];
         let elements = self.shard().part(parameter.elements).len();
         let (category, location) = (Category::Parameter, Location::Parameter(number));
         let dtype = self.program.value(weight).dtype;
@@ -85,20 +85,20 @@ impl Lower<'_> {
         own
     }
 
-    /// This rank's part of something of a weight.
+    /// Returns this rank's shard of a full weight or of its copy or gradient.
     fn own_elements(&self, whole: &BufferRange) -> BufferRange {
         let own = self.shard().part(whole.elements.len());
-        part(whole, own.start, own.len())
+        sub_range(whole, own.start, own.len())
     }
 
     fn shard(&self) -> Shard {
-        self.job.config.ranks.shard().unwrap_or(Shard::ALONE)
+        self.request.config.ranks.shard().unwrap_or(Shard::ALONE)
     }
 
-    /// Forward is over: what it has gathered is freed, and backward gathers it again; but not, on a GPU, the last
-    /// bucket of it, which backward reads first.
+    /// Frees the weights that forward gathered; backward gathers them again. On a GPU the last bucket is kept, because
+    /// backward reads it first.
     pub(super) fn free_weights(&mut self) {
-        let Some(config) = self.job.config.ranks.fully_sharded() else {
+        let Some(config) = self.request.config.ranks.fully_sharded() else {
             return;
         };
         let mut left_bytes = match self.is_on_gpu() {
@@ -113,17 +113,17 @@ impl Lower<'_> {
             left_bytes = left_bytes.saturating_sub(self.plan.buffers[buffer].bytes());
             kept.insert(buffer);
         }
-        let whole = &mut self.weights.sharded.whole;
+        let whole = &mut self.weights.sharded.full;
         whole.retain(|_, place| kept.contains(&place.buffer));
-        let numbers = &self.job.function.numbers;
+        let numbers = &self.request.function.numbers;
         self.dense
             .retain(|(value, _), _| !numbers.contains_key(&ValueId(*value)));
     }
 
-    /// The backward of a module is over: gradients that are complete are exchanged, once they are enough, and those of
-    /// before, which have been, are kept, this rank's part of them.
+    /// Exchanges complete gradients after a module's backward, if they fill a bucket. Keeps this rank's shards of the
+    /// gradients that were exchanged before.
     pub(super) fn scatter_gradients(&mut self) {
-        let Some(sharded) = self.job.config.ranks.fully_sharded() else {
+        let Some(sharded) = self.request.config.ranks.fully_sharded() else {
             return;
         };
         let complete = self.weights.sharded.complete.iter();
@@ -138,7 +138,7 @@ impl Lower<'_> {
     }
 
     fn scatter_complete(&mut self) {
-        let part_of_step = self.plan.part.take();
+        let cost_index = self.plan.cost_index.take();
         for number in std::mem::take(&mut self.weights.sharded.exchanged) {
             self.keep_own_gradient(number);
         }
@@ -151,10 +151,10 @@ impl Lower<'_> {
             }
         }
         self.weights.sharded.exchanged = complete;
-        self.plan.part = part_of_step;
+        self.plan.cost_index = cost_index;
     }
 
-    /// Backward is over.
+    /// Exchanges all remaining gradients after backward.
     pub(super) fn scatter_all_gradients(&mut self) {
         while !self.weights.sharded.complete.is_empty()
             || !self.weights.sharded.exchanged.is_empty()
@@ -169,14 +169,17 @@ impl Lower<'_> {
         };
         let from = self.own_elements(&whole);
         let dtype = match self.plan.buffers[whole.buffer].dtype {
-            DType::BF16 => DType::F32, // for the update, which reads the parameter in it
+            DType::BF16 => DType::F32, // for the update, which needs the parameter's dtype
             dtype => dtype,
         };
-        let name = format!("gradient of {}", self.job.function.parameters[number].name);
+        let name = format!(
+            "gradient of {}",
+            self.request.function.parameters[number].name
+        );
         let (shape, category) = ([from.elements.len()], Category::Gradient);
         let own = self.plan.buffers.arena(&name, &shape, dtype, category);
         let own = self.plan.whole(own);
-        let kernel = match self.job.config.accumulation {
+        let kernel = match self.request.config.accumulation {
             1 => converted(),
             _ => accumulated(Accumulate::AfterFirst),
         };
@@ -185,8 +188,8 @@ impl Lower<'_> {
     }
 }
 
-/// A micro-batch's calls, with the weights that modules read gathered where the ones before begin: of so many modules
-/// together that the weights have `bucket_bytes`.
+/// Moves the gathers of a micro-batch's calls ahead: each stretch of modules, with `bucket_bytes` of weights, is
+/// gathered where the stretch before it begins.
 pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers, bucket_bytes: u64) -> Vec<Call> {
     let is_exchange = |call: &&Call| matches!(call.op, Op::AllGather { .. });
     let gathered = calls.iter().filter(is_exchange);
@@ -228,13 +231,13 @@ pub(super) fn gather_ahead(calls: Vec<Call>, buffers: &Buffers, bucket_bytes: u6
     ahead
 }
 
-/// Calls of modules that follow each other.
+/// Calls of consecutive modules.
 #[derive(Default)]
 struct Stretch {
     module: Option<Path>,
-    /// Of the weights that they gather.
+    /// The bytes of weights that they gather.
     bytes: u64,
-    /// Put this rank's parts of weights in their places.
+    /// Calls that copy this rank's shards into the full weights.
     parts: Vec<Call>,
     exchanges: Vec<Call>,
     others: Vec<Call>,

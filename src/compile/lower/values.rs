@@ -1,9 +1,9 @@
-//! Values and where they lie.
+//! Values and the operands that hold them.
 
 use super::super::buffer::{Category, Location};
 use super::super::plan::BufferRange;
 use super::super::traced::Parameter;
-use super::{Lower, part};
+use super::{Lower, sub_range};
 use crate::Result;
 use crate::graph::{self, Source, ValueId};
 use crate::ops::lowering::converted;
@@ -11,14 +11,13 @@ use crate::ops::strided;
 use candle_core::DType;
 
 impl Lower<'_> {
-    /// A new buffer of the arena.
     pub(super) fn temporary(&mut self, name: &str, shape: &[usize], dtype: DType) -> BufferRange {
         let category = Category::Temporary;
         let id = self.plan.arena(name, shape, dtype, category);
         self.plan.whole(id)
     }
 
-    /// What the threads of one call work in.
+    /// Allocates scratch memory for one call.
     pub(super) fn scratch(&mut self, shape: &[usize], dtype: DType) -> BufferRange {
         let name = match dtype {
             DType::U32 => "workspace",
@@ -28,7 +27,7 @@ impl Lower<'_> {
         self.plan.whole(id)
     }
 
-    /// Returns the buffer for a value that a node computes: a new one, or the one that the plan returns.
+    /// Returns the operand for a value that a node computes: a new buffer, or the plan's output.
     pub(super) fn make(&mut self, value: ValueId, name: &str, shape: &[usize]) -> BufferRange {
         if let Some(place) = &self.places[value.0]
             && self.plan.buffers[place.buffer].location == Location::Output
@@ -41,7 +40,7 @@ impl Lower<'_> {
         place
     }
 
-    /// Has the output made where the plan gives it out, if it is all of what an op makes.
+    /// Makes the output be computed directly in the plan's output buffer, if it is a full result of an op.
     pub(super) fn place_output(&mut self) {
         let program = self.program.clone();
         let output = &program.outputs[0];
@@ -50,7 +49,7 @@ impl Lower<'_> {
         }
     }
 
-    /// The output where the plan gives it out: made there, or copied.
+    /// Returns the output in the plan's output buffer, copying it there if necessary.
     pub(super) fn placed_output(&mut self) -> BufferRange {
         let output = self.program.outputs[0].clone();
         let made = self.read(&output);
@@ -72,13 +71,13 @@ impl Lower<'_> {
         self.plan.whole(id)
     }
 
-    /// Where all of a value lies.
+    /// Returns the operand that holds all of a value.
     pub(super) fn value(&mut self, id: ValueId) -> BufferRange {
         if let Some(weight) = self.program.copied(id) {
             let dtype = self.program.value(id).dtype;
             return self.copy_of(&self.program.weights_of(weight), dtype);
         }
-        if self.part_of(id).is_some() {
+        if self.shard_of(id).is_some() {
             let dtype = self.program.value(id).dtype;
             return self.gathered(&[id], dtype);
         }
@@ -93,9 +92,9 @@ impl Lower<'_> {
             "%{} is read before it is made",
             id.0
         );
-        let (name, elements, category, location) = match self.job.function.numbers.get(&id) {
+        let (name, elements, category, location) = match self.request.function.numbers.get(&id) {
             Some(number) => {
-                let Parameter { name, elements, .. } = &self.job.function.parameters[*number];
+                let Parameter { name, elements, .. } = &self.request.function.parameters[*number];
                 let location = Location::Parameter(*number);
                 (name.clone(), *elements, Category::Parameter, location)
             }
@@ -104,12 +103,12 @@ impl Lower<'_> {
                 self.arguments.push((id, None));
                 let number = self.arguments.len() - 1;
                 let is_input = matches!(value.source, Source::Input(_));
-                let location = match is_input && graph::is_hollow(&self.job.function.tensors[id.0])
-                {
-                    true => Location::Input(number),
-                    false => Location::Argument(number),
-                };
-                (name, self.extent(id), Category::Input, location)
+                let location =
+                    match is_input && graph::is_meta(&self.request.function.tensors[id.0]) {
+                        true => Location::Input(number),
+                        false => Location::Argument(number),
+                    };
+                (name, self.elements_read(id), Category::Input, location)
             }
         };
         let shape = match value.elements() == elements {
@@ -123,21 +122,20 @@ impl Lower<'_> {
         operand
     }
 
-    /// How many elements there are of a value.
     pub(super) fn elements_of(&mut self, id: ValueId) -> usize {
-        match self.job.function.numbers.get(&id) {
-            Some(number) => self.job.function.parameters[*number].elements,
+        match self.request.function.numbers.get(&id) {
+            Some(number) => self.request.function.parameters[*number].elements,
             None => self.value(id).elements.len(),
         }
     }
 
-    /// How many elements of a value's storage are read: views may reach beyond what was read first.
-    fn extent(&self, id: ValueId) -> usize {
+    /// Returns how many elements of a value's storage are read. Later views may extend beyond the first one.
+    fn elements_read(&self, id: ValueId) -> usize {
         let program = &self.program;
         let of_nodes = program
             .nodes
             .iter()
-            .flat_map(|node| node.inputs.iter().chain(&node.reads));
+            .flat_map(|node| node.inputs.iter().chain(&node.extra_inputs));
         let reads = of_nodes.chain(&program.outputs);
         let reads = reads.filter(|operand| operand.value == id);
         let value = program.value(id);
@@ -147,24 +145,24 @@ impl Lower<'_> {
         });
         let read = ends.max().unwrap_or(0);
         match value.source {
-            Source::Input(_) => read.max(value.elements()), // all of it is given
+            Source::Input(_) => read.max(value.elements()), // an input is always passed in full
             _ if program.is_stacked(id) => value.elements(),
             _ => read,
         }
     }
 
-    /// The elements of an operand, one after another: where they lie, or a copy.
+    /// Returns the elements of an operand in contiguous order: in place, or a copy.
     pub(super) fn read(&mut self, operand: &graph::ValueRef) -> BufferRange {
         let elements = self.program.value(operand.value).elements();
         let Some(view) = &operand.view else {
-            return part(&self.value(operand.value), 0, elements);
+            return sub_range(&self.value(operand.value), 0, elements);
         };
         if view.shape.contains(&0) {
-            return part(&self.value(operand.value), 0, 0); // it may begin beyond its value
+            return sub_range(&self.value(operand.value), 0, 0); // its offset may be beyond the value
         }
         if strided::is_contiguous(view) {
             let base = self.value(operand.value);
-            return part(&base, view.offset, view.shape.iter().product());
+            return sub_range(&base, view.offset, view.shape.iter().product());
         }
         let key = (operand.value.0, view.clone());
         if let Some(copy) = self.dense.get(&key) {
@@ -172,10 +170,10 @@ impl Lower<'_> {
         }
         let value = self.program.value(operand.value);
         let (dtype, source) = (value.dtype, value.source.clone());
-        // A parameter that is read in views alone looks like one.
-        let is_parameter = self.job.function.numbers.contains_key(&operand.value);
+        // A parameter that is only read through views looks like a constant.
+        let is_parameter = self.request.function.numbers.contains_key(&operand.value);
         if source == Source::Constant && !is_parameter {
-            // Put in order once and for all.
+            // Made contiguous once, when the plan's arguments are created.
             self.arguments.push((operand.value, Some(view.clone())));
             let (category, location) = (
                 Category::Input,
@@ -197,8 +195,7 @@ impl Lower<'_> {
         copy
     }
 
-    /// A table of constants that the plan holds, (rows, columns) in f32, rounded to `dtype`: the same for the same
-    /// constant.
+    /// Returns a table of a constant, (rows, columns) in f32, rounded to `dtype`. The same constant has one table.
     pub(super) fn table(
         &mut self,
         name: &str,
@@ -215,7 +212,7 @@ impl Lower<'_> {
             }
         }
         let number = self.tables.len();
-        let elements = self.job.function.table(operand, dtype)?;
+        let elements = self.request.function.table(operand, dtype)?;
         let shape = self.program.shape_of(operand).to_vec();
         self.tables.push(((operand.clone(), dtype), elements));
         let (category, location) = (Category::Input, Location::Table(number));

@@ -1,11 +1,11 @@
-//! Weights: the copies that products read, their gradients, and when they are updated.
+//! Weights: the copies that matmuls read, their gradients, and when they are updated.
 
 use super::super::buffer::Category;
 use super::super::plan::BufferRange;
 use super::super::program::Program;
 use super::super::update::{Shares, Update};
 use super::sharded::Sharded;
-use super::{Job, Lower};
+use super::{Lower, LowerRequest};
 use crate::distributed::Shard;
 use crate::graph::{ValueId, ValueRef};
 use crate::ops::arithmetic::lowering::accumulated;
@@ -13,26 +13,25 @@ use crate::ops::lowering::{Accumulate, converted};
 use candle_core::DType;
 use std::collections::HashMap;
 
-/// What has become of the weights so far.
+/// The state of weights during lowering.
 pub(super) struct Weights {
-    /// By parameter.
     pub gradients: Vec<Option<BufferRange>>,
-    /// By parameter: how many gradients are still to be added.
-    to_come: Vec<usize>,
-    /// By parameter: whether only what is differentiated reads it, so that nothing does once its gradient is complete.
+    /// The number of gradients still to be added, by parameter.
+    remaining: Vec<usize>,
+    /// Whether every read of a parameter computes a gradient for it, by parameter. Nothing reads it after its gradient
+    /// is complete then.
     is_free_early: Vec<bool>,
-    /// In the dtype that products read them in.
+    /// The copies of weights, in the dtype that matmuls read.
     copies: HashMap<ValueId, BufferRange>,
-    /// Of weights that ranks have parts of.
     pub sharded: Sharded,
-    /// Parameters whose gradients are complete, to be updated in backward.
-    waiting: Vec<usize>,
-    /// The same, to be updated at its end.
+    /// Parameters whose gradients are complete, to be updated after the module's backward.
+    deferred: Vec<usize>,
+    /// Parameters whose gradients are complete, to be updated at the end of backward.
     pub late: Vec<usize>,
 }
 
 impl Weights {
-    pub fn new(program: &Program, job: &Job<'_>) -> Self {
+    pub fn new(program: &Program, job: &LowerRequest<'_>) -> Self {
         let count = job.function.parameters.len();
         let (mut to_come, mut is_free_early) = (vec![0; count], vec![true; count]);
         for node in &program.nodes {
@@ -48,27 +47,27 @@ impl Weights {
         }
         Self {
             gradients: vec![None; count],
-            to_come,
+            remaining: to_come,
             is_free_early,
             copies: HashMap::new(),
             sharded: Sharded::default(),
-            waiting: Vec::new(),
+            deferred: Vec::new(),
             late: Vec::new(),
         }
     }
 }
 
 impl Lower<'_> {
-    /// The number of a parameter that is trained.
+    /// Returns the index of a parameter, if the plan has a backward.
     pub(super) fn trained(&self, value: ValueId) -> Option<usize> {
-        let number = self.job.function.numbers.get(&value).copied();
-        number.filter(|_| self.job.kind.has_backward())
+        let number = self.request.function.numbers.get(&value).copied();
+        number.filter(|_| self.request.kind.has_backward())
     }
 
-    /// The copies of all weights that products read, before the first micro-batch: the others find them there.
+    /// Makes the copies of all weights that matmuls read, before the first micro-batch, for all micro-batches.
     pub(super) fn copy_weights(&mut self) {
-        if self.job.config.ranks.fully_sharded().is_some() {
-            return; // they are there only while they are used
+        if self.request.config.ranks.fully_sharded().is_some() {
+            return; // gathered weights exist only while they are used
         }
         let program = self.program.clone();
         for (copy, node) in program.copies() {
@@ -77,17 +76,17 @@ impl Lower<'_> {
         }
     }
 
-    /// Whether an operand is a parameter that is trained, or several, all of them.
+    /// Returns whether an operand is a full trained parameter, or a stack of such.
     pub(super) fn is_trained(&self, operand: &ValueRef) -> bool {
         let weights = self.program.weights_of(operand.value);
         self.program.is_leaf(operand) && self.trained(weights[0]).is_some()
     }
 
-    /// The copy of weights that products in `dtype` read, one under the other: made where the first product of a step
-    /// asks for it, it serves all others.
+    /// Returns the copies of weights that matmuls in `dtype` read, stacked. They are made before the first matmul of a
+    /// step that reads them.
     pub(super) fn copy_of(&mut self, weights: &[ValueId], dtype: DType) -> BufferRange {
         let first = weights[0];
-        if self.part_of(first).is_some() {
+        if self.shard_of(first).is_some() {
             return self.gathered(weights, dtype);
         }
         if let Some(copy) = self.weights.copies.get(&first) {
@@ -106,7 +105,7 @@ impl Lower<'_> {
         self.plan.whole(places[0].buffer)
     }
 
-    /// The gradients of parameters, one under the other, and whether what computes them adds.
+    /// Returns the gradients of parameters, stacked, and whether the kernel that computes them accumulates.
     pub(super) fn gradient_of_weights(
         &mut self,
         weights: &[ValueId],
@@ -119,9 +118,9 @@ impl Lower<'_> {
         {
             return (gradient, Accumulate::Always);
         }
-        let accumulate = match self.job.config.accumulation {
+        let accumulate = match self.request.config.accumulation {
             1 => Accumulate::Never,
-            _ if self.job.config.ranks.fully_sharded().is_some() => Accumulate::Never, // parts are accumulated
+            _ if self.request.config.ranks.fully_sharded().is_some() => Accumulate::Never, // shards are accumulated instead
             _ => Accumulate::AfterFirst,
         };
         let places = self.stack("gradient of", weights, dtype, Category::Gradient);
@@ -132,16 +131,16 @@ impl Lower<'_> {
         (gradient, accumulate)
     }
 
-    /// The dtype of the gradients of weights that one product makes. With the optimizer in backward only the update
-    /// sees them: on a GPU they are then rounded to bf16 where the product's factors are, as autocast rounds them
-    /// there, which is 4 bytes a parameter less to move; so are those that ranks exchange in bf16, unless something is
-    /// to be done to them in f32 before. (f16 has not their range.)
-    pub(super) fn dtype_of_product_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
+    /// Returns the dtype of weight gradients that one matmul computes. With the optimizer in backward, only the update
+    /// reads them. On a GPU they are then rounded to bf16 if the matmul's factors are bf16, as autocast rounds them
+    /// there, which moves 4 bytes less per parameter. So are gradients that ranks exchange in bf16, unless they are
+    /// processed in f32 first. (f16 does not have the range.)
+    pub(super) fn dtype_of_matmul_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
         let is_last = |weight: &ValueId| match self.trained(*weight) {
-            Some(number) => self.weights.to_come[number] == 1,
+            Some(number) => self.weights.remaining[number] == 1,
             None => false,
         };
-        let config = self.job.config;
+        let config = self.request.config;
         let exchanged = config.ranks.exchanged();
         let is_rounded =
             exchanged == Some(DType::BF16) && config.accumulation == 1 && !config.loss_scaling;
@@ -153,12 +152,12 @@ impl Lower<'_> {
         }
     }
 
-    /// Adds a gradient that an op has made by itself to a parameter's.
+    /// Adds a gradient that an op has computed separately to a parameter's gradient.
     pub(super) fn add_to_gradient(&mut self, value: ValueId, gradient: BufferRange) {
         let Some(number) = self.trained(value) else {
             return;
         };
-        let config = self.job.config;
+        let config = self.request.config;
         let stays = config.accumulation == 1 || config.ranks.fully_sharded().is_some();
         let is_first = self.weights.gradients[number].is_none();
         let dtype = self.program.value(value).dtype;
@@ -166,8 +165,8 @@ impl Lower<'_> {
             DType::BF16 | DType::F16 => DType::F32,
             dtype => dtype,
         };
-        // A sum is in f32, as products add to it.
-        let is_sum = self.weights.to_come[number] > 1 && dtype != wide;
+        // A sum must be f32, because matmuls accumulate in it.
+        let is_sum = self.weights.remaining[number] > 1 && dtype != wide;
         if is_first && stays && !is_sum && self.may_be_overwritten(&gradient) {
             self.weights.gradients[number] = Some(gradient);
         } else {
@@ -188,77 +187,77 @@ impl Lower<'_> {
         self.gradient_done(&[value]);
     }
 
-    /// A gradient of each of these is there. Once it is complete, and nothing reads the parameter any more, it is
-    /// updated.
+    /// Notes that one gradient of each of these weights is done. A parameter whose gradient is complete is updated if
+    /// nothing reads the parameter any more.
     pub(super) fn gradient_done(&mut self, weights: &[ValueId]) {
         let numbers: Vec<usize> = weights.iter().filter_map(|w| self.trained(*w)).collect();
         for number in numbers {
-            self.weights.to_come[number] -= 1;
-            if self.weights.to_come[number] == 0 && self.job.config.ranks.fully_sharded().is_some()
+            self.weights.remaining[number] -= 1;
+            if self.weights.remaining[number] == 0
+                && self.request.config.ranks.fully_sharded().is_some()
             {
                 self.weights.sharded.complete.push(number);
             }
-            if self.weights.to_come[number] > 0 || !self.job.config.optimizer_in_backward {
+            if self.weights.remaining[number] > 0 || !self.request.config.optimizer_in_backward {
                 continue;
             }
             match (self.weights.is_free_early[number], self.is_on_gpu()) {
                 (false, _) => self.weights.late.push(number),
-                (true, true) => self.weights.waiting.push(number),
+                (true, true) => self.weights.deferred.push(number),
                 (true, false) => self.update_in_backward(&[number]),
             }
         }
     }
 
-    /// The backward of a module is over: on a GPU one launch updates its matrices. Vectors wait until the end, where
-    /// one launch updates those of all modules.
+    /// Updates a module's matrices after its backward, in one launch on a GPU. Vectors wait until the end, where one
+    /// launch updates those of all modules.
     pub(super) fn update_matrices(&mut self) {
-        let waiting = std::mem::take(&mut self.weights.waiting);
+        let waiting = std::mem::take(&mut self.weights.deferred);
         let is_vector = |number: &usize| match &self.weights.gradients[*number] {
             Some(gradient) => self.plan.buffers[gradient.buffer].shape.len() == 1,
             None => false,
         };
         let (vectors, matrices): (Vec<usize>, Vec<usize>) =
             waiting.into_iter().partition(is_vector);
-        self.weights.waiting = vectors;
+        self.weights.deferred = vectors;
         self.update_in_backward(&matrices);
     }
 
-    /// The update of all that has waited.
-    pub(super) fn update_waiting(&mut self) {
-        let waiting = std::mem::take(&mut self.weights.waiting);
+    pub(super) fn update_deferred(&mut self) {
+        let waiting = std::mem::take(&mut self.weights.deferred);
         let late = std::mem::take(&mut self.weights.late);
         self.update_in_backward(&[waiting, late].concat());
     }
 
     fn update_in_backward(&mut self, numbers: &[usize]) {
         if numbers.is_empty() {
-            return; // as after every module of a plan that updates at its end
+            return; // always so in a plan that updates at the end
         }
         let (path, phase) = (self.plan.path.clone(), self.plan.phase);
-        let part = self.plan.part.take();
+        let cost_index = self.plan.cost_index.take();
         let mut updates = self.updates();
         for number in numbers {
             updates.adamw(*number, None);
         }
-        (self.plan.path, self.plan.phase, self.plan.part) = (path, phase, part);
+        (self.plan.path, self.plan.phase, self.plan.cost_index) = (path, phase, cost_index);
     }
 
-    /// What each rank updates, where that is divided among ranks.
+    /// Returns which parameters each rank updates, if the update is divided among ranks.
     pub(super) fn shares(&self) -> Option<Shares> {
-        let config = self.job.config;
+        let config = self.request.config;
         let own = config.ranks.shard()?;
         if config.ranks.fully_sharded().is_some() {
             return Some(Shares { own, owners: None });
         }
-        let parameters = self.job.function.parameters.iter();
+        let parameters = self.request.function.parameters.iter();
         let sizes = parameters.map(|parameter| (parameter.name.as_str(), parameter.elements));
         let owners = Some(Shard::owners(own.world_size, sizes));
         Some(Shares { own, owners })
     }
 
-    /// By parameter, the copies that products read.
+    /// Returns the copies that matmuls read, by parameter.
     pub(super) fn copies(&self) -> HashMap<usize, BufferRange> {
-        let numbers = self.job.function.numbers.iter();
+        let numbers = self.request.function.numbers.iter();
         let copies = numbers
             .filter_map(|(value, number)| Some((*number, self.weights.copies.get(value)?.clone())));
         copies.collect()
@@ -274,7 +273,7 @@ impl Lower<'_> {
         }
     }
 
-    /// A buffer for something of weights, one under the other: the place of each.
+    /// Allocates a buffer for stacked copies or gradients of weights. Returns the range of each weight.
     pub(super) fn stack(
         &mut self,
         what: &str,
@@ -282,7 +281,7 @@ impl Lower<'_> {
         dtype: DType,
         category: Category,
     ) -> Vec<BufferRange> {
-        let described = weights.iter().map(|weight| self.described(*weight));
+        let described = weights.iter().map(|weight| self.name_and_shape(*weight));
         let (names, shapes): (Vec<String>, Vec<Vec<usize>>) = described.unzip();
         let mut shape = shapes[0].clone();
         shape[0] = shapes.iter().map(|shape| shape[0]).sum();
@@ -300,14 +299,13 @@ impl Lower<'_> {
         places.collect()
     }
 
-    /// Name and shape of a weight.
-    fn described(&mut self, weight: ValueId) -> (String, Vec<usize>) {
-        if self.part_of(weight).is_none() {
+    fn name_and_shape(&mut self, weight: ValueId) -> (String, Vec<usize>) {
+        if self.shard_of(weight).is_none() {
             let operand = self.value(weight);
             let buffer = &self.plan.buffers[operand.buffer];
             return (buffer.name.clone(), buffer.shape.clone());
         }
-        let parameter = &self.job.function.parameters[self.job.function.numbers[&weight]];
+        let parameter = &self.request.function.parameters[self.request.function.numbers[&weight]];
         let value = self.program.value(weight);
         let shape = match value.elements() == parameter.elements {
             true => value.shape.clone(),

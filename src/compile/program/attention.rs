@@ -8,7 +8,7 @@ use crate::attention::in_rows::InRows;
 use crate::attention::{Mask, SOFT_CAP, flash, naive};
 use crate::graph::{Attribute, Source, Target, Value, ValueId, ValueRef, View};
 use crate::kernels::attention::Sizes;
-use crate::ops::dropout::of_attributes;
+use crate::ops::dropout::dropout_from_attributes;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{CONTIGUOUS, TO_DTYPE};
 use crate::ops::rope::HALVES;
@@ -26,7 +26,7 @@ pub(super) fn rewrite(program: &mut Program) {
         };
         let packed = match found.in_rows.packed {
             true => None,
-            false => as_one_product(program, i, found.projections),
+            false => as_one_matmul(program, i, found.projections),
         };
         let qkv = match &packed {
             Some((_, qkv)) => vec![*qkv],
@@ -40,7 +40,7 @@ pub(super) fn rewrite(program: &mut Program) {
 }
 
 /// Packs the linear layers that compute the inputs of an attention into one; returns it and its output.
-fn as_one_product(
+fn as_one_matmul(
     program: &mut Program,
     attention: usize,
     projections: [ValueId; 3],
@@ -71,9 +71,9 @@ fn as_one_product(
     let qkv = program.add(Value { shape, ..like }, projections[0]);
     let maps = nodes.map(|map| &program.nodes[map]);
     let by = Node {
-        path: joined(maps.map(|map| map.path.as_str())),
+        path: joined_paths(maps.map(|map| map.path.as_str())),
         inputs: vec![x, weight],
-        reads: vec![copy],
+        extra_inputs: vec![copy],
         output: qkv,
         needs_grad: vec![maps.iter().any(|map| map.needs_grad[0]), needs_grad],
         ..maps[0].clone()
@@ -81,13 +81,13 @@ fn as_one_product(
     let replacement = Replacement {
         nodes: nodes.to_vec(),
         at: nodes[0],
-        by: by.standing_for(maps),
+        by: by.replacing(maps),
     };
     Some((replacement, qkv))
 }
 
 /// `attn/q_proj+k_proj` of `attn/q_proj` and `attn/k_proj`.
-fn joined([first, others @ ..]: [&str; 3]) -> String {
+fn joined_paths([first, others @ ..]: [&str; 3]) -> String {
     let names = others.map(|path| path.rsplit('/').next().unwrap_or(path));
     format!("{first}+{}", names.join("+"))
 }
@@ -147,7 +147,7 @@ impl Found {
             && k.projection == v.projection;
         let dtype = program.value(node.output).dtype;
         let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-        let takes = !is_naive || kv_heads == heads; // naive attention's kernels know no groups
+        let takes = !is_naive || kv_heads == heads; // naive attention's kernels do not support grouped heads
         let mut nodes = [&[i], &q.nodes[..], &k.nodes, &v.nodes, &[merge]].concat();
         nodes.sort_unstable();
         // Projections are rotated in place, so nothing else may read them, nor may the backward of the node that
@@ -187,7 +187,7 @@ impl Found {
                     scale,
                     soft_cap,
                 },
-                dropout: of_attributes(&node.attributes),
+                dropout: dropout_from_attributes(&node.attributes),
                 is_naive,
                 packed: in_one,
                 by_halves: q.angles.as_ref().map(|_| q.by_halves),
@@ -219,7 +219,7 @@ impl Found {
         let by = Node {
             kind: Kind::Attention(in_rows),
             inputs: qkv.iter().map(whole).collect(),
-            reads: angles.chain(node.reads.iter().cloned()).collect(),
+            extra_inputs: angles.chain(node.extra_inputs.iter().cloned()).collect(),
             output: self.output,
             needs_grad,
             ..node.clone()
@@ -227,7 +227,7 @@ impl Found {
         let all = self.nodes.iter().map(|node| &program.nodes[*node]);
         Replacement {
             at: self.nodes[self.nodes.len() - 1],
-            by: by.standing_for(all),
+            by: by.replacing(all),
             nodes: self.nodes,
         }
     }
@@ -264,7 +264,7 @@ impl Heads {
         if program.is(maker, &rope::INFO) {
             let rope = &program.nodes[maker];
             by_halves = rope.attribute(HALVES).is_some();
-            let [cos, sin] = &rope.reads[..] else {
+            let [cos, sin] = &rope.extra_inputs[..] else {
                 return None;
             };
             angles = Some([constant(program, cos)?, constant(program, sin)?]);

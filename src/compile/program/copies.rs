@@ -25,8 +25,8 @@ pub(super) fn rewrite(program: &mut Program) {
 }
 
 impl Program {
-    /// Whether a cast of a weight is only read as the copy of that weight. If an op had it as an input, its backward
-    /// could read it after the weight was updated.
+    /// Returns whether a cast of a weight is only read as the copy of that weight. If an op had it as an input, its
+    /// backward could read it after the weight was updated.
     fn is_copy(&self, cast: &Node) -> bool {
         let readers = self.readers(cast.output).iter().map(|i| &self.nodes[*i]);
         let mut inputs = readers.flat_map(|node| &node.inputs);
@@ -36,7 +36,7 @@ impl Program {
             && !inputs.any(|input| input.value == cast.output)
     }
 
-    /// Whether an operand is a full weight that only an optimizer changes.
+    /// Returns whether an operand is a full weight that only an optimizer changes.
     fn is_persistent(&self, operand: &ValueRef) -> bool {
         let is_input = matches!(self.value(operand.value).source, Source::Input(_));
         self.is_leaf(operand)
@@ -45,7 +45,7 @@ impl Program {
             && self.has_parameter_gradient(operand)
     }
 
-    /// Whether an operand is a parameter or needs no gradient.
+    /// Returns whether an operand is a parameter or needs no gradient.
     pub(super) fn has_parameter_gradient(&self, operand: &ValueRef) -> bool {
         let is_parameter = self.kind.has_backward() && self.numbers.contains_key(&operand.value);
         is_parameter || !self.needs_grad(operand.value)

@@ -41,12 +41,12 @@ impl Flow {
         Self { depends, matters }
     }
 
-    /// Whether a value needs a gradient.
+    /// Returns whether a value needs a gradient.
     pub fn needs_grad(&self, value: ValueId) -> bool {
         self.depends[value.0] && self.matters[value.0]
     }
 
-    /// Whether an input of a node needs the gradient that the node's backward computes.
+    /// Returns whether an input of a node needs the gradient that the node's backward computes.
     pub fn passes_through(&self, graph: &Graph, node: &Node, input: usize) -> bool {
         self.needs_grad(node.output)
             && self.needs_grad(node.inputs[input].value)
@@ -54,8 +54,8 @@ impl Flow {
     }
 }
 
-/// Whether a node's backward computes a gradient for this input. The end of a segment does, although its input is
-/// detached.
+/// Returns whether a node's backward computes a gradient for this input. The end of a segment does, although its input
+/// is detached.
 fn flows(graph: &Graph, node: &Node, input: usize) -> bool {
     let is_end = || !node.inputs.iter().any(|x| x.tracked);
     node.inputs[input].tracked || (is_end() && graph.value(node.output).tracked)
@@ -63,15 +63,15 @@ fn flows(graph: &Graph, node: &Node, input: usize) -> bool {
 
 /// Returns a node that reads renamed values.
 pub(super) fn renamed(node: &Node, names: &[ValueId]) -> Node {
-    let of = |operands: &[ValueRef]| operands.iter().map(|x| named(x, names)).collect();
+    let of = |operands: &[ValueRef]| operands.iter().map(|x| renamed_operand(x, names)).collect();
     Node {
         inputs: of(&node.inputs),
-        reads: of(&node.reads),
+        extra_inputs: of(&node.extra_inputs),
         ..node.clone()
     }
 }
 
-pub(super) fn named(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
+pub(super) fn renamed_operand(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
     ValueRef {
         value: names[operand.value.0],
         ..operand.clone()
@@ -79,7 +79,7 @@ pub(super) fn named(operand: &ValueRef, names: &[ValueId]) -> ValueRef {
 }
 
 /// Returns the input of a node that returns it unchanged: a copy made for candle's graph.
-pub(super) fn passed_on(graph: &Graph, node: &Node) -> Option<ValueId> {
+pub(super) fn pass_through_input(graph: &Graph, node: &Node) -> Option<ValueId> {
     let [x] = &node.inputs[..] else {
         return None;
     };

@@ -26,7 +26,7 @@ pub(super) fn rewrite(program: &mut Program) {
     }
     let node = &program.nodes[i];
     let (x, weight) = (&node.inputs[0], &node.inputs[1]);
-    let targets = &node.reads[node.reads.len() - 1];
+    let targets = &node.extra_inputs[node.extra_inputs.len() - 1];
     let is_empty = |operand| program.shape_of(operand).contains(&0);
     // The chunks' gradients of the weight are summed in a parameter's gradient. A recomputed segment would add them
     // twice.
@@ -52,7 +52,7 @@ pub(super) fn rewrite(program: &mut Program) {
     };
     let node = &mut program.nodes[i];
     node.kind = Kind::Head(head);
-    node.kept.clear();
+    node.saved.clear();
     let [mut both, backward] = node.costs;
     both += backward;
     node.costs = [both, Cost::default()];

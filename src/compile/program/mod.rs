@@ -1,14 +1,14 @@
-//! A traced graph as it is planned: nodes over values, which rewrites make fewer of.
+//! A traced graph prepared for planning: nodes over values. Rewrites fuse nodes.
 //!
-//! A [`Program`] starts as the nodes of the graph, without those that only pass a value on. [`Program::new`] then
+//! A [`Program`] starts as the nodes of the graph, without those that return an input unchanged. [`Program::new`] then
 //! applies these rewrites in order, one file each. A rewrite replaces nodes by a fused node that computes the same:
 //!
 //! 1. [`head`]: head and loss of a step, some rows at a time;
-//! 2. [`copies`]: casts of weights, which are no calls of every micro-batch;
-//! 3. [`attention`]: on a GPU, heads in the projections' layout, rotated in place; and q, k and v as one product;
-//! 4. [`gated`]: on a GPU, the two maps of SwiGLU as one product;
-//! 5. [`siblings`]: linear maps of one input, side by side;
-//! 6. [`norm`]: RMSNorm with the addition before it, and rounded.
+//! 2. [`copies`]: casts of weights, which are removed from the micro-batches;
+//! 3. [`attention`]: on a GPU, heads in the projections' layout, rotated in place; and q, k and v as one matmul;
+//! 4. [`gated`]: on a GPU, the two linear layers of SwiGLU or GeGLU as one matmul;
+//! 5. [`siblings`]: linear layers of one input, next to each other;
+//! 6. [`norm`]: RMSNorm and LayerNorm with the addition before and the cast after them.
 //!
 //! A rewrite never removes a value that another node reads. The passes that follow treat all nodes alike
 //! ([`lower`](super::lower)): forward, backward with recomputation and in-place writes, update, liveness, placement.
@@ -42,7 +42,6 @@ use std::collections::HashMap;
 pub(super) struct Program {
     pub target: Target,
     pub kind: PlanKind,
-    /// Micro-batches of a step.
     pub micro_batches: usize,
     /// The values of the graph, then those that rewrites added.
     pub values: Vec<Value>,
@@ -111,11 +110,11 @@ impl Program {
                 }
                 TraceEvent::Node(node) => {
                     let node = flow::renamed(node, &names);
-                    match flow::passed_on(graph, &node) {
+                    match flow::pass_through_input(graph, &node) {
                         Some(value) => names[node.output.0] = value,
                         None => {
-                            let kept = node.kept.iter().map(|kept| kept.value);
-                            for value in kept.chain([node.output]) {
+                            let saved = node.saved.iter().map(|saved| saved.value);
+                            for value in saved.chain([node.output]) {
                                 segments[value.0].clone_from(&open);
                             }
                             nodes.push(node);
@@ -123,10 +122,13 @@ impl Program {
                         }
                     }
                 }
-                TraceEvent::AutocastEnd | TraceEvent::Drop(_) => {} // memory alone
+                TraceEvent::AutocastEnd | TraceEvent::Drop(_) => {} // they concern memory alone
             }
         }
-        let outputs = graph.outputs.iter().map(|x| flow::named(x, &names));
+        let outputs = graph
+            .outputs
+            .iter()
+            .map(|x| flow::renamed_operand(x, &names));
         let outputs: Vec<ValueRef> = outputs.collect();
         let is_trained =
             |value: ValueId| kind.has_backward() && function.numbers.contains_key(&value);
@@ -138,7 +140,7 @@ impl Program {
         let mut is_whole: Vec<bool> = whole.collect();
         for operand in nodes
             .iter()
-            .flat_map(|node| node.inputs.iter().chain(&node.reads))
+            .flat_map(|node| node.inputs.iter().chain(&node.extra_inputs))
         {
             is_whole[operand.value.0] &= operand.view.is_none();
         }
@@ -172,10 +174,10 @@ impl Program {
         self.makers = vec![None; count];
         self.readers = vec![Vec::new(); count];
         for (i, node) in self.nodes.iter().enumerate() {
-            for value in node.made() {
+            for value in node.computed_values() {
                 self.makers[value.0] = Some(i);
             }
-            for operand in node.inputs.iter().chain(&node.reads) {
+            for operand in node.inputs.iter().chain(&node.extra_inputs) {
                 let readers = &mut self.readers[operand.value.0];
                 if readers.last() != Some(&i) {
                     readers.push(i);
@@ -217,19 +219,18 @@ impl Program {
         &self.values[id.0]
     }
 
-    /// Returns the shape of an operand.
     pub fn shape_of<'a>(&'a self, operand: &'a ValueRef) -> &'a [usize] {
         operand.shape_in(&self.values)
     }
 
-    /// Returns the signature of a node for its lowering. `has_grad` says which outputs have gradients in backward.
+    /// Returns the signature of a node for its lowering. `has_grad`: which outputs have gradients in backward.
     pub fn signature<'a>(&'a self, node: &'a Node, has_grad: [bool; 2]) -> Signature<'a> {
         let operands = NodeOperands {
             attributes: &node.attributes,
             inputs: &node.inputs,
-            reads: &node.reads,
+            extra_inputs: &node.extra_inputs,
             output: node.output,
-            kept: &node.kept,
+            saved: &node.saved,
         };
         let plan = PlanContext {
             has_grad,
@@ -256,29 +257,29 @@ impl Program {
         }
     }
 
-    /// Whether the function returns the value.
+    /// Returns whether the function returns the value.
     fn is_output(&self, value: ValueId) -> bool {
         self.outputs.iter().any(|output| output.value == value)
     }
 
-    /// Whether a node is this op.
+    /// Returns whether a node is this op.
     fn is(&self, node: usize, op: &OpInfo) -> bool {
         let node = &self.nodes[node];
         node.op == op.op && matches!(node.kind, Kind::Op(_))
     }
 
-    /// Whether a node is this op and has a kernel.
+    /// Returns whether a node is this op and has a kernel.
     fn is_kernel(&self, node: usize, op: &OpInfo) -> bool {
         self.is(node, op) && !self.nodes[node].composed
     }
 
-    /// Whether the node is SwiGLU's or GeGLU's linear maps and gate, computed by kernels.
+    /// Returns whether the node is SwiGLU's or GeGLU's linear layers and gate, computed by kernels.
     fn is_gated_linear(&self, node: usize) -> bool {
         let mut ops = gated_linear::INFOS.iter();
         ops.any(|op| self.is_kernel(node, op))
     }
 
-    /// Whether two nodes are in the same checkpointed segment, or in none.
+    /// Returns whether two nodes are in the same checkpointed segment, or in none.
     fn are_in_one_segment(&self, a: usize, b: usize) -> bool {
         self.nodes[a].segments == self.nodes[b].segments
     }
@@ -288,12 +289,12 @@ impl Program {
         &self.segments[value.0]
     }
 
-    /// Whether a value needs a gradient.
+    /// Returns whether a value needs a gradient.
     pub fn needs_grad(&self, value: ValueId) -> bool {
         self.wanted[value.0]
     }
 
-    /// Whether an operand is a weight, an input or a constant that is never read as a view.
+    /// Returns whether an operand is a weight, an input or a constant that is never read as a view.
     pub fn is_leaf(&self, operand: &ValueRef) -> bool {
         self.is_whole[operand.value.0] && self.value(operand.value).source != Source::Node
     }
@@ -303,7 +304,7 @@ impl Program {
         self.stacks.get(&value).cloned().unwrap_or(vec![value])
     }
 
-    /// Whether a weight is read as part of a stack.
+    /// Returns whether a weight is read as part of a stack.
     pub fn is_stacked(&self, weight: ValueId) -> bool {
         self.stacks.values().any(|stack| stack.contains(&weight))
     }
@@ -316,7 +317,7 @@ impl Program {
     /// Returns the copies of weights in reading order, each with the first node that reads it.
     pub fn copies(&self) -> Vec<(ValueId, &Node)> {
         let mut copies: Vec<(ValueId, &Node)> = Vec::new();
-        let reads = |node: &'_ Node| node.reads.clone();
+        let reads = |node: &'_ Node| node.extra_inputs.clone();
         for node in &self.nodes {
             for value in reads(node).into_iter().map(|read| read.value) {
                 let is_new = || !copies.iter().any(|(copy, _)| *copy == value);

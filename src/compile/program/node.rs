@@ -2,7 +2,7 @@
 
 use super::flow::Flow;
 use crate::attention::in_rows::InRows;
-use crate::graph::{self, Attribute, Graph, Kept, ValueId, ValueRef};
+use crate::graph::{self, Attribute, Graph, Saved, ValueId, ValueRef};
 use crate::op_table;
 use crate::ops::cost::Cost;
 use crate::ops::head_loss::HeadLoss;
@@ -13,26 +13,25 @@ use crate::probe::Path;
 /// One op, or several fused.
 #[derive(Clone, Debug)]
 pub(in crate::compile) struct Node {
-    /// The place in the model, without the op's name.
+    /// The path in the model, without the op's name.
     pub path: String,
-    /// The outermost module there.
+    /// The outermost module of the path.
     pub module: Path,
-    /// The op's name.
     pub op: &'static str,
     /// Whether it is composed of candle's own ops.
     pub composed: bool,
-    /// How it is computed.
+    /// The kind of node, which determines how it is computed.
     pub kind: Kind,
     /// The parameters of the op.
     pub attributes: Vec<(&'static str, Attribute)>,
     pub inputs: Vec<ValueRef>,
     /// Inputs without a gradient: token ids, angles, copies of weights.
-    pub reads: Vec<ValueRef>,
+    pub extra_inputs: Vec<ValueRef>,
     pub output: ValueId,
     /// A second output of a fused node.
     pub second: Option<ValueId>,
     /// Tensors that it saves for backward.
-    pub kept: Vec<Kept>,
+    pub saved: Vec<Saved>,
     /// By input: whether backward has to compute its gradient.
     pub needs_grad: Vec<bool>,
     /// The checkpointed segments that contain it, the outermost first.
@@ -89,24 +88,24 @@ impl Kind {
 }
 
 impl Node {
-    /// Returns the node of a graph's node.
+    /// Returns the program node of a graph's node.
     pub(super) fn of(graph: &Graph, node: &graph::Node, segments: Vec<usize>, flow: &Flow) -> Self {
         let [forward, backward] = op_table::costs_of_node(graph, node);
         let backward = backward.filter(|_| flow.needs_grad(node.output));
         let needs_grad =
             (0..node.inputs.len()).map(|input| flow.passes_through(graph, node, input));
         Self {
-            path: place_of(node),
+            path: parent_path(node),
             module: node.module,
             op: node.op,
             composed: node.composed,
             kind: Kind::Op(op_table::lowering_of(node)),
             attributes: node.attributes.clone(),
             inputs: node.inputs.clone(),
-            reads: node.reads.clone(),
+            extra_inputs: node.extra_inputs.clone(),
             output: node.output,
             second: None,
-            kept: node.kept.clone(),
+            saved: node.saved.clone(),
             needs_grad: needs_grad.collect(),
             segments,
             recomputes_saved: false,
@@ -116,9 +115,9 @@ impl Node {
     }
 
     /// Returns the values that it computes.
-    pub fn made(&self) -> impl Iterator<Item = ValueId> {
-        let kept = self.kept.iter().map(|kept| kept.value);
-        [self.output].into_iter().chain(self.second).chain(kept)
+    pub fn computed_values(&self) -> impl Iterator<Item = ValueId> {
+        let saved = self.saved.iter().map(|saved| saved.value);
+        [self.output].into_iter().chain(self.second).chain(saved)
     }
 
     /// Returns the attribute with this name.
@@ -127,8 +126,8 @@ impl Node {
         attributes.find_map(|(other, value)| (*other == name).then_some(*value))
     }
 
-    /// Replaces these nodes: takes over their names and costs.
-    pub(super) fn standing_for<'n>(self, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
+    /// Adds the names and costs of the nodes that this one replaces.
+    pub(super) fn replacing<'n>(self, nodes: impl IntoIterator<Item = &'n Node>) -> Self {
         let (mut ops, mut costs) = (Vec::new(), [Cost::default(); 2]);
         for node in nodes {
             ops.extend(&node.ops);
@@ -141,7 +140,7 @@ impl Node {
 }
 
 /// Returns a node's path without its op's name.
-fn place_of(node: &graph::Node) -> String {
+fn parent_path(node: &graph::Node) -> String {
     let place = node.path.strip_suffix(node.op).unwrap_or(&node.path);
     place.strip_suffix('/').unwrap_or(place).to_string()
 }

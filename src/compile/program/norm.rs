@@ -41,7 +41,7 @@ fn norm_of(program: &Program, i: usize) -> Option<(Norm, f64)> {
     let are_weights = affine
         .iter()
         .all(|weight| is_f32(weight) && program.is_leaf(weight));
-    (fits && are_weights && node.kept.len() == 1).then_some((norm, eps))
+    (fits && are_weights && node.saved.len() == 1).then_some((norm, eps))
 }
 
 /// Returns the fused node of the norm at `i`.
@@ -71,7 +71,7 @@ fn around(
         nodes.extend(sum.nodes);
     }
     nodes.sort_unstable();
-    let by = by.standing_for(nodes.iter().map(|node| &program.nodes[*node]));
+    let by = by.replacing(nodes.iter().map(|node| &program.nodes[*node]));
     Replacement { nodes, at: i, by }
 }
 
@@ -86,7 +86,7 @@ fn rounded(program: &Program, i: usize) -> Option<(usize, ValueId)> {
     fits.then_some((at, node.output))
 }
 
-/// Whether a node casts all of a value.
+/// Returns whether a node casts all of a value.
 fn is_cast(program: &Program, i: usize) -> bool {
     let node: &Node = &program.nodes[i];
     program.is(i, &cast::CAST) && node.inputs[0].view.is_none()

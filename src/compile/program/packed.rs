@@ -9,7 +9,6 @@ pub(super) struct Packed {
     pub weight: ValueRef,
     /// Its copy in half precision.
     pub copy: ValueRef,
-    /// Its rows.
     pub rows: usize,
     /// Whether it needs a gradient.
     pub needs_grad: bool,
@@ -75,7 +74,7 @@ impl Program {
     fn copy_of(&self, (node, input): (usize, usize)) -> Option<ValueId> {
         let node = &self.nodes[node];
         let weight = node.inputs[input].value;
-        let mut reads = node.reads.iter().map(|read| read.value);
+        let mut reads = node.extra_inputs.iter().map(|read| read.value);
         reads.find(|read| self.copied(*read) == Some(weight))
     }
 }

@@ -19,7 +19,7 @@ impl Program {
     /// Marks the first nodes of each kind as recomputed. Returns how many there are.
     pub fn recompute(&mut self, wanted: Recompute) -> Recompute {
         let mut taken = Recompute::default();
-        let mut passes_on = vec![false; self.values.len()]; // by value: a sum that does not stay
+        let mut passes_on = vec![false; self.values.len()]; // by value: whether it is a sum that is recomputed
         for i in 0..self.nodes.len() {
             let is_gate = self.is_gated_linear(i);
             let node = &mut self.nodes[i];

@@ -30,14 +30,14 @@ pub(super) fn rewrite(program: &mut Program) {
     program.nodes = in_order.collect();
 }
 
-/// Whether a node is a linear layer whose other inputs are weights.
+/// Returns whether a node is a linear layer whose other inputs are weights.
 fn is_map_of_weights(program: &Program, i: usize) -> bool {
     let node = &program.nodes[i];
     let is_linear = [linear::INFO, linear_bias::INFO]
         .iter()
         .any(|info| program.is_kernel(i, info));
     let copies = || {
-        node.reads
+        node.extra_inputs
             .iter()
             .all(|read| program.copied(read.value).is_some())
     };

@@ -1,4 +1,4 @@
-//! Rewrites: a function in, its program out, printed a line for each node.
+//! Tests of the rewrites: each traces a function and compares its program, printed as one line per node.
 
 use super::*;
 use crate::attention::{Algorithm, AttentionConfig, Mask};
@@ -10,7 +10,7 @@ use crate::{Result, ops};
 use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 
-/// The program of a training step of what `loss` makes of a stream (2, 8, 16).
+/// Returns the program of a training step of the loss that `loss` computes from a stream (2, 8, 16).
 fn program(
     target: Target,
     precision: Precision,
@@ -23,7 +23,7 @@ fn program(
         let x = ops::embedding(&tokens, &table)?;
         Ok(vec![precision.run(|| loss(&vb, x))?])
     };
-    let function = TracedFunction::of_hollow_weights("test", target, traced).unwrap();
+    let function = TracedFunction::with_meta_weights("test", target, traced).unwrap();
     Program::new(&function, PlanKind::TrainStep, 1)
 }
 
@@ -74,7 +74,7 @@ fn norm(vb: &VarBuilder<'_>, x: &Tensor) -> Result<Tensor> {
     ops::rms_norm(x, &vb.get(16, "norm")?, 1e-5)
 }
 
-/// The norm takes the addition and the casts about it; what reads the sum has it from the norm.
+/// The norm absorbs the addition and the adjacent casts. Readers of the sum read it from the norm.
 #[test]
 fn a_sum_its_norm_and_its_casts() {
     let block = |vb: &VarBuilder<'static>, x: Tensor| {
@@ -110,8 +110,8 @@ fn a_sum_its_norm_and_its_casts() {
     );
 }
 
-/// What else reads a value keeps it: a norm that is read in f32 too is not rounded, a sum that is read before its norm
-/// is made before.
+/// Values with other readers stay: a norm that is also read in f32 is not rounded, and a sum that is read before its
+/// norm stays a node.
 #[test]
 fn what_others_read_stays() {
     let twice = program(Target::Cpu, Precision::BF16, |vb, x| {
@@ -127,7 +127,7 @@ fn what_others_read_stays() {
     assert!(printed(&before).contains(&"residual rms_norm f32 (add, norm)".into()));
 }
 
-/// A cast in another checkpointed segment than its norm stays there.
+/// A cast in another checkpointed segment than its norm is not fused.
 #[test]
 fn a_segments_end() {
     let ends = program(Target::Cpu, Precision::BF16, |vb, x| {
@@ -166,8 +166,8 @@ fn attend_with(
     ops::mean(&ops::merge_heads(&out)?)
 }
 
-/// On a GPU heads lie in rows; in half precision their projections are one product. On the CPU maps of one input are
-/// side by side, last first.
+/// On a GPU, heads stay in rows; in half precision their projections are one matmul. On the CPU, linear layers of one
+/// input are adjacent, last first.
 #[test]
 fn heads_in_rows() {
     let flash =
@@ -212,10 +212,10 @@ fn heads_in_rows() {
         lines[2..5],
         ["v", "k", "q"].map(|name| format!("linear bf16 (cast, {name})"))
     );
-    assert_eq!(on_cpu.copies().len(), 3); // casts of weights are no nodes
+    assert_eq!(on_cpu.copies().len(), 3); // casts of weights are not nodes
 }
 
-/// No mask, or a projection that something else reads too: heads are cut and merged by calls of their own.
+/// Without a mask, or if a projection has another reader, heads are split and merged by separate calls.
 #[test]
 fn heads_apart() {
     let open = program(Target::Cuda, Precision::F32, |vb, x| {
@@ -244,7 +244,7 @@ fn heads_apart() {
     }
 }
 
-/// Gate and up are one product on a GPU in half precision, unless something else reads a weight.
+/// Gate and up are one matmul on a GPU in half precision, unless another node reads one of the weights.
 #[test]
 fn gate_and_up() {
     let gated = |vb: &VarBuilder<'_>, x: &Tensor, gelu: Option<Gelu>| {
@@ -264,7 +264,7 @@ fn gate_and_up() {
         let program = program(target, precision, once);
         let node = &program.nodes[program.nodes.len() - 2];
         assert_eq!(
-            (node.inputs.len(), node.kept.len()),
+            (node.inputs.len(), node.saved.len()),
             if packed { (2, 1) } else { (3, 2) }
         );
         let of_weights = program.weights_of(node.inputs[1].value).len();
@@ -281,7 +281,7 @@ fn gate_and_up() {
     assert!(printed(&shared).contains(&"swiglu_linear bf16 (cast, w1, w3)".into()));
 }
 
-/// Head and loss, if the loss is what the function returns.
+/// Head and loss are fused if the function returns the loss.
 #[test]
 fn head_and_loss() {
     let loss = |vb: &VarBuilder<'_>, x: &Tensor| {
@@ -303,8 +303,7 @@ fn head_and_loss() {
     assert!(printed(&doubled).contains(&"linear_cross_entropy f32 (embedding, head)".into()));
 }
 
-/// So many sums and gates are recomputed as are asked for, the first ones first, and of two sums one above the other
-/// only one.
+/// The requested number of sums and gates is recomputed, the first ones first. Of two consecutive sums only one is.
 #[test]
 fn sums_and_gates() {
     let blocks = |vb: &VarBuilder<'static>, mut x: Tensor| {
@@ -352,8 +351,7 @@ fn a_head_in_a_segment() {
     assert!(printed(&program).contains(&"linear_cross_entropy f32 (embedding, head)".into()));
 }
 
-/// Projections that are made outside of an attention's segment are not rotated in place: backward would rotate them
-/// twice.
+/// Projections from outside of an attention's segment are not rotated in place: backward would rotate them twice.
 #[test]
 fn a_core_in_a_segment() {
     let core = program(Target::Cuda, Precision::F32, |vb, x| {
@@ -375,7 +373,7 @@ fn a_core_in_a_segment() {
     );
 }
 
-/// A cast that is read as an input is a node: a product reads its own copy, or the cast as it is.
+/// A cast that is also read as an input stays a node. Matmuls read a separate copy, or the cast itself.
 #[test]
 fn casts_that_others_read() {
     let read = program(Target::Cpu, Precision::BF16, |vb, x| {
@@ -388,7 +386,7 @@ fn casts_that_others_read() {
     assert!(printed(&read).contains(&"weight_cast bf16 (w)".into()));
 }
 
-/// LayerNorm is fused as RMSNorm is.
+/// LayerNorm is fused like RMSNorm.
 #[test]
 fn a_sum_and_its_layer_norm() {
     let program = program(Target::Cuda, Precision::BF16, |vb, x| {

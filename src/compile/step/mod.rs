@@ -1,5 +1,4 @@
-//! A training step of any loss, planned: how one is made, or its plan alone ([`new`]), runs ([`run`]), and what they
-//! leave.
+//! A planned training step of any loss: constructors and standalone plans ([`new`]), runs ([`run`]), and their results.
 
 mod new;
 mod run;
@@ -7,7 +6,7 @@ mod run;
 use super::arguments::Arguments;
 use super::batch::Batch;
 use super::config::{PlanKind, StepConfig};
-use super::loss::{Job, Loss};
+use super::loss::{Loss, PlanRequest};
 use super::phase_times::PhaseTimes;
 use super::plan::Plan;
 use super::planned_step::PlannedStep;
@@ -22,27 +21,27 @@ const OP: &str = "compile::Step";
 
 /// Forward, backward, clipping and AdamW of a loss, planned for the shapes of each batch.
 ///
-/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::of`]), or any function of
+/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::for_model`]), or any function of
 /// [inputs](super::Inputs) over layers with real weights, written with this crate's [`ops`](crate::ops),
-/// [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`]). The step is that of an eager loop on the same
-/// variables: `loss`, [`backward`](crate::backward),
+/// [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`]). A step does what an eager loop does with the
+/// same variables: `loss`, [`backward`](crate::backward),
 /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked), [`AdamW::step`](crate::optim::AdamW::step).
-/// Learning rates, groups and betas are read from the optimizer at each run. The optimizer's weights are updated; a
-/// weight that several layers read (tied) has the sum of its gradients; one that the optimizer does not have is frozen.
+/// Learning rates, groups and betas are read from the optimizer at each run. The optimizer's weights are updated. A
+/// weight that several layers read (tied) receives the sum of its gradients. A weight that the optimizer does not have
+/// is frozen.
 ///
 /// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
-/// run with them or in [`prepare`](Self::prepare). What it captures, tensors and numbers, and the branches that it
-/// takes are fixed then; what changes from run to run is an input. The last [`MAX_PLANS`](Self::MAX_PLANS) plans are
-/// kept, of whatever shapes and [kind](PlanKind), and the one that was used longest ago goes. They share one arena.
+/// run with them or in [`prepare`](Self::prepare). The tensors and numbers that it captures and the branches that it
+/// takes are fixed then. Whatever changes from run to run must be an input. The last [`MAX_PLANS`](Self::MAX_PLANS)
+/// plans are kept, of any shapes and [kind](PlanKind); the least recently used one is evicted. All share one arena.
 ///
-/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward, and its activations do not stay. A
-/// frozen weight is read as it is in each run where the loss reads all of it; of one that is read in parts a copy is
-/// made when the step is planned. On the CPU a run reads its inputs where they lie, if they are contiguous; on a GPU it
-/// copies them, from the CPU or from there. Ops take a little memory of their own besides the arena. A run holds the
-/// storages of parameters and state: another thread that reads them waits until it is over, and on the CPU one that
-/// writes an input does.
+/// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward; its activations are not saved. A frozen
+/// weight that the loss reads in full is read in place in each run; one that is read through views is copied when the
+/// step is planned. On the CPU a run reads contiguous inputs in place; on a GPU it copies them, from the CPU or the
+/// GPU. Ops use a little memory in addition to the arena. A run locks the storages of parameters and optimizer state:
+/// another thread that reads them waits until the run ends. On the CPU a thread that writes an input waits too.
 ///
-/// On the CPU or [on a GPU](crate::compile#on-a-gpu); with parameters in f32, on the CPU also in f64.
+/// Runs on the CPU or [on a GPU](crate::compile#on-a-gpu), with parameters in f32, on the CPU also in f64.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -72,59 +71,58 @@ const OP: &str = "compile::Step";
 #[derive(Debug)]
 pub struct Step<'l> {
     loss: Loss<'l>,
-    /// The variables that the loss reads; parameters are these, or parts of them.
+    /// The variables that the loss reads. The parameters are these, or shards of them.
     weights: Vec<(String, Var)>,
     parameters: Vec<(String, Var)>,
-    /// By parameter; empty for the default.
+    /// How missing gradients are treated, by parameter; empty for the default.
     missing: Vec<MissingGradients>,
     device: Device,
     config: StepConfig,
     communicator: Option<Communicator>,
     times_phases: bool,
-    /// The number of runs so far.
     runs: usize,
-    /// Plans that were dropped for others.
-    evicted: usize,
-    /// In the order of their last use.
+    evicted_plans: usize,
+    /// The plans, least recently used first.
     plans: Vec<Prepared>,
 }
 
-/// A plan for some shapes.
+/// A plan for one set of shapes.
 #[derive(Debug)]
 struct Prepared {
     step: PlannedStep,
     arguments: Arguments,
     graph: Graph,
     checkpointing: Checkpointing,
-    /// Tensors that the function reads, and that are neither parameters nor inputs.
+    /// Tensors that the function reads and that are neither parameters nor inputs.
     constants: Vec<ValueId>,
     kind: PlanKind,
-    /// Set for batches that count their targets.
-    counts: bool,
+    /// Whether the batch counts its targets.
+    counts_targets: bool,
 }
 
 impl<'l> Step<'l> {
     /// The number of plans that are kept.
     pub const MAX_PLANS: usize = 4;
 
-    /// Plans the step for batches of these shapes and dtypes, unless it is planned, and allocates its arena.
+    /// Plans the step for batches of these shapes and dtypes, if no such plan exists, and allocates its arena.
     ///
     /// # Errors
-    /// Those of the loss and of its trace; an op that has no planned form, by its place; a loss that is not one float;
-    /// a weight of the optimizer that the loss does not depend on, unless its group
-    /// [takes that](crate::optim::AdamWConfig::missing_gradients); a missing input, or one that the loss does not read;
-    /// on a GPU, heads that flash attention [has no kernel for](crate::compile#on-a-gpu); a memory budget that no plan
-    /// keeps to, with the smallest that one would; an arena that does not fit the device's memory.
+    /// Errors of the loss and of its trace; an op that cannot be planned, with its path; a loss that is not a scalar
+    /// float; a weight of the optimizer that the loss does not depend on, unless its group [permits
+    /// that](crate::optim::AdamWConfig::missing_gradients); a missing input, or one that the loss does not read; on a
+    /// GPU, heads that flash attention [has no kernel for](crate::compile#on-a-gpu); a memory budget that no plan fits,
+    /// with the smallest that would do; an arena that does not fit in the device's memory.
     pub fn prepare(&mut self, batch: impl Into<Batch>) -> Result<&Plan> {
         let prepared = self.prepared(PlanKind::TrainStep, &batch.into())?;
         Ok(&prepared.step.plan)
     }
 
-    /// The plan of a kind for a batch, as the last of the plans, with the arena.
+    /// Finds or makes the plan of a kind for a batch. It becomes the last of the plans and owns the arena.
     fn prepared(&mut self, kind: PlanKind, batch: &Batch) -> Result<&mut Prepared> {
         let fits = |prepared: &Prepared| {
-            let counts = batch.counted().is_some();
-            (prepared.kind, prepared.counts) == (kind, counts) && prepared.arguments.take(batch)
+            let counts = batch.counted_targets().is_some();
+            (prepared.kind, prepared.counts_targets) == (kind, counts)
+                && prepared.arguments.accepts(batch)
         };
         let next = match self.plans.iter().position(fits) {
             Some(place) if place + 1 == self.plans.len() => None,
@@ -133,7 +131,7 @@ impl<'l> Step<'l> {
                 let planned = self.planned(kind, batch)?;
                 if self.plans.len() == Self::MAX_PLANS {
                     self.plans.remove(0);
-                    self.evicted += 1;
+                    self.evicted_plans += 1;
                 }
                 Some(planned)
             }
@@ -141,7 +139,7 @@ impl<'l> Step<'l> {
         if let Some(mut next) = next {
             let before = self.plans.last_mut().map(|before| &mut before.step);
             if let Err(error) = next.step.follow(before) {
-                self.plans.clear(); // none has an arena now
+                self.plans.clear(); // no plan has an arena now
                 return Err(error);
             }
             self.plans.push(next);
@@ -156,8 +154,8 @@ impl<'l> Step<'l> {
         self.plans.last()
     }
 
-    fn job<'s>(&'s self, kind: PlanKind, config: &'s StepConfig) -> Job<'s> {
-        Job {
+    fn request<'s>(&'s self, kind: PlanKind, config: &'s StepConfig) -> PlanRequest<'s> {
+        PlanRequest {
             op: OP,
             kind,
             target: Target::from(&self.device),
@@ -167,11 +165,11 @@ impl<'l> Step<'l> {
         }
     }
 
-    /// The plan of the loss for a batch, its constants in place, without an arena.
+    /// Makes the plan of the loss for a batch, with its constants but without an arena.
     fn planned(&self, kind: PlanKind, batch: &Batch) -> Result<Prepared> {
         let config = self.config.of(kind);
-        let job = self.job(kind, &config);
-        let (planned, checkpointing) = job.plan(batch, |function| {
+        let request = self.request(kind, &config);
+        let (planned, checkpointing) = request.plan(batch, |function| {
             for (parameter, missing) in function.parameters.iter_mut().zip(&self.missing) {
                 parameter.missing = *missing;
             }
@@ -194,21 +192,21 @@ impl<'l> Step<'l> {
             graph: planned.function.graph.clone(),
             checkpointing,
             kind,
-            counts: batch.counted().is_some(),
+            counts_targets: batch.counted_targets().is_some(),
         })
     }
 
-    /// Has the copies of weights that products read in half precision renewed in the next [`run`](Self::run). Only on
-    /// a GPU do they last from run to run, renewed by the update; an eager step of the same optimizer is noticed, and
-    /// [`forward_backward`](Self::forward_backward) renews them each time. Call this after the weights were changed
-    /// in any other way: loaded, or set.
+    /// Makes the next [`run`](Self::run) renew the half-precision copies of weights that matmuls read. Only needed on a
+    /// GPU, where copies persist from run to run and are renewed by the update. Call it after weights were loaded or
+    /// set. It is not needed after an eager step of the same optimizer, which is detected, nor for
+    /// [`forward_backward`](Self::forward_backward), which always renews the copies.
     pub fn refresh(&mut self) {
         for prepared in &mut self.plans {
             prepared.step.executor.refresh();
         }
     }
 
-    /// Times the phases of runs from now on, or no more, for [`phase_times`](Self::phase_times).
+    /// Enables or disables the timing of phases in later runs, for [`phase_times`](Self::phase_times).
     ///
     /// ```
     /// # use candle_core::Tensor;
@@ -222,7 +220,7 @@ impl<'l> Step<'l> {
     /// # };
     /// # let model = TransformerLM::new(&config, 0, &device)?;
     /// # let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-    /// # let mut step = Step::of(&model, &optimizer, &StepConfig::default())?;
+    /// # let mut step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     /// # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// step.time_phases(true);
     /// step.run(&mut optimizer, (&tokens, &tokens))?;
@@ -237,34 +235,35 @@ impl<'l> Step<'l> {
         }
     }
 
-    /// What the phases of the last run took; `None` if they are not timed, and before a run.
+    /// Returns the phase times of the last run; `None` before the first run, or if phases are not timed.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub fn phase_times(&self) -> Result<Option<PhaseTimes>> {
         let last = self.last();
         last.map_or(Ok(None), |last| last.step.executor.phase_times())
     }
 
-    /// The plan of the last run, of whatever [kind](crate::compile::PlanKind), or of [`prepare`](Self::prepare); `None`
-    /// before.
+    /// Returns the plan of the last run, of any [kind](crate::compile::PlanKind), or of the last
+    /// [`prepare`](Self::prepare); `None` before the first.
     pub fn plan(&self) -> Option<&Plan> {
         self.last().map(|last| &last.step.plan)
     }
 
-    /// The plans that are kept, in the order of their last use.
+    /// Returns the plans that are kept, least recently used first.
     pub fn plans(&self) -> impl Iterator<Item = &Plan> {
         self.plans.iter().map(|prepared| &prepared.step.plan)
     }
 
-    /// The trace that the last [plan](Self::plan) was made from.
+    /// Returns the trace that the last [plan](Self::plan) was made from.
     pub fn graph(&self) -> Option<&Graph> {
         self.last().map(|last| &last.graph)
     }
 
-    /// The tensors that the function read in that trace and that are neither parameters nor inputs, each with the place
-    /// that reads it first: frozen weights, and constants, which a plan may have copies of. What changes from run to
-    /// run is to be an input ([`StepConfig::retrace_every`](crate::compile::StepConfig::retrace_every) finds out).
+    /// Returns the frozen weights and constants of that trace: tensors that the function reads and that are neither
+    /// parameters nor inputs. Each comes with the path of the op that reads it first. The plan may have copies of
+    /// constants, so whatever changes from run to run must be an input
+    /// ([`StepConfig::retrace_every`](crate::compile::StepConfig::retrace_every) detects violations).
     pub fn constants(&self) -> Vec<(&str, &Value)> {
         let Some(last) = self.last() else {
             return Vec::new();
@@ -281,34 +280,35 @@ impl<'l> Step<'l> {
         constants.collect()
     }
 
-    /// The number of plans that were dropped for others, of more sets of shapes than [`MAX_PLANS`](Self::MAX_PLANS): a
-    /// run that comes back to one plans it again.
-    pub fn evicted(&self) -> usize {
-        self.evicted
+    /// Returns the number of plans that were evicted because there were more than [`MAX_PLANS`](Self::MAX_PLANS). A run
+    /// with an evicted plan's shapes plans again.
+    pub fn evicted_plans(&self) -> usize {
+        self.evicted_plans
     }
 
-    /// Which blocks the last [plan](Self::plan) recomputes: the model's own choice, or what the memory budget chose. (A
-    /// budget that is met by running sums, or gates and up, again runs no block again: the plan's calls show it.)
+    /// Returns the blocks that the last [plan](Self::plan) recomputes: as the model configures, or to fit the memory
+    /// budget. (If recomputing residual sums, or gate and up, is enough for the budget, no block is recomputed; the
+    /// plan's calls show what is.)
     pub fn checkpointing(&self) -> Option<Checkpointing> {
         self.last().map(|last| last.checkpointing)
     }
 
-    /// The weights that are updated, with their names.
+    /// Returns the weights that are updated, with their names.
     pub fn parameters(&self) -> &[(String, Var)] {
         &self.parameters
     }
 
-    /// The norm of the last run's gradients before clipping; `None` before the first [`run`](Self::run), after
+    /// Returns the norm of the last run's gradients before clipping; `None` before the first [`run`](Self::run), after
     /// [`forward_backward`](Self::forward_backward), and without clipping.
     pub fn gradient_norm(&self) -> Option<f64> {
         self.last().and_then(|last| last.step.last_norm)
     }
 
-    /// Copies of the last run's gradients by name, not clipped; of a [divided](crate::optim::AdamW::shard) optimizer
-    /// those of this rank's parameters.
+    /// Returns copies of the last run's gradients by name, before clipping. With a
+    /// [sharded](crate::optim::AdamW::shard) optimizer, only those of this rank's parameters.
     ///
     /// # Errors
-    /// [`Error::Order`] before the first run, and where the optimizer runs in backward, which frees them.
+    /// [`Error::Order`] before the first run, and if the optimizer runs in backward, which frees the gradients.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
         match self.last() {
             Some(last) => last.step.gradients(),

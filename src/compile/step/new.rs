@@ -1,7 +1,7 @@
-//! How a step is made, and plans alone, of steps that need not exist.
+//! Constructors of steps, and plans without a step.
 
 use super::super::config::{PlanKind, StepConfig, StepRanks};
-use super::super::loss::{Job, Loss, hollow_model};
+use super::super::loss::{Loss, PlanRequest, meta_model};
 use super::super::plan::Plan;
 use super::super::{Batch, Inputs, budget, parameters};
 use super::{OP, Step};
@@ -14,14 +14,14 @@ use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 
 impl<'l> Step<'l> {
-    /// A step of `loss` under `optimizer`.
+    /// Creates a step of `loss` with `optimizer`.
     ///
-    /// `loss` gives the mean loss of a batch (one float), or the sum over the targets of a batch that
-    /// [counts them](crate::compile::Batch::counting).
+    /// `loss` returns the mean loss of a batch (a scalar float), or the sum over the targets of a batch that [counts
+    /// them](crate::compile::Batch::with_counted_targets).
     ///
     /// # Errors
-    /// Weights that are not in f32 (or all in f64, on the CPU) on one device; a configuration that cannot work. Those
-    /// of the loss come when it is [traced](Self::prepare).
+    /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
+    /// loss occur when it is [traced](Self::prepare).
     pub fn new(
         optimizer: &AdamW,
         config: &StepConfig,
@@ -37,13 +37,13 @@ impl<'l> Step<'l> {
         };
         let (device, loss) = (first.device().clone(), Loss::Any(Box::new(loss)));
         let all = [parameters.clone(), parameters];
-        Self::made(loss, all, Some(optimizer), &device, config)
+        Self::with_loss(loss, all, Some(optimizer), &device, config)
     }
 
-    /// A step of any function of [inputs](Inputs) without an optimizer, on `device`: for [`forward`](Self::forward),
-    /// [`forward_backward`](Self::forward_backward) and
-    /// [`forward_backward_from`](Self::forward_backward_from). `parameters` are the variables that it reads, whose
-    /// gradients are wanted. They may be in half precision too, and so may the output.
+    /// Creates a step without an optimizer on `device`, of any function of [inputs](Inputs), for
+    /// [`forward`](Self::forward), [`forward_backward`](Self::forward_backward) and
+    /// [`forward_backward_from`](Self::forward_backward_from). `parameters` are the variables that it reads and that
+    /// need gradients. Parameters and output may also be in half precision.
     ///
     /// ```
     /// use candle_core::{DType, Tensor};
@@ -66,7 +66,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new), but for half precision.
+    /// Those of [`new`](Self::new), except that half precision is accepted.
     pub fn without_optimizer(
         device: &Device,
         parameters: Vec<(String, Var)>,
@@ -75,12 +75,12 @@ impl<'l> Step<'l> {
     ) -> Result<Self> {
         let loss = Loss::Any(Box::new(function));
         let all = [parameters.clone(), parameters];
-        Self::made(loss, all, None, device, config)
+        Self::with_loss(loss, all, None, device, config)
     }
 
-    /// A step of `model` under `optimizer`: its [loss](TransformerLM::loss) of `(&tokens, &targets)`, or of
-    /// [targets of which some do not count](crate::compile::Batch::masked), by its attention, dropout and
-    /// checkpointing.
+    /// Creates a step of `model` with `optimizer`. It computes the [loss](TransformerLM::loss) of `(&tokens,
+    /// &targets)`, or of [partly ignored targets](crate::compile::Batch::masked), with the model's attention, dropout
+    /// and checkpointing.
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -95,7 +95,7 @@ impl<'l> Step<'l> {
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?;
     /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-    /// let mut step = Step::of(&model, &optimizer, &StepConfig::default())?;
+    /// let mut step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
     /// let first = step.run(&mut optimizer, (&tokens, &targets))?;
@@ -105,10 +105,14 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new); an optimizer of other parameters than the model's.
-    pub fn of(model: &TransformerLM, optimizer: &AdamW, config: &StepConfig) -> Result<Self> {
+    /// Those of [`new`](Self::new); an optimizer of other parameters than the model's.
+    pub fn for_model(
+        model: &TransformerLM,
+        optimizer: &AdamW,
+        config: &StepConfig,
+    ) -> Result<Self> {
         let (loss, all) = (Loss::Model(Box::new(model.clone())), model.parameters());
-        Self::made(
+        Self::with_loss(
             loss,
             [all.clone(), all],
             Some(optimizer),
@@ -117,7 +121,7 @@ impl<'l> Step<'l> {
         )
     }
 
-    fn made(
+    fn with_loss(
         loss: Loss<'l>,
         [weights, parameters]: [Vec<(String, Var)>; 2],
         optimizer: Option<&AdamW>,
@@ -138,72 +142,72 @@ impl<'l> Step<'l> {
             communicator: None,
             times_phases: false,
             runs: 0,
-            evicted: 0,
+            evicted_plans: 0,
             plans: Vec::new(),
         })
     }
 
-    /// The same step, with gradients and loss averaged over the ranks of `replicated`, as
-    /// [its configuration](crate::distributed::ReplicatedConfig) says. Every rank runs the step at the same time, each
-    /// on its own part of the batch. All have the same weights after it.
+    /// Makes the step average gradients and loss over the ranks of `replicated`, by [its
+    /// configuration](crate::distributed::ReplicatedConfig). Every rank must run the step at the same time, on its own
+    /// part of the batch. All ranks have equal weights after it.
     ///
-    /// On a GPU a bucket's all-reduce runs beside the rest of backward, on a stream of its own, and is recorded in the
-    /// CUDA graph with it. On the CPU it is waited for where it begins.
+    /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
+    /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
-    /// Where the optimizer is [divided](AdamW::shard) among the ranks, a gradient is averaged on its owner alone, which
-    /// updates the parameter, and a run begins by fetching the others' as its products read them, on a GPU beside the
-    /// first layers. So a rank has of others' parameters the values of the last run until
+    /// With a [sharded](AdamW::shard) optimizer, each gradient is averaged on the rank that updates the parameter. A
+    /// run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
+    /// concurrently with the first layers. So a rank's values of other ranks' parameters are one update old until
     /// [`AdamW::gather_weights`].
     ///
     /// # Errors
-    /// A configuration that does not go with several ranks; [`Error::Placement`] for parameters on another device than
-    /// the ranks'. The first run refuses gradients exchanged in bf16 on the CPU.
+    /// A configuration that does not support several ranks; [`Error::Placement`] for parameters on another device than
+    /// the communicator's. The first run returns an error if gradients are exchanged in bf16 on the CPU.
     pub fn replicated(mut self, optimizer: &AdamW, replicated: &Replicated) -> Result<Self> {
         self.config.ranks = match optimizer.own_shard() {
             None => StepRanks::Replicated(replicated.config()),
             Some(own) => StepRanks::ShardedOptimizer(replicated.config(), own),
         };
-        self.joining(replicated.communicator())
+        self.with_communicator(replicated.communicator())
     }
 
-    /// A step of a loss over layers whose weights are divided over the ranks of `sharded`, from whose
-    /// [builder](FullyShard::builder) they were built; the optimizer trains [the parts](FullyShard::parameters). Every
-    /// rank runs the step at the same time, each on its own part of the batch.
+    /// Creates a step of a loss over layers whose weights are sharded over the ranks of `sharded`. The layers must be
+    /// built from its [builder](FullyShard::builder), and the optimizer must train [the
+    /// shards](FullyShard::parameters). Every rank must run the step at the same time, on its own part of the batch.
     ///
-    /// A module's weights are gathered in the dtype that its products read, in forward and again in backward, and freed
-    /// after they were read last. Its gradients are averaged after its backward, of each micro-batch, and a rank keeps
-    /// its part. On a GPU exchanges run beside the kernels, on a stream of their own, the gathers one module ahead, and
-    /// are recorded in the CUDA graph with them. On the CPU each is waited for where it begins.
+    /// A module's weights are gathered in the dtype that its matmuls read, in forward and again in backward, and freed
+    /// after their last read. Its gradients are averaged after its backward, in each micro-batch; each rank keeps its
+    /// shard. On a GPU exchanges run on a separate stream, concurrently with the kernels, and weights are gathered one
+    /// module ahead; all of it is recorded in one CUDA graph. On the CPU each exchange is waited for.
     ///
     /// # Errors
-    /// As [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other
-    /// parameters than all parts; [`Error::Rank`] where ranks have other weights.
+    /// Those of [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other
+    /// parameters than all shards; [`Error::Rank`] if ranks have different weights.
     pub fn fully_sharded(
         optimizer: &AdamW,
         config: &StepConfig,
         sharded: &FullyShard,
         loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Self> {
-        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.hollow_weights());
-        Self::of_parts(loss, weights, optimizer, config, sharded)
+        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.meta_weights());
+        Self::of_shards(loss, weights, optimizer, config, sharded)
     }
 
-    /// A step of the loss of `model`, whose weights are divided as those of [`fully_sharded`](Self::fully_sharded).
+    /// Creates a step of the loss of `model`, whose weights are sharded as for [`fully_sharded`](Self::fully_sharded).
     ///
     /// # Errors
-    /// As [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that is not all of what the builder
-    /// gave.
-    pub fn of_fully_sharded(
+    /// Those of [`fully_sharded`](Self::fully_sharded); [`Error::Order`] for a model that does not have all weights
+    /// that the builder created.
+    pub fn fully_sharded_for_model(
         model: &TransformerLM,
         optimizer: &AdamW,
         config: &StepConfig,
         sharded: &FullyShard,
     ) -> Result<Self> {
         let (loss, weights) = (Loss::Model(Box::new(model.clone())), model.parameters());
-        Self::of_parts(loss, weights, optimizer, config, sharded)
+        Self::of_shards(loss, weights, optimizer, config, sharded)
     }
 
-    fn of_parts(
+    fn of_shards(
         loss: Loss<'l>,
         weights: Vec<(String, Var)>,
         optimizer: &AdamW,
@@ -217,12 +221,12 @@ impl<'l> Step<'l> {
         config.validate()?;
         let communicator = sharded.communicator();
         let all = [weights.clone(), sharded.parts_of(&weights)?];
-        Self::made(loss, all, Some(optimizer), communicator.device(), &config)?
-            .joining(communicator)
+        Self::with_loss(loss, all, Some(optimizer), communicator.device(), &config)?
+            .with_communicator(communicator)
     }
 
-    /// Has every run exchange with these ranks.
-    fn joining(mut self, communicator: &Communicator) -> Result<Self> {
+    /// Sets the communicator for the exchanges of all runs.
+    fn with_communicator(mut self, communicator: &Communicator) -> Result<Self> {
         self.config.validate()?;
         for (_, var) in &self.parameters {
             communicator.check_device(var.device())?;
@@ -231,9 +235,9 @@ impl<'l> Step<'l> {
         Ok(self)
     }
 
-    /// The plan alone, of a loss, or any function, over [hollow weights](crate::graph::weights), which are all trained:
-    /// what a run of that kind would do with such a batch, and what memory it would take. Of the gradient that a run of
-    /// [`PlanKind::Gradients`] is given the batch has nothing.
+    /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. All weights are
+    /// trained. The plan is that of a run of this kind with such a batch, and predicts its memory. For
+    /// [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// ```
     /// use candle_core::DType;
@@ -253,7 +257,7 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// As [`prepare`](Self::prepare), but for those of the weights and of the device's memory.
+    /// Those of [`prepare`](Self::prepare), except for those of real weights and of the device's memory.
     pub fn plan_for(
         target: impl Into<Target>,
         kind: PlanKind,
@@ -262,7 +266,7 @@ impl<'l> Step<'l> {
         function: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Plan> {
         config.validate()?;
-        let job = Job {
+        let job = PlanRequest {
             op: OP,
             kind,
             target: target.into(),
@@ -273,22 +277,22 @@ impl<'l> Step<'l> {
         Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
 
-    /// The plan alone, of the loss of a model that need not exist, and the blocks that it recomputes, which a memory
-    /// budget may have chosen.
+    /// Plans the loss of a model by its configuration, without a step or weights. Returns the plan and the blocks that
+    /// it recomputes, which a memory budget may have chosen.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
-    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
-    /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
+    /// let (model, batch) = (TransformerConfig::small(), Batch::meta(4, 256)?);
+    /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
     /// println!("{} calls, an arena of {} MiB", plan.calls().len(), plan.peak_bytes() >> 20);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Configurations that cannot work; a memory budget that no plan keeps to, with the smallest that one would.
-    pub fn plan_of(
+    /// Invalid configurations; a memory budget that no plan fits, with the smallest that would do.
+    pub fn plan_for_model(
         target: impl Into<Target>,
         model: &TransformerConfig,
         config: &StepConfig,
@@ -297,36 +301,36 @@ impl<'l> Step<'l> {
         config.validate()?;
         let batch = batch.into();
         let length = batch.length("tokens");
-        let hollow = hollow_model(model, length)?;
-        let job = Job {
+        let meta = meta_model(model, length)?;
+        let job = PlanRequest {
             op: OP,
             kind: PlanKind::TrainStep,
             target: target.into(),
-            weights: Some(&hollow.parameters()),
-            loss: &Loss::Model(Box::new(hollow)),
+            weights: Some(&meta.parameters()),
+            loss: &Loss::Model(Box::new(meta)),
             config,
         };
         let (planned, checkpointing) = job.plan(&batch, |_| {})?;
         Ok((planned.lowered.plan, checkpointing))
     }
 
-    /// A lower bound of what the plan of a model's step takes ([`Plan::total_bytes`]), in no time: from parameters,
-    /// optimizer state and gradients, and what blocks keep. Planning takes longer the more blocks and rows there are,
-    /// so ask this first where sizes may be absurd.
+    /// Returns a lower bound of the memory of a model's planned step ([`Plan::total_bytes`]), from parameters,
+    /// optimizer state, gradients and saved activations. This is immediate, while planning slows down with the number
+    /// of blocks and rows. Call this first if sizes may be far too large.
     ///
     /// # Errors
-    /// Configurations that cannot work.
-    pub fn least_bytes(
+    /// Invalid configurations.
+    pub fn memory_lower_bound(
         model: &TransformerConfig,
         config: &StepConfig,
         batch: [usize; 2],
     ) -> Result<u64> {
         config.validate()?;
-        budget::least_of_step(model, config, batch)
+        budget::step_lower_bound(model, config, batch)
     }
 }
 
-/// The variables that an optimizer steps, in the order of its groups.
+/// Returns the variables that an optimizer updates, in the order of its groups.
 fn parameters_of(optimizer: &AdamW) -> Vec<(String, Var)> {
     let groups = optimizer.groups().iter();
     let parameters = groups.flat_map(|group| group.parameters.iter().cloned());

@@ -1,6 +1,6 @@
 //! Runs of a step.
 
-use super::super::arguments::changed_since;
+use super::super::arguments::changed_since_trace;
 use super::super::batch::{Batch, D_OUTPUT, DROPOUT};
 use super::super::config::PlanKind;
 use super::super::executor::Tensors;
@@ -14,29 +14,35 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 
 impl Step<'_> {
-    /// One step: the loss of the batch before the update. Of a batch that [counts its targets](Batch::counting), loss
-    /// and gradients are means over those that count: of all micro-batches, and of all ranks.
+    /// Runs a training step. Returns the loss of the batch before the update. For a batch that [counts its
+    /// targets](Batch::with_counted_targets), loss and gradients are means over the targets that count, of all micro-batches and
+    /// ranks.
     ///
-    /// Where the plan has loss scaling, the scale is 1 here, and nothing is left out.
+    /// If the plan has loss scaling, this runs with a scale of 1, and no update is skipped.
     ///
     /// # Errors
-    /// As [`prepare`](Self::prepare); ids out of bounds, no target that counts, an optimizer of other parameters, a
-    /// learning rate that cannot work; with clipping, gradients that are not finite, naming the first such parameter.
-    /// Whatever the error, parameters and optimizer are as they were.
+    /// Those of [`prepare`](Self::prepare); ids out of bounds; no target that counts; an optimizer of other parameters;
+    /// an invalid learning rate; with clipping, gradients that are not finite, with the name of the first such
+    /// parameter. After any error, parameters and optimizer are unchanged.
     pub fn run(&mut self, optimizer: &mut AdamW, batch: impl Into<Batch>) -> Result<f32> {
-        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        let given = self
+            .prepare_batch(batch.into(), optimizer.steps())?
+            .counted()?;
         self.run_given(optimizer, &given)
     }
 
-    /// [`run`](Self::run), of what [`given`](Self::given) has prepared.
-    pub(crate) fn run_given(&mut self, optimizer: &mut AdamW, given: &Given) -> Result<f32> {
-        self.with(given, |step, tensors| step.run(optimizer, tensors))
+    /// Same as [`run`](Self::run), for a batch that [`prepare_batch`](Self::prepare_batch) has prepared.
+    pub(crate) fn run_given(
+        &mut self,
+        optimizer: &mut AdamW,
+        given: &PreparedBatch,
+    ) -> Result<f32> {
+        self.run_prepared(given, |step, tensors| step.run(optimizer, tensors))
     }
 
-    /// As [`run`](Self::run) with the scaler's loss scale, which is read here: what [`GradScaler::scale`],
-    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update) do in an eager
-    /// step. Where a gradient has overflowed, parameters and optimizer stay what they were, and the scale becomes
-    /// smaller.
+    /// Runs a training step with the scaler's loss scale, as an eager step with [`GradScaler::scale`],
+    /// [`unscale`](GradScaler::unscale), [`step`](GradScaler::step) and [`update`](GradScaler::update). The scale is
+    /// read at each run. If a gradient overflows, parameters and optimizer stay unchanged, and the scale is reduced.
     ///
     /// ```
     /// use candle_core::Tensor;
@@ -54,56 +60,59 @@ impl Step<'_> {
     /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
     /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
     /// let config = StepConfig { precision: Precision::F16, loss_scaling: true, ..Default::default() };
-    /// let mut step = Step::of(&model, &optimizer, &config)?;
+    /// let mut step = Step::for_model(&model, &optimizer, &config)?;
     /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &tokens))?;
     /// assert!(done.loss.is_finite());
-    /// assert_eq!(optimizer.steps(), usize::from(done.stepped()));
+    /// assert_eq!(optimizer.steps(), usize::from(done.updated()));
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
-    /// As [`run`](Self::run), but for gradients that are not finite; [`Error::Config`] if the step was planned without
-    /// loss scaling (and the scaler is not switched off); [`Error::Order`] if an eager step of the scaler was begun and
-    /// not ended; as [`GradScaler::update`].
+    /// Those of [`run`](Self::run), except for gradients that are not finite; [`Error::Config`] if the step was planned
+    /// without loss scaling (and the scaler is enabled); [`Error::Order`] if an eager step of the scaler has begun and
+    /// not ended; those of [`GradScaler::update`].
     pub fn run_scaled(
         &mut self,
         optimizer: &mut AdamW,
         scaler: &mut GradScaler,
         batch: impl Into<Batch>,
     ) -> Result<ScaledStep> {
-        let given = self.given(batch.into(), optimizer.steps())?.counted()?;
+        let given = self
+            .prepare_batch(batch.into(), optimizer.steps())?
+            .counted()?;
         self.run_scaled_given(optimizer, scaler, &given)
     }
 
-    /// [`run_scaled`](Self::run_scaled), of what [`given`](Self::given) has prepared.
+    /// Same as [`run_scaled`](Self::run_scaled), for a batch that [`prepare_batch`](Self::prepare_batch) has prepared.
     pub(crate) fn run_scaled_given(
         &mut self,
         optimizer: &mut AdamW,
         scaler: &mut GradScaler,
-        given: &Given,
+        given: &PreparedBatch,
     ) -> Result<ScaledStep> {
-        self.with(given, |step, tensors| {
+        self.run_prepared(given, |step, tensors| {
             step.run_scaled(optimizer, scaler, tensors)
         })
     }
 
-    /// Runs forward, loss and backward, without the update: the loss. [`gradients`](Self::gradients) has the gradients,
-    /// which are not clipped. Dropout is that of an optimizer's first step.
+    /// Runs forward, loss and backward, without the update. Returns the loss. [`gradients`](Self::gradients) returns
+    /// the gradients, which are not clipped. Dropout is that of an optimizer's first step.
     ///
     /// # Errors
-    /// As [`run`](Self::run); [`Error::Order`] where the optimizer runs in backward.
+    /// Those of [`run`](Self::run); [`Error::Order`] if the optimizer runs in backward.
     pub fn forward_backward(&mut self, batch: impl Into<Batch>) -> Result<f32> {
-        let given = self.given(batch.into(), 0)?.counted()?;
-        self.with(&given, PlannedStep::forward_backward)
+        let given = self.prepare_batch(batch.into(), 0)?.counted()?;
+        self.run_prepared(&given, PlannedStep::forward_backward)
     }
 
-    /// Forward, and backward from `d_output`, the gradient of the function's output, which need not be one number: what
-    /// [`backward_from`](crate::backward_from) does eagerly. [`gradients`](Self::gradients) has the parameters',
-    /// [`output`](Self::output) the output. `d_output` is (accumulation * B, ...), of one micro-batch after another;
-    /// their gradients are added. Dropout is that of an optimizer's first step. Ranks average gradients as in
-    /// [`run`](Self::run). On a GPU pass the same tensor each time: it is read where it lies, and a run that finds it
-    /// elsewhere is recorded anew.
+    /// Runs forward, and backward from `d_output`, the gradient of the function's output, as
+    /// [`backward_from`](crate::backward_from) does eagerly. The output need not be a scalar. Call
+    /// [`gradients`](Self::gradients) for the parameters' gradients and [`output`](Self::output) for the output.
+    ///
+    /// `d_output` is (accumulation * B, ...), with micro-batches stacked; their gradients are added. Dropout is that of
+    /// an optimizer's first step. Ranks average gradients as in [`run`](Self::run). On a GPU, pass the same tensor each
+    /// time: it is read in place, and a run that finds it at another address is recorded again.
     ///
     /// ```
     /// use candle_core::{Tensor, Var};
@@ -127,8 +136,8 @@ impl Step<'_> {
     /// ```
     ///
     /// # Errors
-    /// As [`prepare`](Self::prepare), for an output in a float dtype that an op has made; a gradient of another shape
-    /// or dtype than the output.
+    /// Those of [`prepare`](Self::prepare), but the output may be of any shape and float dtype, and must be made by an
+    /// op; a gradient of another shape or dtype than the output.
     pub fn forward_backward_from(
         &mut self,
         batch: impl Into<Batch>,
@@ -143,16 +152,16 @@ impl Step<'_> {
             });
         }
         let batch = batch.with(D_OUTPUT, d_output.clone());
-        let batch = self.keyed(PlanKind::Gradients, batch, 0)?;
-        let given = Given::of(PlanKind::Gradients, batch);
-        self.with(&given, PlannedStep::forward_backward_from)
+        let batch = self.with_dropout_keys(PlanKind::Gradients, batch, 0)?;
+        let given = PreparedBatch::of(PlanKind::Gradients, batch);
+        self.run_prepared(&given, PlannedStep::forward_backward_from)
     }
 
-    /// A copy of the output of the last [`forward_backward_from`](Self::forward_backward_from): (B, ...), of its last
-    /// micro-batch.
+    /// Returns a copy of the output of the last [`forward_backward_from`](Self::forward_backward_from): (B, ...), of
+    /// its last micro-batch.
     ///
     /// # Errors
-    /// [`Error::Order`] if another run was the last.
+    /// [`Error::Order`] if the last run was of another kind.
     pub fn output(&self) -> Result<Tensor> {
         match self.last() {
             Some(last) => {
@@ -163,43 +172,45 @@ impl Step<'_> {
         }
     }
 
-    /// Forward alone: the function's output for a batch, of which micro-batches are no part. Of a model's step, or any
-    /// loss, it is the mean over the batch, of a batch that [counts its targets](Batch::counting) the sum over these.
-    /// Nothing is dropped, and no other rank asked: but where [weights are divided](Self::fully_sharded) over ranks,
-    /// which all gather them, and so call it as often. Of a [divided optimizer](Self::replicated) parameters are as
-    /// this rank has them.
+    /// Runs forward alone. Returns the function's output for a batch, which is not split into micro-batches. For a
+    /// model's step, or any loss, it is the mean over the batch, or the sum over the targets of a batch that [counts
+    /// them](Batch::with_counted_targets). There is no dropout.
+    ///
+    /// No other rank takes part, except with [sharded weights](Self::fully_sharded): these are gathered, so all ranks
+    /// must call it equally often. With a [sharded optimizer](Self::replicated) it uses this rank's current values of
+    /// all parameters.
     ///
     /// # Errors
-    /// As [`prepare`](Self::prepare), for an output in a float dtype.
+    /// Those of [`prepare`](Self::prepare), but the output may be of any shape and float dtype.
     pub fn forward(&mut self, batch: impl Into<Batch>) -> Result<Tensor> {
         let device = self.device.clone();
-        let given = Given::of(PlanKind::Forward, batch.into());
-        self.with(&given, |step, tensors| step.forward(tensors, &device))
+        let given = PreparedBatch::of(PlanKind::Forward, batch.into());
+        self.run_prepared(&given, |step, tensors| step.forward(tensors, &device))
     }
 
-    /// Prepares a run, after `steps` steps of the optimizer. Ranks count their targets together.
+    /// Prepares a batch for a run after `steps` steps of the optimizer. Counted targets are summed over all ranks.
     ///
     /// # Errors
-    /// As [`prepare`](Self::prepare); a rank that failed.
-    pub(crate) fn given(&mut self, batch: Batch, steps: usize) -> Result<Given> {
-        let batch = self.keyed(PlanKind::TrainStep, batch, steps)?;
-        let (counted, loss_divisor) = match batch.counted() {
+    /// Those of [`prepare`](Self::prepare); a rank that failed.
+    pub(crate) fn prepare_batch(&mut self, batch: Batch, steps: usize) -> Result<PreparedBatch> {
+        let batch = self.with_dropout_keys(PlanKind::TrainStep, batch, steps)?;
+        let (counted, loss_divisor) = match batch.counted_targets() {
             Some(counted) => {
-                let (all, mean) = self.over_ranks(counted)?;
+                let (all, mean) = self.sum_over_ranks(counted)?;
                 (Some(all), Some(mean))
             }
             None => (None, None),
         };
-        Ok(Given {
+        Ok(PreparedBatch {
             counted,
             loss_divisor,
-            ..Given::of(PlanKind::TrainStep, batch)
+            ..PreparedBatch::of(PlanKind::TrainStep, batch)
         })
     }
 
-    /// A batch with the keys of dropout after `steps` steps of the optimizer, where its plan reads them.
-    fn keyed(&mut self, kind: PlanKind, batch: Batch, steps: usize) -> Result<Batch> {
-        let reads_keys = self.prepared(kind, &batch)?.arguments.reads(DROPOUT);
+    /// Adds dropout keys to a batch if its plan reads them. `steps` is the optimizer's step count.
+    fn with_dropout_keys(&mut self, kind: PlanKind, batch: Batch, steps: usize) -> Result<Batch> {
+        let reads_keys = self.prepared(kind, &batch)?.arguments.reads_input(DROPOUT);
         match self.config.dropout_seed {
             Some(seed) if reads_keys => {
                 let rank = self.communicator.as_ref().map_or(0, Communicator::rank);
@@ -211,8 +222,9 @@ impl Step<'_> {
         }
     }
 
-    /// The targets that count: those of all ranks, and their mean, since ranks average what they have divided.
-    fn over_ranks(&self, counted: usize) -> Result<(usize, f64)> {
+    /// Returns the number of targets that count on all ranks, and its mean per rank. The mean is the loss divisor,
+    /// because ranks average their results.
+    fn sum_over_ranks(&self, counted: usize) -> Result<(usize, f64)> {
         let (mean, ranks) = match &self.communicator {
             Some(ranks) => (ranks.mean(&[counted as f64])?[0], ranks.world_size()),
             None => (counted as f64, 1),
@@ -220,9 +232,9 @@ impl Step<'_> {
         Ok(((mean * ranks as f64).round() as usize, mean))
     }
 
-    fn with<T>(
+    fn run_prepared<T>(
         &mut self,
-        given: &Given,
+        given: &PreparedBatch,
         run: impl FnOnce(&mut PlannedStep, &Tensors<'_>) -> Result<T>,
     ) -> Result<T> {
         self.prepared(given.kind, &given.batch)?;
@@ -236,7 +248,9 @@ impl Step<'_> {
         let Some(prepared) = self.plans.last_mut() else {
             unreachable!("it was prepared");
         };
-        let arguments = prepared.arguments.given(&given.batch, device, parameters)?;
+        let arguments = prepared
+            .arguments
+            .run_tensors(&given.batch, device, parameters)?;
         let tensors = Tensors {
             arguments: &arguments,
             loss_divisor: given.loss_divisor,
@@ -245,16 +259,16 @@ impl Step<'_> {
         run(&mut prepared.step, &tensors)
     }
 
-    /// An error where the function does otherwise now than when the last plan was made.
+    /// Checks that a new trace of the function equals that of the last plan.
     fn check_trace(&self, batch: &Batch) -> Result<()> {
         let Some(last) = self.last() else {
             return Ok(());
         };
         let config = self.config.of(last.kind);
-        let job = self.job(last.kind, &config);
+        let job = self.request(last.kind, &config);
         let function = job.trace(&job.inputs(batch)?, last.checkpointing)?;
         if let Some(difference) = last.graph.difference(&function.graph) {
-            return Err(changed_since(OP, difference));
+            return Err(changed_since_trace(OP, difference));
         }
         let (arguments, plan) = (&last.arguments, &last.step.plan);
         arguments.check_constants(&function, plan, &self.device)
@@ -262,16 +276,16 @@ impl Step<'_> {
 }
 
 /// A batch that is ready to run.
-pub(crate) struct Given {
+pub(crate) struct PreparedBatch {
     kind: PlanKind,
     batch: Batch,
-    /// The number of targets that count, of all ranks; `None` where all do.
+    /// The number of targets that count, of all ranks; `None` if all targets do.
     pub(crate) counted: Option<usize>,
     loss_divisor: Option<f64>,
 }
 
-impl Given {
-    /// A batch whose targets are not counted.
+impl PreparedBatch {
+    /// Prepares a batch whose targets are not counted.
     fn of(kind: PlanKind, batch: Batch) -> Self {
         Self {
             kind,

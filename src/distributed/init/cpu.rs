@@ -1,4 +1,4 @@
-//! Ranks on CPUs: by MPI.
+//! Joining of ranks on CPUs, with MPI.
 
 use crate::distributed::communicator::Backend;
 use crate::distributed::host_queue::{Exchanged, HostQueue};
@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Ranks that mpirun, or srun with MPI, has started.
+/// Joins ranks that mpirun, or srun with MPI, started.
 pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
     let place = ranks.shard();
     let (queue, of_mpi) = HostQueue::new(MpiBackend::new)?;
@@ -31,10 +31,10 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
     Ok(Communicator::new(place, Device::Cpu, backend, membership))
 }
 
-/// Returns where rank 0 will listen, and sets the job's secret: rank 0 sends all by MPI what its environment says, or
-/// what it makes.
+/// Returns the address at which rank 0 will listen, and sets the job's secret. Rank 0 broadcasts both by MPI, from its
+/// environment or newly chosen.
 fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(String, u16)> {
-    /// More than the longest host, port and token have together.
+    /// More than the longest host, port and token together.
     const BYTES: usize = 1 << 10;
     let mut text = Vec::new();
     if ranks.rank == 0 {
@@ -80,13 +80,13 @@ fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(Stri
     Ok((host.into(), port))
 }
 
-/// How other ranks call this host: itself, where all are here.
+/// Returns the name by which other ranks reach this host; loopback if all ranks are here.
 fn host(ranks: &Ranks) -> Result<String> {
     if ranks.is_one_host {
         return Ok("127.0.0.1".into());
     }
     let mut name = [0u8; 256];
-    // SAFETY: the buffer's own length, the last byte of which stays 0.
+    // SAFETY: the length is the buffer's minus one, so the last byte stays 0.
     if unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) } != 0 {
         return Err(Error::io(
             "read",

@@ -1,4 +1,4 @@
-//! Ranks on GPUs: by NCCL.
+//! Joining of ranks on GPUs, with NCCL.
 
 use super::device_of;
 use crate::distributed::communicator::Backend;
@@ -9,7 +9,7 @@ use crate::distributed::{Communicator, DistConfig, Ranks};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// Each rank with the GPU of its local rank.
+/// Joins ranks, each with the GPU of its local rank.
 pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
     let place = ranks.shard();
     let Some(master) = ranks.master.clone() else {
@@ -22,7 +22,7 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
     };
     let device = device_of(&ranks, config)?;
     let gpu = device.as_cuda_device()?;
-    // A rank without NCCL joins all the same, so that the others hear why it ends.
+    // A rank without NCCL joins too, so that the others learn why it ends.
     let (own_id, problem) = match nccl::unique_id(ranks.rank) {
         Ok(id) => (id, None),
         Err(error) => (String::new(), Some(error)),
@@ -34,7 +34,7 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
         return Err(error);
     }
     if id.is_empty() {
-        membership.await_failure(); // rank 0's, which has no NCCL
+        membership.await_failure(); // that of rank 0, which has no NCCL
     }
     membership.check()?;
     let context = gpu.cuda_stream().context().clone();
@@ -45,7 +45,7 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
         NcclBackend::new(place, &id, config.nccl_max_ctas, bind, &check)?
     };
     let nccl = Arc::new(nccl);
-    // Not an owner: NCCL is to end where the communicator is dropped, not with the thread of heartbeats.
+    // A weak reference: NCCL must end when the communicator is dropped, not with the heartbeat thread.
     let aborted = Arc::downgrade(&nccl);
     membership.on_failure(move || {
         if let Some(nccl) = aborted.upgrade() {

@@ -1,4 +1,4 @@
-//! How a process comes to its communicator.
+//! Creation of a process's communicator.
 
 #[cfg(feature = "mpi")]
 mod cpu;
@@ -18,16 +18,25 @@ use super::{Communicator, DistConfig, Ranks};
 use crate::{Error, Result};
 use candle_core::Device;
 
-/// Joins the job that this process was started in, and returns when all ranks are there. Without the
+/// Joins the job that this process was started in, and returns when all ranks have joined. Without the
 /// [variables](Ranks::from_env) of torchrun, Slurm or mpirun it is a job of one rank.
 ///
-/// GPUs exchange by NCCL, which is loaded here (`libnccl.so.2`, from `LD_LIBRARY_PATH` or where `TALLOW_NCCL_LIBRARY`
-/// says; PyTorch's wheels bring one). CPUs exchange by MPI, in builds with the feature `mpi`; `mpirun` starts them.
+/// GPUs use NCCL, which is loaded here (`libnccl.so.2`, from `LD_LIBRARY_PATH` or the path in `TALLOW_NCCL_LIBRARY`;
+/// PyTorch's wheels contain one). CPUs use MPI, in builds with the feature `mpi`; `mpirun` starts them.
+///
+/// ```no_run
+/// use tallow::distributed::{self, DistConfig};
+///
+/// let config = DistConfig { device: "cuda".into(), ..Default::default() };
+/// let communicator = distributed::init(&config)?;
+/// println!("rank {} of {}", communicator.rank(), communicator.world_size());
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// [`Error::Config`] for variables that cannot be, or a secret that is missing; [`Error::Device`] for a device that is
-/// not there, or that ranks cannot exchange on; [`Error::Order`] where NCCL or MPI cannot be used, or rank 0 refuses
-/// this one; [`Error::Rank`] for ranks that have not come in time.
+/// [`Error::Config`] for invalid variables, or a missing secret; [`Error::Device`] for a missing device, or one without
+/// collectives; [`Error::Order`] if NCCL or MPI cannot be used, or rank 0 refuses this rank; [`Error::Rank`] for ranks
+/// that do not join in time.
 pub fn init(config: &DistConfig) -> Result<Communicator> {
     match Ranks::from_env()? {
         Some(ranks) if ranks.world_size > 1 => join(ranks, config),
@@ -36,9 +45,9 @@ pub fn init(config: &DistConfig) -> Result<Communicator> {
     }
 }
 
-/// The ranks of a job that are threads of one process, in order, on the CPU: for tests, and to try a strategy out. Each
-/// is for a thread of its own; sums are in the order of the ranks. Threads compare what processes compare: they refuse
-/// to train with different settings.
+/// Creates the ranks of a job as threads of one process, in order, on the CPU: for tests, and to try out a strategy.
+/// Each communicator is for a separate thread. Sums are in the order of the ranks. Threads compare what processes
+/// compare: they refuse to train with different settings.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -59,7 +68,7 @@ pub fn init(config: &DistConfig) -> Result<Communicator> {
 /// ```
 ///
 /// # Errors
-/// A system that gives no more threads.
+/// [`Error::Order`] if the system starts no more threads.
 pub fn threads(world_size: usize) -> Result<Vec<Communicator>> {
     let backends = group(world_size).into_iter();
     let ranks = backends.map(|backend| {
@@ -74,7 +83,7 @@ pub fn threads(world_size: usize) -> Result<Vec<Communicator>> {
     ranks.collect()
 }
 
-/// The device of this rank.
+/// Returns the device of this rank.
 fn device_of(ranks: &Ranks, config: &DistConfig) -> Result<Device> {
     match config.device.as_str() {
         "cuda" => crate::device(&format!("cuda:{}", ranks.local_rank)),
@@ -103,7 +112,7 @@ fn join(ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
 
 #[cfg(not(feature = "cuda"))]
 fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
-    // It says that this build has no CUDA.
+    // Returns the error that this build has no CUDA.
     device_of(&ranks, config).map(|device| Communicator::alone(&device))
 }
 

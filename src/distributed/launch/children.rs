@@ -11,12 +11,12 @@ use std::{ptr, thread};
 
 const POLL: Duration = Duration::from_millis(10);
 
-/// How long ranks have once one has failed.
+/// Grace periods of the other ranks once one has failed.
 #[derive(Clone, Copy)]
 pub(super) struct Grace {
-    /// To hear of it and say so, before SIGTERM.
+    /// Time to learn of the failure and report it, before SIGTERM.
     pub hear: Duration,
-    /// To end, before SIGKILL.
+    /// Time to end, before SIGKILL.
     pub end: Duration,
 }
 
@@ -25,12 +25,12 @@ pub(super) const GRACE: Grace = Grace {
     end: Duration::from_secs(5),
 };
 
-/// By rank, with the status of those that have ended. Dropping it kills the others.
+/// Processes by rank, with the status of those that have ended. Dropping it kills the others.
 #[derive(Default)]
 pub(super) struct Children(Vec<(Child, Option<ExitStatus>)>);
 
 impl Children {
-    /// Starts the next rank, whose output is piped.
+    /// Starts the next rank, with piped output.
     pub(super) fn start(
         &mut self,
         command: &mut Command,
@@ -41,7 +41,7 @@ impl Children {
         pipes.ok_or_else(|| ErrorKind::BrokenPipe.into())
     }
 
-    /// Waits until all have ended, and ends them once one has failed.
+    /// Waits until all ranks have ended; once one has failed, ends the others.
     pub(super) fn wait(
         &mut self,
         signals: &Signals,
@@ -51,7 +51,7 @@ impl Children {
         let mut is_terminated = false;
         loop {
             let ended = self.ended()?;
-            // Of several at once, one that a signal ended: the others may have failed because of it.
+            // If several ended, prefer one that a signal ended: the others may have failed because of it.
             let is_first = |ended: &&FailedRank| ended.status.signal().is_some();
             let first = ended.iter().find(is_first).or(ended.first());
             if let (None, Some(first)) = (&failed, first) {
@@ -66,7 +66,7 @@ impl Children {
             let time = failed.map_or(Duration::ZERO, |(_, at)| at.elapsed());
             if time > grace.hear && !is_terminated {
                 self.signal(libc::SIGTERM);
-                self.signal(libc::SIGCONT); // a rank that is stopped would not hear
+                self.signal(libc::SIGCONT); // a stopped rank would not receive SIGTERM
                 is_terminated = true;
             }
             if time > grace.hear + grace.end {
@@ -76,7 +76,7 @@ impl Children {
         }
     }
 
-    /// The ranks that failed since the last call.
+    /// Returns the ranks that failed since the last call.
     fn ended(&mut self) -> io::Result<Vec<FailedRank>> {
         let mut failed = Vec::new();
         for (rank, (child, ended)) in self.0.iter_mut().enumerate() {
@@ -91,7 +91,7 @@ impl Children {
 
     fn signal(&self, signal: libc::c_int) {
         for (child, _) in self.0.iter().filter(|(_, status)| status.is_none()) {
-            // SAFETY: a signal to a child that has not been waited for, whose number is nobody else's.
+            // SAFETY: a signal to a child that has not been waited for, whose process id cannot be reused yet.
             unsafe { libc::kill(child.id().cast_signed(), signal) };
         }
     }
@@ -106,17 +106,17 @@ impl Drop for Children {
     }
 }
 
-/// Has the system kill the command's process when this thread ends, however that is: the thread that waits for it.
+/// Makes the system kill the command's process when this thread, which waits for it, ends for any reason.
 pub(super) fn end_with_parent(command: &mut Command) {
     let parent = std::process::id();
     let ask = move || {
         #[cfg(target_os = "linux")]
-        // SAFETY: both only ask the system.
+        // SAFETY: both are plain system calls.
         unsafe {
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return Err(io::Error::last_os_error());
             }
-            // It may have ended in between.
+            // The parent may have ended meanwhile.
             if libc::getppid().cast_unsigned() != parent {
                 return Err(ErrorKind::BrokenPipe.into());
             }
@@ -124,14 +124,14 @@ pub(super) fn end_with_parent(command: &mut Command) {
         let _ = parent;
         Ok(())
     };
-    // SAFETY: between fork and exec it makes system calls only, and allocates nothing.
+    // SAFETY: between fork and exec it makes only system calls, and does not allocate.
     unsafe { command.pre_exec(ask) };
 }
 
-/// The signal to pass on; 0 for none.
+/// The signal to forward; 0 if none.
 static CAUGHT: AtomicI32 = AtomicI32::new(0);
 
-/// Catches SIGINT and SIGTERM until it is dropped: theirs to answer, not the launcher's to die of.
+/// Catches SIGINT and SIGTERM until it is dropped: the ranks handle them, and the launcher does not die of them.
 pub(super) struct Signals(Vec<(libc::c_int, libc::sigaction)>);
 
 impl Signals {
@@ -140,7 +140,7 @@ impl Signals {
         Self(signals.filter_map(catch).collect())
     }
 
-    /// The signal that came since the last call, if the ranks do not have it already.
+    /// Returns the signal that came since the last call, unless the ranks have received it already.
     fn caught(&self) -> Option<libc::c_int> {
         Some(CAUGHT.swap(0, Ordering::Relaxed)).filter(|signal| *signal != 0)
     }
@@ -149,13 +149,13 @@ impl Signals {
 impl Drop for Signals {
     fn drop(&mut self) {
         for (signal, before) in &self.0 {
-            // SAFETY: the action that the system gave.
+            // SAFETY: the action that the system returned.
             unsafe { libc::sigaction(*signal, before, ptr::null_mut()) };
         }
     }
 }
 
-/// Handles `signal`, unless it is ignored (under nohup, say). Returns how it was handled before.
+/// Handles `signal`, unless it is ignored (under nohup, for example). Returns the previous action.
 fn catch(signal: libc::c_int) -> Option<(libc::c_int, libc::sigaction)> {
     let mut before = MaybeUninit::uninit();
     // SAFETY: a valid signal, and memory that the system writes on success.
@@ -169,7 +169,8 @@ fn catch(signal: libc::c_int) -> Option<(libc::c_int, libc::sigaction)> {
         return None;
     }
     let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = note;
-    // SAFETY: all zeros is a sigaction; the handler has the type that SA_SIGINFO asks for, and only stores an atomic.
+    // SAFETY: all zeros is a valid sigaction; the handler has the type that SA_SIGINFO requires, and only stores an
+    // atomic.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handler as libc::sighandler_t;
@@ -180,8 +181,8 @@ fn catch(signal: libc::c_int) -> Option<(libc::c_int, libc::sigaction)> {
 }
 
 extern "C" fn note(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // A terminal's Ctrl-C goes to the whole process group: the ranks have it. Linux says so by a positive code.
-    // SAFETY: the system hands over a valid siginfo.
+    // A terminal sends Ctrl-C to the whole process group, so the ranks have it. On Linux its code is positive.
+    // SAFETY: the system passes a valid siginfo.
     let is_from_terminal = cfg!(target_os = "linux") && unsafe { (*info).si_code } > 0;
     if !is_from_terminal {
         CAUGHT.store(signal, Ordering::Relaxed);

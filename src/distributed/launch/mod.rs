@@ -1,4 +1,4 @@
-//! Starts the ranks of a job on this host, relays what they print, and ends them together.
+//! Launcher of a job's ranks on this host: it relays their output and ends them together.
 #![cfg(unix)]
 
 mod children;
@@ -17,18 +17,18 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A rank that ended with an error, the first one.
+/// The first rank that ended with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FailedRank {
     /// Its rank.
     pub rank: usize,
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
 }
 
 impl FailedRank {
-    /// The code for the launcher to exit with: the rank's own, or as shells have it, 128 and the signal's number.
+    /// Returns the exit code for the launcher: the rank's own or, as in shells, 128 plus the number of its signal.
     pub fn exit_code(&self) -> u8 {
         let signal = self.status.signal().map(|signal| 128 + signal);
         let code = self.status.code().or(signal);
@@ -46,20 +46,36 @@ impl fmt::Display for FailedRank {
     }
 }
 
-/// Runs this program `world_size` times, with the same arguments and each one's place in the environment
-/// ([`Ranks::from_env`](super::ranks::Ranks::from_env) reads it), and returns when all have ended: the first rank that
+/// Runs this program `world_size` times, with the same arguments and each rank's place in the environment
+/// ([`Ranks::from_env`](super::ranks::Ranks::from_env) reads it). Returns when all have ended: the first rank that
 /// failed, or `None`.
 ///
-/// Each line that a rank prints comes out whole, with its rank before it (`[1] `) but for rank 0's standard output,
-/// which is as it would be alone. Rank 0 has this process's standard input, the others none. When one fails, the others
-/// have 10 seconds to say so themselves, and are then ended. They end with this process too (on Linux, however it
-/// ends); SIGINT and SIGTERM go to them, and this process waits for what they do about it.
+/// Lines that ranks print stay whole. Each begins with its rank (`[1] `), except on rank 0's standard output, which is
+/// unchanged. Rank 0 has this process's standard input, the others have none. When one rank fails, the others have 10
+/// seconds to report it and are then ended. They also end with this process (on Linux, for whatever reason it ends).
+/// SIGINT and SIGTERM are forwarded to them, and this process waits for them to end.
 ///
-/// The ranks meet on a port of 127.0.0.1 that was free a moment before. They share this host's cores, and each takes as
+/// The ranks meet on a port of 127.0.0.1 that was free just before. They share this host's cores, and each starts as
 /// many threads as the environment says (`RAYON_NUM_THREADS`).
 ///
+/// The program starts two ranks of itself, each of which joins the job:
+///
+/// ```no_run
+/// use tallow::distributed::{self, DistConfig, Ranks};
+///
+/// # fn main() -> tallow::Result<()> {
+/// if Ranks::from_env()?.is_none() {
+///     let failed = distributed::launch(2)?;
+///     std::process::exit(failed.map_or(0, |failed| failed.exit_code().into()));
+/// }
+/// let config = DistConfig { device: "cuda".into(), ..Default::default() };
+/// let communicator = distributed::init(&config)?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
-/// [`Error::Config`] for no ranks, [`Error::Io`] if the program cannot be started again.
+/// [`Error::Config`] for a world size of 0; [`Error::Io`] if the program cannot be started again.
 pub fn launch(world_size: usize) -> Result<Option<FailedRank>> {
     let program =
         std::env::current_exe().map_err(|error| Error::io("find", "this program", error))?;
@@ -72,7 +88,7 @@ pub fn launch(world_size: usize) -> Result<Option<FailedRank>> {
     launch_commands(world_size, command, [Arc::new(out), Arc::new(err)], GRACE)
 }
 
-/// Launches any commands, into any sinks for standard output and error.
+/// Launches any commands, with any sinks for standard output and error.
 fn launch_commands(
     world_size: usize,
     command: impl Fn(usize) -> Command,
@@ -95,7 +111,7 @@ fn launch_commands(
         } else {
             Stdio::null
         };
-        // Those of a torchrun or srun around this process.
+        // Variables of a torchrun or srun around this process.
         outer_variables().for_each(|name| _ = command.env_remove(name));
         command
             .env("RANK", rank.to_string())
@@ -119,18 +135,19 @@ fn launch_commands(
     }
     drop(relaying);
     let failed = children.wait(&signals, grace);
-    // Until all relays have ended, and all lines are out. What a rank left behind may hold its pipe open: not for ever.
+    // Wait until all relays have ended and all lines are printed, but not forever: a process that a rank left behind
+    // may keep its pipe open.
     let _ = relayed.recv_timeout(Duration::from_secs(2));
     failed.map_err(|error| Error::io("wait for", "the ranks", error))
 }
 
-/// The bytes of a line before it is cut in two.
+/// The bytes after which a long line is split.
 const MAX_LINE: u64 = 1 << 20;
 
-/// The output of all ranks, a line at a time.
+/// The output of all ranks, written line by line.
 type Sink = Arc<Mutex<dyn Write + Send>>;
 
-/// Relays until the pipe or the sink is closed; `relaying` is dropped then.
+/// Relays until the pipe or the sink is closed, then drops `relaying`.
 fn relay(
     pipe: impl Read + Send + 'static,
     prefix: String,
@@ -154,6 +171,6 @@ fn relay(
             sink.flush()?;
         }
     };
-    // A sink that takes no more ends the relay; the rank meets a closed pipe, as it would alone.
+    // A closed sink ends the relay; the rank then has a closed pipe, as it would alone.
     spawn("tallow-relay", copy).map(drop)
 }

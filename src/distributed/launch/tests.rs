@@ -6,7 +6,7 @@ const PATIENT: Grace = Grace {
     end: LONG,
 };
 
-/// What `sh -c script` does as each of `world_size` ranks, with its output and errors.
+/// Runs `sh -c script` as each of `world_size` ranks; returns the failed rank, and the output and errors.
 fn run(world_size: usize, script: &str, grace: Grace) -> (Option<FailedRank>, [String; 2]) {
     let sinks = [(); 2].map(|()| Arc::new(Mutex::new(Vec::<u8>::new())));
     let command = |_| {
@@ -51,7 +51,7 @@ fn ranks_know_their_places_and_their_lines_come_out_whole() {
     assert_eq!(sorted(&err), lines);
 }
 
-/// The ranks' places are theirs, whatever started this process.
+/// Ranks get their own places, whatever launcher started this process.
 #[test]
 fn variables_of_other_launchers_are_removed() {
     let command = |_| {
@@ -71,7 +71,7 @@ fn variables_of_other_launchers_are_removed() {
     assert_eq!(out.lock().unwrap().as_slice(), b"0.\n");
 }
 
-/// Rank 0 fails once rank 1 has done `first`; rank 1 would never end.
+/// Rank 0 fails once rank 1 has run `first`; rank 1 would never end.
 fn fails_beside(first: &str, grace: Grace) -> String {
     let ready = std::env::temp_dir().join(format!("tallow-launch-{}", rand::random::<u64>()));
     let script = format!(
@@ -88,21 +88,21 @@ fn fails_beside(first: &str, grace: Grace) -> String {
 
 #[test]
 fn one_that_fails_ends_the_others() {
-    // The other has time to say what it hears of.
+    // The other rank has time to report the failure.
     let (failed, [out, _]) = run(
         2,
         "[ $RANK = 1 ] && exit 3; sleep 0.2; echo heard; exit 1",
         PATIENT,
     );
     assert_eq!((failed.unwrap().exit_code(), out.as_str()), (3, "heard\n"));
-    // It is told to end.
+    // It is asked to end.
     let hasty = Grace {
         hear: Duration::ZERO,
         end: LONG,
     };
     let out = fails_beside("trap 'echo told; exit 1' TERM", hasty);
     assert_eq!(out, "[1] told\n");
-    // It does not listen.
+    // It ignores SIGTERM.
     let end = Duration::from_millis(50);
     fails_beside("trap '' TERM", Grace { end, ..hasty });
 }

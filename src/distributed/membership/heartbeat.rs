@@ -1,4 +1,4 @@
-//! The heartbeat: a thread that tells rank 0 what this rank is doing, and hears of failures.
+//! The heartbeat: a thread that reports this rank's activity to rank 0, and receives failures.
 
 use super::roll::{Doing, ENDED, Failure, LEFT, Pace, SILENT, seconds};
 use super::wire::{Connection, Message, TICK};
@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the last words of a rank may take: that it fails, or leaves.
+/// Time for a rank's last message: that it fails, or leaves.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// The state that the heartbeat's thread and the others share.
+/// State shared by the heartbeat thread and the other threads.
 pub(super) struct Shared {
     rank: usize,
     pub(super) pace: Pace,
@@ -24,22 +24,22 @@ pub(super) struct Shared {
 #[derive(Default)]
 pub(super) struct State {
     pub(super) failure: Option<Failure>,
-    /// Whether the failure is the job's first, as rank 0 says, or rank 0's own.
+    /// Whether the failure is the job's first, as reported by rank 0, or rank 0's own.
     pub(super) is_known: bool,
-    /// Called when a failure is heard of.
+    /// Called when a failure becomes known.
     pub(super) hooks: Vec<Box<dyn FnOnce() + Send>>,
-    /// The text that rank 0 sends all ranks once they have come.
+    /// The text that rank 0 sends to all ranks once they have joined.
     pub(super) welcome: Option<String>,
-    /// How many operations of all ranks, and how many of any, this rank has begun.
+    /// Number of operations of all ranks, and of operations of any kind, that this rank has begun.
     entered: u64,
     opened: u64,
-    /// The operations that it is in, the oldest first.
+    /// The operations that this rank is in, the oldest first.
     open: Vec<Open>,
     last: Option<Open>,
-    /// When the heartbeat's thread ran last.
+    /// The last time at which the heartbeat thread ran.
     ran: Option<Instant>,
     pub(super) is_leaving: bool,
-    /// Whether the heartbeat's thread has ended, or there is none.
+    /// Whether the heartbeat thread has ended or never started.
     pub(super) has_ended: bool,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct State {
 struct Open {
     id: u64,
     what: String,
-    /// Among the operations of all ranks, from 1; 0 if it is of some ranks only.
+    /// Number among the operations of all ranks, from 1; 0 for an operation of some ranks only.
     number: u64,
     since: Instant,
 }
@@ -78,8 +78,8 @@ impl State {
         }
     }
 
-    /// Notes that this process runs. Time in which it was stopped does not count as waiting for others: they may have
-    /// been stopped with it, and done nothing wrong.
+    /// Records that this process is running. Time in which it was stopped does not count as waiting for others, which
+    /// may have been stopped with it.
     pub(super) fn run(&mut self, now: Instant, silence: Duration) {
         let ran = self.ran.replace(now);
         let gap = ran.map_or(Duration::ZERO, |ran| now.saturating_duration_since(ran));
@@ -90,7 +90,7 @@ impl State {
         }
     }
 
-    /// When the operation began that this rank is in.
+    /// Returns the time at which the oldest open operation began.
     #[cfg(test)]
     pub(super) fn doing_since(&self) -> Option<Instant> {
         self.open.first().map(|open| open.since)
@@ -133,8 +133,8 @@ impl Shared {
         failure.map_or(Ok(()), |failure| Err(failure.into()))
     }
 
-    /// Keeps this rank's own failure, unless there is one, and waits until rank 0 knows of it. The thread of the
-    /// heartbeat tells rank 0, whose answer is the job's first failure.
+    /// Records a failure of this rank, unless there is one already, and waits until rank 0 knows of it. The heartbeat
+    /// thread reports it to rank 0, which answers with the job's first failure.
     pub(super) fn declare(&self, failure: Failure) {
         let hooks = {
             let mut state = locked(&self.state);
@@ -149,7 +149,7 @@ impl Shared {
         hooks.into_iter().for_each(|hook| hook());
     }
 
-    /// Keeps the job's first failure.
+    /// Records the job's first failure.
     fn hear(&self, failure: Failure) {
         let hooks = {
             let mut state = locked(&self.state);
@@ -163,8 +163,8 @@ impl Shared {
         hooks.into_iter().for_each(|hook| hook());
     }
 
-    /// Waits until something is done or the heartbeat's thread has ended, for at most `left` of the time in which this
-    /// process runs: while it is stopped it hears of nothing.
+    /// Waits until `is_done` or the end of the heartbeat thread, for at most `left`. Only time in which this process
+    /// runs counts: while it is stopped it receives nothing.
     pub(super) fn wait(&self, mut left: Duration, is_done: impl Fn(&State) -> bool) {
         const POLL: Duration = Duration::from_millis(5);
         let is_over = || {
@@ -177,13 +177,12 @@ impl Shared {
         }
     }
 
-    /// Has the heartbeat's thread say goodbye. It is not joined: a hook may hang there, and a process must end.
+    /// Makes the heartbeat thread say goodbye. It is not joined, since a hook may hang there and a process must end.
     pub(super) fn leave(&self) {
         locked(&self.state).is_leaving = true;
         self.wait(2 * LAST_WORDS, |_| false);
     }
 
-    /// Runs the heartbeat until this rank leaves.
     pub(super) fn beat(&self, connection: Connection) {
         let mut hub = Some(connection);
         let mut rank_0_left = None;
@@ -208,7 +207,7 @@ impl Shared {
                 thread::sleep(TICK);
                 continue;
             };
-            // What cannot be sent shows at the next read, after what rank 0 said before it ended.
+            // A failed send shows at the next read, after the last messages of rank 0.
             if let Some(failure) = unknown.filter(|_| !std::mem::replace(&mut is_declared, true)) {
                 let _ = connection.send(&Message::Failure(failure));
             } else if !has_failed && is_answered && asked.elapsed() >= self.pace.interval {
@@ -243,8 +242,8 @@ impl Shared {
         locked(&self.state).has_ended = true;
     }
 
-    /// Judges what this rank waits for once rank 0 has left, after it had begun a number of operations: one that it has
-    /// not begun never ends.
+    /// Fails operations that rank 0 can no longer end, after it has left: those with a number that rank 0 had not
+    /// begun, and overdue ones.
     fn beat_alone(&self, rank_0_left: Option<u64>, doing: &Doing) {
         let is_missed = rank_0_left < Some(doing.entered) && doing.inside > Some(self.pace.silence);
         if rank_0_left.is_some() && (is_missed || self.is_overdue(doing)) {
@@ -258,7 +257,7 @@ impl Shared {
     }
 }
 
-/// Returns the beginning of a text, without what messages have between their fields.
+/// Returns the beginning of a text, without the separators of messages.
 fn as_field(text: &str) -> String {
     let letters = text.chars().take(256);
     letters
@@ -266,7 +265,7 @@ fn as_field(text: &str) -> String {
         .collect()
 }
 
-/// Without it the connection's end is a failure. Waits for rank 0 to read it.
+/// Sends the goodbye, without which the connection's end is a failure, and waits for rank 0 to read it.
 fn say_goodbye(mut connection: Connection, doing: Doing) {
     let began = Instant::now();
     let _ = connection.send(&Message::Goodbye(doing));

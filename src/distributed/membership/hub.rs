@@ -1,4 +1,4 @@
-//! Rank 0's hub: a thread that admits ranks, keeps the roll, and reports to all how the job ends.
+//! Rank 0's hub: a thread that admits ranks, keeps the roll, and reports the job's end to all ranks.
 
 use super::roll::{Pace, Roll};
 use super::wire::{Connection, Hello, Message, TICK};
@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a stranger may take for its first line.
+/// Time for a new connection to send its first line.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// How long the hub listens after its last message.
+/// How long the hub reads after its last message.
 const LINGER: Duration = Duration::from_millis(250);
-/// Connections without a first line, in addition to those that the ranks themselves may just be making.
+/// Limit of connections without a first line, in addition to those that the ranks themselves may be opening.
 const STRANGERS: usize = 64;
 
-/// The hub while it serves. Dropping it tells the ranks, and closes the port.
+/// The running hub. Dropping it notifies the ranks, and closes the port.
 pub(super) struct Hub {
     address: SocketAddr,
     is_ending: Arc<AtomicBool>,
@@ -37,20 +37,20 @@ struct Serving {
 
 struct Peer {
     connection: Connection,
-    /// `None` for one that has not said who it is.
+    /// `None` before its first message.
     rank: Option<usize>,
     since: Instant,
     is_welcome: bool,
-    /// Whether it was told how the job ends.
+    /// Whether it knows how the job ends.
     is_told: bool,
 }
 
 impl Hub {
-    /// Serves until it is dropped. Once all ranks have come, each gets `welcome`.
+    /// Serves until it is dropped. Once all ranks have joined, each receives `welcome`.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io) if the system gives no address, [`Error::Order`](crate::Error::Order) if it
-    /// gives no thread.
+    /// [`Error::Io`](crate::Error::Io) if the socket cannot be set up; [`Error::Order`](crate::Error::Order) if no
+    /// thread can be started.
     pub(super) fn start(
         listener: TcpListener,
         token: &str,
@@ -86,7 +86,7 @@ impl Hub {
         })
     }
 
-    /// The address at which rank 0 itself reaches it.
+    /// Returns the address at which rank 0 itself reaches it.
     pub(super) fn master(&self) -> (String, u16) {
         (self.address.ip().to_string(), self.address.port())
     }
@@ -117,8 +117,8 @@ impl Serving {
         }
     }
 
-    /// Reads what the ranks still send until they have closed, which takes those that run a few heartbeats at most: a
-    /// connection that closes with something unread may lose what it has sent.
+    /// Reads what the ranks still send until they have closed; those that run do so within a few heartbeats. Closing a
+    /// connection with unread data may lose what was sent.
     fn listen_to_the_end(mut self) {
         let began = Instant::now();
         while began.elapsed() < LINGER && !self.peers.is_empty() {
@@ -153,7 +153,7 @@ impl Serving {
         }
     }
 
-    /// Reads all that a peer has sent. Returns whether its connection stays open.
+    /// Reads all messages of a peer. Returns whether its connection stays open.
     fn serve(&mut self, peer: &mut Peer) -> bool {
         loop {
             let message = match peer.connection.receive() {
@@ -164,7 +164,7 @@ impl Serving {
                 }
                 Err(_) => return self.end(peer, "its process has ended"),
             };
-            // What cannot be sent now is sent before the next read, which shows whether the connection has ended.
+            // Unsent data is sent before the next read, which shows whether the connection has ended.
             let _: io::Result<()> = match (message, peer.rank) {
                 (Message::Hello(hello), None) => {
                     if let Err(problem) = self.admit(&hello) {
@@ -199,7 +199,7 @@ impl Serving {
         false
     }
 
-    /// Gives the rank its place, or says why not.
+    /// Admits a rank to its place, or returns the reason for a refusal.
     fn admit(&mut self, hello: &Hello) -> std::result::Result<(), String> {
         let Hello {
             version,
@@ -207,7 +207,7 @@ impl Serving {
             world_size,
             token,
         } = hello;
-        // First of all: one who does not know the token learns nothing else.
+        // Checked first: without the token a stranger learns nothing else.
         if !is_same(token, &self.token) {
             return Err("the job's token is another".into());
         }
@@ -230,14 +230,14 @@ impl Serving {
         }
     }
 
-    /// Tells each rank once that all have come, and how the job ends.
+    /// Notifies each rank once that all have joined, and once how the job ends.
     fn tell_all(&mut self, is_last: bool) {
         let is_complete = self.roll.is_complete();
         let end = match self.roll.failure() {
             Some(failure) => Some(Message::Failure(failure.clone())),
             None => is_last.then(|| Message::Left(self.roll.entered(0))),
         };
-        self.peers.sort_by_key(|peer| peer.rank == Some(0)); // whose process may end as soon as it is told
+        self.peers.sort_by_key(|peer| peer.rank == Some(0)); // last: its process may end as soon as it is notified
         for peer in self.peers.iter_mut().filter(|peer| peer.rank.is_some()) {
             if is_complete && !std::mem::replace(&mut peer.is_welcome, true) {
                 let _ = peer.connection.send(&self.welcome);
@@ -251,7 +251,7 @@ impl Serving {
     }
 }
 
-/// Compares tokens in a time that does not depend on how much of them is right.
+/// Compares tokens in constant time.
 fn is_same(token: &str, other: &str) -> bool {
     let pairs = token.bytes().zip(other.bytes());
     let difference = pairs.fold(0, |difference, (a, b)| black_box(difference | (a ^ b)));

@@ -1,9 +1,9 @@
-//! Membership: what each rank is doing, and failures reported to all.
+//! Membership: the activity of each rank, and failures reported to all.
 //!
-//! Each rank keeps one connection to rank 0's [`hub`], and sends it a heartbeat four times a second, which says what
-//! the rank is in. A process that ends closes its connection, so the others know at once. A rank that is merely slow is
-//! no failure: nobody is declared before some rank has been in an operation for longer than the timeout. Then rank 0
-//! looks at the [`roll`] and names whose failure it is.
+//! Each rank keeps one connection to rank 0's [`hub`], and sends it a heartbeat four times a second with the operation
+//! that it is in. A process that ends closes its connection, so the others know immediately. A slow rank is not a
+//! failure: no failure is declared before some rank has been in an operation for longer than the timeout. Then rank 0
+//! checks the [`roll`] and names the rank that failed.
 
 mod heartbeat;
 mod hub;
@@ -26,24 +26,24 @@ use std::thread;
 use std::time::Duration;
 use wire::{Hello, connect, listen};
 
-/// This process's part in its job. Dropping it says goodbye.
+/// This process's membership in its job. Dropping it says goodbye.
 pub(crate) struct Membership {
     rank: usize,
     shared: Arc<Shared>,
-    /// Whether nobody is there to tell: a job of one rank, or ranks that are threads.
+    /// Whether there is nobody to notify: a job of one rank, or ranks that are threads.
     is_alone: bool,
-    /// Rank 0's. Dropped after the goodbye.
+    /// The hub of rank 0. Dropped after the goodbye.
     _hub: Option<Hub>,
 }
 
 impl Membership {
-    /// Joins the job whose rank 0 listens, or will listen, at `master`, and returns when all ranks are there, with rank
-    /// 0's `welcome`. `timeout` is for this, and for every operation later.
+    /// Joins the job whose rank 0 listens, or will listen, at `master`. Returns when all ranks have joined, with rank
+    /// 0's `welcome`. `timeout` applies to this and to every later operation.
     ///
     /// # Errors
-    /// [`Error::Rank`](crate::Error::Rank) naming the ranks that are not there after `timeout`, or rank 0 if nothing
+    /// [`Error::Rank`](crate::Error::Rank) naming the ranks that have not joined after `timeout`, or rank 0 if nothing
     /// answers at `master`; [`Error::Order`](crate::Error::Order) if this rank is refused (another token, world size or
-    /// version, a rank that is there already), or if rank 0 cannot listen; [`Error::Config`](crate::Error::Config) if
+    /// version, a rank that has joined already), or if rank 0 cannot listen; [`Error::Config`](crate::Error::Config) if
     /// other hosts could reach rank 0, and there is no secret.
     pub(crate) fn join(
         ranks: &Ranks,
@@ -88,7 +88,7 @@ impl Membership {
         Ok((membership, welcome.unwrap_or_default()))
     }
 
-    /// A world of one rank: no hub, no thread.
+    /// Creates a job of one rank, without hub or thread.
     pub(crate) fn alone() -> Self {
         let shared = Shared::new(0, Pace::new(Duration::MAX));
         locked(&shared.state).has_ended = true;
@@ -100,19 +100,19 @@ impl Membership {
         }
     }
 
-    /// Begins something that all ranks take part in, each as its operation of the same number. While the watch lives
-    /// the timeout runs. Costs no I/O.
+    /// Begins an operation of all ranks, each of which counts it under the same number. The timeout applies while the
+    /// guard is alive. It does no I/O.
     pub(crate) fn enter(&self, what: &str) -> Watch<'_> {
         self.shared.enter(what, true)
     }
 
-    /// Begins something that only some ranks take part in, or that has operations of all ranks in it: the timeout runs,
-    /// and the number of operations stays.
+    /// Begins an operation of some ranks, or one that contains operations of all ranks. The timeout applies, and the
+    /// number of operations does not change.
     pub(crate) fn enter_some(&self, what: &str) -> Watch<'_> {
         self.shared.enter(what, false)
     }
 
-    /// Costs a load of an atomic while all is well.
+    /// Checks for a failure, at the cost of one atomic load.
     ///
     /// # Errors
     /// [`Error::Rank`](crate::Error::Rank): the failure that was declared.
@@ -120,15 +120,15 @@ impl Membership {
         self.shared.check()
     }
 
-    /// Declares a rank's failure, and tells the others, for a second at most. If there is one already, that one counts
-    /// on all ranks: [`check`](Self::check) says which.
+    /// Declares a rank's failure, and notifies the others, for at most a second. If there is an earlier failure, it
+    /// counts on all ranks; [`check`](Self::check) returns it.
     pub(crate) fn fail(&self, rank: usize, during: &str, problem: &str, hint: &str) {
         self.shared
             .declare(Failure::new(rank, during, problem, hint));
     }
 
-    /// Declares this rank's failure, which may well follow from another rank's (a connection between ranks that has
-    /// ended): waits for a second whether that is heard of first.
+    /// Declares a failure of this rank that may be a consequence of another rank's (a closed connection between ranks).
+    /// It first waits a second for that failure to be reported.
     pub(crate) fn fail_unless_known(&self, during: &str, problem: &str) {
         if !self.is_alone {
             self.await_failure();
@@ -136,15 +136,15 @@ impl Membership {
         }
     }
 
-    /// Waits for a failure to be heard of, for a second at most.
+    /// Waits for a failure to be reported, for at most a second.
     pub(crate) fn await_failure(&self) {
         self.shared
             .wait(LAST_WORDS, |state| state.failure.is_some());
     }
 
-    /// Has `hook` called once when a failure is declared, by the thread that declares it or hears of it (at once if
-    /// there is one): what ends a collective that would wait for ever. It may check the membership, and do
-    /// nothing else with it.
+    /// Calls `hook` once when a failure is declared, on the thread that declares or receives it (immediately if there
+    /// is one). Use it to abort a collective that would wait forever. It may check the membership, but must not use it
+    /// otherwise.
     pub(crate) fn on_failure(&self, hook: impl FnOnce() + Send + 'static) {
         let mut state = locked(&self.shared.state);
         if state.failure.is_none() {
@@ -155,7 +155,7 @@ impl Membership {
     }
 }
 
-/// What to do about a rank that has failed by itself.
+/// The hint for a rank that failed by itself.
 pub(crate) const OWN_OUTPUT: &str = "the rank's own output says more";
 
 impl Drop for Membership {

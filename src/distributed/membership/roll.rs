@@ -1,4 +1,4 @@
-//! The roll of a job: what each rank is doing, and whose failure it is when ranks wait.
+//! The roll of a job: the activity of each rank, and the choice of the rank that failed when others wait.
 
 use super::wire::SEPARATOR;
 use crate::Error;
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// Characters of a failure's text: what a person reads.
+/// The most characters of a failure's text.
 const MAX_TEXT: usize = 4 << 10;
 
 pub(super) const ENDED: &str =
@@ -21,15 +21,15 @@ const BEHIND: &str =
 const STUCK: &str = "is a network between the hosts stuck, or a GPU? if an operation may take so long, set a longer \
                      timeout";
 
-/// How long ranks are waited for, which tests shorten.
+/// Time limits, which tests shorten.
 #[derive(Clone, Copy)]
 pub(super) struct Pace {
-    /// The most time that a rank may be in an operation.
+    /// The longest time that a rank may be in an operation.
     pub timeout: Duration,
-    /// From one heartbeat to the next.
+    /// Time between two heartbeats.
     pub interval: Duration,
-    /// A heartbeat older than this is a sign of trouble, where ranks wait for too long. So is it to wait for this long
-    /// for a rank that has left.
+    /// The age from which a heartbeat is suspicious if ranks wait for too long; also the longest wait for a rank that
+    /// has left.
     pub silence: Duration,
 }
 
@@ -46,13 +46,13 @@ impl Pace {
 /// The operation that a rank is in, and its progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Doing {
-    /// How many operations of all ranks it has begun.
+    /// Number of operations of all ranks that it has begun.
     pub entered: u64,
-    /// The operation that it has been in for longest; outside, its last one.
+    /// The oldest operation that it is in; outside of operations, its last one.
     pub what: String,
-    /// Its number among the operations of all ranks, from 1; 0 if it is of some ranks only.
+    /// Its number among the operations of all ranks, from 1; 0 for an operation of some ranks only.
     pub number: u64,
-    /// For how long it has been inside, if it is.
+    /// Time since its begin; `None` outside of operations.
     pub inside: Option<Duration>,
 }
 
@@ -71,11 +71,11 @@ impl fmt::Display for Doing {
     }
 }
 
-/// Why the job cannot continue, and whose failure it is.
+/// The reason why the job cannot continue, and the rank that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Failure {
     pub rank: usize,
-    /// During what, the problem, and a hint.
+    /// The operation, the problem, and a hint.
     pub texts: [String; 3],
 }
 
@@ -108,12 +108,12 @@ impl From<Failure> for Error {
     }
 }
 
-/// A rank that came. Its place is never free again: a process that comes later would know nothing of the job.
+/// A rank that joined. Its place is never free again: a process that joins later would not know the job's state.
 struct Member {
     doing: Doing,
-    /// When its last heartbeat came.
+    /// Time of its last heartbeat.
     heard: Instant,
-    /// Whether its last heartbeat said that it has waited for too long.
+    /// Whether its last heartbeat reported an overdue wait.
     is_overdue: bool,
     has_left: bool,
 }
@@ -137,7 +137,7 @@ impl Roll {
         }
     }
 
-    /// Returns whether the rank's place was free.
+    /// Admits a rank; returns whether its place was free.
     pub(super) fn come(&mut self, rank: usize, now: Instant) -> bool {
         let is_free = !self.members.contains_key(&rank);
         self.members.entry(rank).or_insert(Member {
@@ -157,13 +157,13 @@ impl Roll {
         self.failure.as_ref()
     }
 
-    /// The first failure counts: others follow from it.
+    /// Records a failure, unless there is one: later failures follow from the first.
     pub(super) fn declare(&mut self, failure: Failure) {
         self.failure.get_or_insert(failure);
     }
 
-    /// Notes a heartbeat. The second in a row that is overdue has a failure declared: if rank 0 was stopped, it learns
-    /// between them of ranks that have ended or continued meanwhile, and judges by what is true now.
+    /// Records a heartbeat. The second overdue one in a row declares a failure. If rank 0 was stopped, it learns
+    /// between the two of ranks that ended or continued meanwhile, and judges by the current state.
     pub(super) fn beat(&mut self, rank: usize, doing: Doing, now: Instant) {
         let Some(member) = self.members.get_mut(&rank) else {
             return;
@@ -181,7 +181,6 @@ impl Roll {
             .for_each(|failure| self.declare(failure));
     }
 
-    /// Notes a goodbye.
     pub(super) fn leave(&mut self, rank: usize, doing: Doing) {
         if let Some(member) = self.members.get_mut(&rank) {
             member.doing = doing;
@@ -189,7 +188,7 @@ impl Roll {
         }
     }
 
-    /// Notes the end of a rank's connection without a goodbye, which is a failure.
+    /// Records the end of a rank's connection without a goodbye, which is a failure.
     pub(super) fn end(&mut self, rank: usize, problem: &str) {
         let doing = self.members.get(&rank).map(|member| member.doing.clone());
         self.declare(Failure::new(
@@ -200,13 +199,14 @@ impl Roll {
         ));
     }
 
-    /// How many operations of all ranks the rank has begun.
+    /// Returns the number of operations of all ranks that the rank has begun.
     pub(super) fn entered(&self, rank: usize) -> u64 {
         let member = self.members.get(&rank);
         member.map_or(0, |member| member.doing.entered)
     }
 
-    /// An operation that a rank has left before never ends: known some seconds after, without a timeout.
+    /// Returns the failure of a rank that left before an operation that `rank` waits in, which therefore never ends.
+    /// This is known after some seconds, before the timeout.
     fn waits_for_left(&self, rank: usize) -> Option<Failure> {
         let waiting = &self.members.get(&rank)?.doing;
         let is_waiting = waiting.inside? > self.pace.silence;
@@ -215,7 +215,7 @@ impl Roll {
         })
     }
 
-    /// Finds whose failure it is that `asker` waits for too long.
+    /// Finds the rank that `asker` waits for too long.
     fn culprit(&self, asker: usize, now: Instant) -> Option<Failure> {
         let mut missing = (0..self.world_size).filter(|rank| !self.members.contains_key(rank));
         if let Some(first) = missing.next() {
@@ -245,7 +245,7 @@ impl Roll {
             let problem = here.unwrap_or_default() + &waits(*first, ahead);
             return Some(Failure::new(*rank, &behind.doing, problem, BEHIND));
         }
-        // The same operation by its number, under another name.
+        // The same operation by number, under another name.
         let differs = |doing: &Doing| {
             let same =
                 doing.inside.is_some() && doing.number > 0 && doing.number == asking.doing.number;
@@ -264,7 +264,7 @@ impl Roll {
             .or_else(|| Some(Failure::new(asker, &asking.doing, stuck, STUCK)))
     }
 
-    /// The failure of a rank that has left, one that `is_missed` by `waiting`.
+    /// Returns the failure of a rank that has left and `is_missed` by `waiting`.
     fn left(&self, waiting: usize, is_missed: impl Fn(&Member) -> bool) -> Option<Failure> {
         let mut left = self.members.iter().filter(|(_, member)| member.has_left);
         let (rank, member) = left.find(|(_, member)| is_missed(member))?;
@@ -300,7 +300,7 @@ mod tests {
         }
     }
 
-    /// Ranks 0, 1 and 2, of which rank 1 has begun an operation. More than two seconds are too long.
+    /// Ranks 0, 1 and 2, of which rank 1 has begun an operation. The timeout is two seconds.
     fn roll(now: Instant) -> Roll {
         let mut roll = Roll::new(3, Pace::new(Duration::from_secs(2)));
         for rank in 0..3 {

@@ -1,5 +1,5 @@
-//! Ranks as threads of one process. What no rank of ours does (end without a goodbye, stand still), a bare connection
-//! does here.
+//! Tests with ranks as threads of one process. Bare connections do what real ranks never do: end without a goodbye, or
+//! hang.
 
 use super::hub::Hub;
 use super::roll::{Doing, LEFT};
@@ -57,7 +57,7 @@ fn serve(world_size: usize, pace: Pace) -> Hub {
     Hub::start(listener, TOKEN, world_size, pace, "to all".into()).unwrap()
 }
 
-/// The first `count` of `world_size` ranks join; `beside` plays the others.
+/// Joins the first `count` of `world_size` ranks; the closure acts as the others.
 fn join(
     count: usize,
     world_size: usize,
@@ -89,7 +89,7 @@ fn job(world_size: usize, pace: Pace) -> Vec<Membership> {
     joined.map(Result::unwrap).collect()
 }
 
-/// The connection of a rank that is nothing but that.
+/// Opens the connection of a rank that has nothing else.
 fn bare(master: &Address, rank: usize, world_size: usize) -> Connection {
     connect(master, Hello::new(rank, world_size, TOKEN), LONG).unwrap()
 }
@@ -108,7 +108,7 @@ fn beat(connection: &mut Connection, what: &str, number: u64) {
     while next(connection) != Message::Heard {}
 }
 
-/// Each part of the words is in the text.
+/// Asserts that the text contains each part of the words.
 #[track_caller]
 fn assert_words(text: &str, words: &str) {
     for word in words.split(" .. ") {
@@ -116,7 +116,7 @@ fn assert_words(text: &str, words: &str) {
     }
 }
 
-/// The failure that this rank hears of has the words.
+/// Asserts that this rank learns of a failure with these words.
 #[track_caller]
 fn assert_fails(member: &Membership, words: &str) {
     member.shared.wait(LONG, |state| state.failure.is_some());
@@ -156,7 +156,7 @@ fn an_end_without_goodbye_is_a_failure_of_that_rank() {
         );
         member.on_failure(count());
     }
-    drop(job); // with all hooks called
+    drop(job); // all hooks have been called
     assert_eq!(calls.load(Ordering::Relaxed), 4);
 }
 
@@ -171,7 +171,7 @@ fn a_rank_that_stands_still_is_named_once_others_wait() {
     });
     let job: Vec<_> = job.into_iter().map(Result::unwrap).collect();
     sleep(2 * SILENCE);
-    job[0].check().unwrap(); // silence alone is no failure
+    job[0].check().unwrap(); // silence alone is not a failure
     let _watch = job[1].enter("all_reduce");
     for member in &job {
         assert_fails(
@@ -181,7 +181,7 @@ fn a_rank_that_stands_still_is_named_once_others_wait() {
     }
 }
 
-/// The ranks that wait, each in an operation that all or some take part in, after all did the first.
+/// The ranks that wait, each in an operation of all or of some ranks, after all have finished the first.
 #[rstest]
 #[case::behind(&[(0, "all_reduce", true), (1, "all_reduce", true)],
     "rank 2, in its own work after broadcast (operation 1): rank .. has waited for .. in all_reduce (operation 2)")]
@@ -216,7 +216,7 @@ fn a_rank_that_left_is_named_once_others_wait_for_it(#[values(0, 2)] leaving: us
     assert_fails(&job[1], &words);
 }
 
-/// Rank `rank` of `world_size`, joined to a rank 0 that is only the connection returned.
+/// Rank `rank` of `world_size`, joined to a rank 0 that is only the returned connection.
 fn joined_to_bare(rank: usize, world_size: usize, pace: Pace) -> (Membership, Connection) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let master = (
@@ -248,7 +248,7 @@ fn a_rank_0_that_ends_or_stands_still_is_named(#[case] ends: bool, #[case] words
     drop(kept);
 }
 
-/// Rank 1 is stopped while rank 2 dies and rank 0, which hears of it, ends: it reads what has come meanwhile.
+/// Rank 1 is stopped while rank 2 dies and rank 0, which learns of it, ends: rank 1 then reads what was sent meanwhile.
 #[test]
 fn a_rank_that_was_stopped_hears_which_one_died() {
     let mut others = Vec::new();
@@ -269,10 +269,10 @@ fn a_rank_that_was_stopped_hears_which_one_died() {
     ));
 }
 
-/// The same, where the resumed one is a rank as it is, whose connection has been closed.
+/// Like the previous test, with a real rank whose connection has been closed.
 #[test]
 fn what_rank_0_said_before_it_ended_is_read() {
-    // Between its heartbeats there is time for all that happens here.
+    // Everything here happens between two of its heartbeats.
     let (member, mut connection) = joined_to_bare(
         1,
         3,
@@ -287,8 +287,7 @@ fn what_rank_0_said_before_it_ended_is_read() {
     assert_fails(&member, "rank 2, in all_reduce: its process has ended");
 }
 
-/// A process that was stopped in an operation has not waited for the others meanwhile, which may have been stopped with
-/// it.
+/// Time in which a process was stopped in an operation is not waiting time: the others may have been stopped with it.
 #[test]
 fn time_in_which_a_rank_was_stopped_is_no_waiting() {
     let shared = Shared::new(1, Pace::new(Duration::from_secs(60)));
@@ -322,7 +321,7 @@ fn a_failure_of_its_own_is_told_to_all() {
     let mut job = super::tests::job(2, FAST);
     let rank_0 = job.remove(0);
     rank_0.fail(0, "forward", "NaN", OWN_OUTPUT);
-    drop(rank_0); // the others have heard by now
+    drop(rank_0); // the others know by now
     assert_fails(&job[0], "rank 0, in forward: NaN");
 }
 
@@ -368,7 +367,7 @@ fn a_stranger_disturbs_nobody() {
         }
     });
     assert_eq!(job.iter().flatten().count(), 2);
-    // Those that said something wrong are closed without an answer.
+    // Strangers that sent something wrong are closed without an answer.
     for stream in &mut strangers[1..] {
         stream.set_read_timeout(Some(LONG)).unwrap();
         let answer = std::io::Read::read(stream, &mut [0; 64]);
@@ -415,7 +414,7 @@ fn those_of_another_job_are_refused() {
     refused(hello(), "rank 1 is already there"); // it has ended, and the job with it
 }
 
-/// Without the token nothing is done: no place is taken, no failure declared, and no answer tells more.
+/// Without the token a stranger gets no place, declares no failure, and receives no other answer.
 #[rstest]
 fn a_stranger_can_do_nothing(
     #[values("", "a token\nof two line", "a token\nof two lines ")] token: &str,
@@ -448,7 +447,7 @@ fn a_stranger_can_do_nothing(
 fn a_rank_0_that_is_not_there_is_waited_for_and_named() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
     let master = ("127.0.0.1".to_string(), free.local_addr().unwrap().port());
-    // One that takes connections and says nothing.
+    // A listener that accepts connections and sends nothing.
     let error = connect(&master, Hello::new(1, 4, TOKEN), SHORT)
         .err()
         .unwrap();

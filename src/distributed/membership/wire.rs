@@ -7,14 +7,14 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, T
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How long a rank waits for a message before it does something else, and how often the hub reads.
+/// How long a rank waits for a message before it does other work, and the interval at which the hub reads.
 pub(super) const TICK: Duration = Duration::from_millis(25);
-/// The limit for a host that does not answer a connection.
+/// Time limit for a host that does not answer a connection.
 const CONNECT: Duration = Duration::from_secs(5);
-/// The first pause between attempts to connect, doubled up to the last.
+/// The first pause between attempts to connect, and the last; it doubles in between.
 const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 const MAX_LINE: usize = 64 << 10;
-/// The character between fields, which no text has, and the one in place of a newline.
+/// The separator of fields, which no text contains, and the character that replaces a newline.
 pub(super) const SEPARATOR: &str = "\u{1f}";
 const NEWLINE: &str = "\u{1e}";
 
@@ -25,19 +25,19 @@ pub(super) enum Message {
     Hello(Hello),
     Refused(String),
     Heard,
-    /// All ranks have come. The text is rank 0's for all of them.
+    /// All ranks have joined. The text is from rank 0.
     Welcome(String),
     Beat(Doing),
     /// The job cannot continue.
     Failure(Failure),
     Goodbye(Doing),
-    /// Rank 0 ends in order, after it has entered this many operations of all ranks.
+    /// Rank 0 ends normally, after it has entered this many operations of all ranks.
     Left(u64),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// The crate's.
+    /// The crate's version.
     pub version: String,
     pub rank: usize,
     pub world_size: usize,
@@ -87,7 +87,7 @@ impl Message {
         fields.replace('\n', NEWLINE) + "\n"
     }
 
-    /// Reads a [`line`](Self::line) without its end. `None` for what nobody sends.
+    /// Parses a [`line`](Self::line) without its newline. `None` for a line that is not a message.
     pub(super) fn parse(line: &str) -> Option<Self> {
         let line = line.replace(NEWLINE, "\n");
         let fields: Vec<&str> = line.split(SEPARATOR).collect();
@@ -128,14 +128,14 @@ impl Message {
 
 pub(super) struct Connection {
     stream: TcpStream,
-    /// The bytes that have come of the next messages.
+    /// Received bytes of the next messages.
     received: Vec<u8>,
-    /// The bytes that could not be sent yet.
+    /// Bytes that could not be sent yet.
     unsent: Vec<u8>,
 }
 
 impl Connection {
-    /// `wait` is how long [`receive`](Self::receive) waits for a message; with `None` nothing blocks.
+    /// Wraps a stream. [`receive`](Self::receive) waits `wait` for a message; with `None` it never blocks.
     pub(super) fn new(stream: TcpStream, wait: Option<Duration>) -> io::Result<Self> {
         stream.set_nonblocking(wait.is_none())?;
         stream.set_nodelay(true)?;
@@ -148,7 +148,7 @@ impl Connection {
         })
     }
 
-    /// Sends a message, or what the system takes of it now; [`receive`](Self::receive) sends the rest.
+    /// Sends a message, or as much as the system accepts now; [`receive`](Self::receive) sends the rest.
     pub(super) fn send(&mut self, message: &Message) -> io::Result<()> {
         self.unsent.extend(message.line().as_bytes());
         self.flush()
@@ -169,13 +169,14 @@ impl Connection {
         Ok(())
     }
 
-    /// The next message; `None` if none has come.
+    /// Returns the next message; `None` if none has arrived.
     ///
     /// # Errors
-    /// `UnexpectedEof` if the other side has closed, `InvalidData` for what is no message, or the system's.
+    /// `UnexpectedEof` if the other side has closed the connection, `InvalidData` for a line that is not a message, or
+    /// the system's error.
     pub(super) fn receive(&mut self) -> io::Result<Option<Message>> {
         let mut chunk = [0; 4 << 10];
-        let _ = self.flush(); // an ended connection shows below, after what has come
+        let _ = self.flush(); // an ended connection shows below, after received data
         loop {
             if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.received.drain(..=end).collect();
@@ -274,7 +275,7 @@ fn open(master: &(String, u16), left: Duration) -> io::Result<TcpStream> {
     let mut last = ErrorKind::AddrNotAvailable.into();
     for address in (master.0.as_str(), master.1).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, wait) {
-            // To a port of this host where nobody listens, a connection may get that very port, and meet itself.
+            // A connection to a port of this host where nobody listens may get that very port, and connect to itself.
             Ok(stream) if stream.local_addr().is_ok_and(|own| own == address) => {
                 last = ErrorKind::ConnectionRefused.into();
             }
@@ -287,12 +288,12 @@ fn open(master: &(String, u16), left: Duration) -> io::Result<TcpStream> {
 
 /// Opens the socket at which rank 0's hub listens.
 ///
-/// A `master` that says loopback by itself is listened to there only, so that nobody outside reaches a job of one
-/// host. Any other listens on all interfaces: the name by which others reach rank 0 is not always an address that it
-/// has (in a container), and on some hosts it leads to loopback there.
+/// If `master` is loopback by name, the socket listens only there, so that other hosts cannot reach a job of one host.
+/// Otherwise it listens on all interfaces: the name by which others reach rank 0 is not always one of its addresses (in
+/// a container), and on some hosts it resolves to loopback locally.
 ///
 /// # Errors
-/// [`Error::Order`] with the system's answer.
+/// [`Error::Order`] with the system's error.
 pub(super) fn listen(master: &(String, u16)) -> Result<TcpListener> {
     let (host, port) = (master.0.as_str(), master.1);
     let bind = || {
@@ -305,7 +306,7 @@ pub(super) fn listen(master: &(String, u16)) -> Result<TcpListener> {
             (true, Some(address)) if address.ip().is_loopback() => TcpListener::bind(address),
             (false, Some(SocketAddr::V4(_))) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
             (false, Some(SocketAddr::V6(_))) => TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)),
-            _ => Err(ErrorKind::AddrNotAvailable.into()), // a strange /etc/hosts
+            _ => Err(ErrorKind::AddrNotAvailable.into()), // an unusual /etc/hosts
         }
     };
     bind().map_err(|error| Error::Order {
@@ -315,7 +316,7 @@ pub(super) fn listen(master: &(String, u16)) -> Result<TcpListener> {
     })
 }
 
-/// Whether a host is this one by its very name, so that nobody outside reaches what listens there.
+/// Returns whether a host name is this host's loopback by name, which other hosts cannot reach.
 pub(crate) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
 }

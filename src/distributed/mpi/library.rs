@@ -1,4 +1,4 @@
-//! MPI itself: how it starts, what it answers, and how a request is waited for.
+//! MPI's library: its start, its errors, and waiting for requests.
 
 use crate::distributed::Shard;
 use crate::{Error, Result};
@@ -7,13 +7,13 @@ use std::ffi::{c_char, c_int};
 use std::thread;
 use std::time::Duration;
 
-/// So often a rank asks without a pause whether a request is done: small ones are by then.
+/// Number of tests of a request without a pause; small requests are done by then.
 const SPINS: std::ops::Range<u32> = 0..200;
 
-/// The pauses after that: the model's own threads need the processor too.
+/// The pause between later tests: the model's own threads need the processor too.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Starts MPI: this process's rank, and the number of ranks.
+/// Starts MPI; returns this process's rank and the number of ranks.
 pub(super) fn start() -> Result<Shard> {
     let (mut is_started, mut level, mut rank, mut world_size) = (0, 0, 0, 0);
     // SAFETY: the first may be called at any time, the others after the second.
@@ -28,7 +28,7 @@ pub(super) fn start() -> Result<Shard> {
         let (none, no_arguments) = (std::ptr::null_mut(), std::ptr::null_mut());
         let wanted = ffi::RSMPI_THREAD_SERIALIZED;
         answered(ffi::MPI_Init_thread(none, no_arguments, wanted, &mut level))?;
-        // Its own answer to an error is to end the process.
+        // By default MPI ends the process on an error.
         let world = ffi::RSMPI_COMM_WORLD;
         answered(ffi::MPI_Comm_set_errhandler(
             world,
@@ -47,7 +47,7 @@ pub(super) fn start() -> Result<Shard> {
     Ok(Shard { rank, world_size })
 }
 
-/// MPI's answer as an error, unless it is success.
+/// Converts MPI's result code to an error, unless it is success.
 pub(super) fn answered(code: c_int) -> Result<()> {
     match is_success(code) {
         true => Ok(()),
@@ -98,7 +98,7 @@ fn is_success(code: c_int) -> bool {
 fn text(code: c_int) -> String {
     let mut text = [0u8; ffi::MPI_MAX_ERROR_STRING as usize];
     let mut length = 0;
-    // SAFETY: the text has room for the longest answer.
+    // SAFETY: the text is large enough for the longest message.
     let answer =
         unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &mut length) };
     match text.get(..length as usize) {

@@ -1,10 +1,10 @@
-//! Ranks that are processes on CPUs: collectives by MPI, whose `mpirun` started them.
+//! Collectives of ranks that are processes on CPUs, with MPI; `mpirun` starts them.
 //!
-//! MPI reduces with our own arithmetic: it knows neither f16 nor bf16, nor says what the larger of a number and NaN is.
-//! It does not say in which order it adds. Open MPI (libnbc, of 4.1 and 5.0) plans a collective that does not block
-//! from the ranks and the count alone: a number is added up on one rank, in the order of a tree, and goes to the others
-//! from there. So all ranks have the same bits, and so has every run of as many. Of hcoll and UCC, which take over
-//! where they are installed, it is not known.
+//! MPI reduces with this crate's arithmetic, since it supports neither f16 nor bf16, and does not define the maximum of
+//! a number and NaN. It does not specify the order of additions. Open MPI (libnbc, of 4.1 and 5.0) plans a non-blocking
+//! collective from ranks and count alone: each number is summed on one rank, in the order of a tree, and is sent to the
+//! others from there. All ranks therefore have the same bits, and so has every run with the same number of ranks. For
+//! hcoll and UCC, which are used instead where they are installed, this is not known.
 
 mod library;
 mod plan;
@@ -20,24 +20,24 @@ use library::{answered, run_to_its_end, start};
 use plan::{Step, plan};
 use std::ffi::{c_int, c_void};
 
-/// The most elements of one call of MPI. Those that it has received are there twice for a while, and larger pieces were
-/// not faster.
+/// The most elements of one MPI call. Received elements exist twice for a while, and larger pieces were not faster.
 const PIECE: usize = 1 << 20;
 
-/// A process's way to the others. Dropping it ends MPI, which the ranks do together.
+/// A process's connection to the others. Dropping it ends MPI, which all ranks do together.
 pub(crate) struct MpiBackend {
     place: Shard,
     operations: Operations,
-    /// The memory that MPI writes to, never the caller's memory: it may write after a collective has been given up.
+    /// The memory that MPI writes to. It is never the caller's, since MPI may write after a collective has been given
+    /// up.
     received: Vec<u64>,
     has_failed: bool,
 }
 
-// SAFETY: MPI has been told that any thread may call it, one at a time.
+// SAFETY: MPI was started such that any thread may call it, one at a time.
 unsafe impl Send for MpiBackend {}
 
 impl MpiBackend {
-    /// Starts MPI, which a process can do once.
+    /// Starts MPI, which a process can do only once.
     ///
     /// # Errors
     /// [`Error::Order`] if it was started before, or serves one thread only.
@@ -68,16 +68,16 @@ impl MpiBackend {
         };
         let datatype = datatype(dtype)?;
         let begin = |request: *mut ffi::MPI_Request| {
-            // SAFETY: `from` has the elements, and nobody writes to them; as many as are received have room; MPI has
+            // SAFETY: `from` has the elements, and nobody writes to them; `into` has room for those received; MPI has
             // been started.
             unsafe { begin(step, into.cast(), datatype, operation, request) }
         };
         run_to_its_end(self.place.rank, during.name(), begin, check)?;
-        // SAFETY: MPI has received as many elements.
+        // SAFETY: MPI has received this many elements.
         unsafe { step.into.copy_from(into.cast()) };
         if reduce == Some(Reduce::Mean) {
             let (sums, n) = (step.into, self.place.world_size);
-            // SAFETY: the buffer is the caller's, who waits.
+            // SAFETY: the buffer belongs to the caller, who waits.
             unsafe { reduce_range(Reduce::Sum, &[sums], 0..sums.elements, &[sums], n)? };
         }
         Ok(())
@@ -102,7 +102,7 @@ impl HostBackend for MpiBackend {
                 hint: "start the job again, from its checkpoint".into(),
             });
         }
-        self.has_failed = true; // unless it comes to its end
+        self.has_failed = true; // until it completes
         for step in plan(collective, buffer, self.place, PIECE) {
             self.run_step(collective, &step, check)?;
         }
@@ -114,7 +114,7 @@ impl HostBackend for MpiBackend {
 impl Drop for MpiBackend {
     fn drop(&mut self) {
         match self.has_failed {
-            // MPI would wait for ranks that do not come, and may write still.
+            // MPI would wait for ranks that do not come, and may still write.
             true => std::mem::forget(std::mem::take(&mut self.received)),
             // SAFETY: MPI was started, and has nothing left to do.
             false => drop(unsafe { ffi::MPI_Finalize() }),
@@ -122,11 +122,11 @@ impl Drop for MpiBackend {
     }
 }
 
-/// Begins a call of MPI's.
+/// Begins an MPI call.
 ///
 /// # Safety
-/// MPI has been started. `step.from` has its elements, of `datatype`, and there is room at `into` for those of
-/// `step.into`, until the request is done; `operation` is for them.
+/// MPI must have been started. Until the request is done, `step.from` must have its elements, of `datatype`, and `into`
+/// must have room for those of `step.into`. `operation` must be for `datatype`.
 unsafe fn begin(
     step: &Step,
     into: *mut c_void,
@@ -137,10 +137,10 @@ unsafe fn begin(
     let from = step.from.start.cast::<c_void>();
     let (sent, received) = (step.from.elements as c_int, step.into.elements as c_int);
     let of = datatype;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let world = ffi::RSMPI_COMM_WORLD;
-        let with = operation.unwrap_or(ffi::RSMPI_SUM); // a reduction has its own
+        let with = operation.unwrap_or(ffi::RSMPI_SUM); // set for every reduction
         match step.call {
             Collective::AllReduce(_) | Collective::ReduceScatter(_) | Collective::Reduce { .. } => {
                 ffi::MPI_Iallreduce(from, into, sent, of, with, world, request)
@@ -160,12 +160,12 @@ unsafe fn begin(
 
 type Function = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_int, *mut ffi::MPI_Datatype);
 
-/// The operations made so far, which live as long as MPI.
+/// The operations created so far, which live as long as MPI.
 #[derive(Default)]
 struct Operations(Vec<(Reduce, DType, ffi::MPI_Op)>);
 
 impl Operations {
-    /// A mean is a sum until all numbers are in it.
+    /// Returns MPI's operation. A mean is computed as a sum, which is divided at the end.
     fn get(&mut self, reduce: Reduce, dtype: DType) -> Result<ffi::MPI_Op> {
         let made =
             |(made_reduce, made_dtype, _): &&_| (*made_reduce, *made_dtype) == (reduce, dtype);
@@ -181,7 +181,7 @@ impl Operations {
         };
         let function = if reduce == Reduce::Max { max } else { sum };
         let commutes = 1;
-        // SAFETY: MPI has been started; the function is one for its elements. The first operation is overwritten.
+        // SAFETY: MPI has been started; the function is for these elements. The initial operation is overwritten.
         let operation = unsafe {
             let mut operation = ffi::RSMPI_SUM;
             answered(ffi::MPI_Op_create(Some(function), commutes, &mut operation))?;
@@ -192,7 +192,7 @@ impl Operations {
     }
 }
 
-/// MPI's type with a dtype's size and alignment: it is not asked to compute.
+/// Returns an MPI type with a dtype's size and alignment; MPI does not compute with it.
 fn datatype(dtype: DType) -> Result<ffi::MPI_Datatype> {
     // SAFETY: constants.
     unsafe {
@@ -208,7 +208,7 @@ fn datatype(dtype: DType) -> Result<ffi::MPI_Datatype> {
     }
 }
 
-/// MPI's sum and maximum of a type: half precision is rounded once an addition.
+/// Returns MPI's sum and maximum functions of a type; half precision is rounded at every addition.
 fn functions<T: WithDType>() -> [Function; 2] {
     [sum::<T>, max::<T>]
 }
@@ -234,7 +234,7 @@ unsafe extern "C" fn max<T: WithDType>(
 }
 
 /// # Safety
-/// There are `count` elements at `from` and others at `into`.
+/// `from` and `into` must each point to `count` elements.
 unsafe fn combine<T: WithDType>(
     reduce: Reduce,
     from: *mut c_void,
@@ -247,6 +247,6 @@ unsafe fn combine<T: WithDType>(
         elements,
         dtype: T::DTYPE,
     });
-    // SAFETY: the caller's promise. The dtype is one that is reduced.
+    // SAFETY: guaranteed by the caller. The dtype can be reduced.
     let _ = unsafe { reduce_range(reduce, &[into, from], 0..elements, &[into], 1) };
 }

@@ -1,21 +1,21 @@
-//! The calls of MPI's that a collective is made of: in pieces, for their counts are of 31 bits.
+//! Plans of a collective's MPI calls: in pieces, since MPI counts in 31 bits.
 
 use crate::distributed::Shard;
 use crate::distributed::collective::Collective;
 use crate::distributed::host::HostBuffer;
 use std::ops::Range;
 
-/// One call, and what it reads and makes of the buffer.
+/// One MPI call, and the parts of the buffer that it reads and writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
-    /// A reduction is one for all ranks.
+    /// The collective. Every reduction runs as an all-reduce.
     pub(super) call: Collective,
     pub(super) from: HostBuffer,
-    /// Empty on a rank that gets nothing.
+    /// Empty on a rank that receives nothing.
     pub(super) into: HostBuffer,
 }
 
-/// Every rank's plan has the same steps.
+/// Plans the calls. Every rank's plan has the same steps.
 pub(super) fn plan(
     collective: Collective,
     buffer: HostBuffer,
@@ -32,8 +32,8 @@ pub(super) fn plan(
         })
     };
     match collective {
-        // Open MPI's own reduce-scatter has one rank add up everything and takes longer; this one has the bits of an
-        // all-reduce, too. So has a reduction for one rank.
+        // Open MPI's own reduce-scatter sums everything on one rank and is slower. An all-reduce also has the same bits
+        // for all reductions.
         Collective::AllReduce(_) | Collective::ReduceScatter(_) | Collective::Reduce { .. } => {
             pieces(buffer)
                 .map(|own| step(collective, own, own))
@@ -61,7 +61,7 @@ mod tests {
     use crate::distributed::Reduce;
     use candle_core::DType;
 
-    /// The calls of a rank's plan, with how many elements each has, and the ranges that it receives.
+    /// Returns the calls of a rank's plan with their number of elements, and the ranges that it receives.
     fn planned(
         collective: Collective,
         elements: usize,

@@ -1,4 +1,4 @@
-//! NCCL's library, loaded at the first use: what is called of it, and what it answers.
+//! NCCL's library, loaded at the first use: its functions and result codes.
 
 use crate::distributed::collective::Reduce;
 use crate::distributed::host::not_exchanged;
@@ -15,7 +15,7 @@ pub(super) type Comm = *mut c_void;
 /// `ncclResult_t`.
 pub(super) type Code = c_int;
 
-/// Memory of a GPU.
+/// Address of GPU memory.
 pub(super) type Pointer = u64;
 
 /// `ncclUniqueId`, which is passed by value.
@@ -27,10 +27,10 @@ const SUCCESS: Code = 0;
 
 pub(super) const IN_PROGRESS: Code = 7;
 
-/// Before 2.19 a communicator could not be aborted while another thread used it.
+/// The oldest supported version, 2.19. Older ones could not abort a communicator while another thread used it.
 const OLDEST: c_int = 21900;
 
-/// `ncclConfig_t` as it was in 2.19: later ones begin in the same way, and take its size and version for what they are.
+/// `ncclConfig_t` of NCCL 2.19. Later versions begin with the same fields, and read its size and version.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -45,8 +45,8 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Calls that return when they are done (or on a stream's way); as many thread blocks as NCCL wants, or at most
-    /// `max_ctas`.
+    /// Creates a configuration with blocking calls (work on a stream stays asynchronous), and at most `max_ctas` thread
+    /// blocks; `None` leaves the number to NCCL.
     pub(super) fn new(max_ctas: Option<c_int>) -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
@@ -88,7 +88,7 @@ pub(super) fn data_type(dtype: DType) -> Result<c_int> {
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($argument:ty),*) -> $answer:ty;)*) => {
-        /// What is called of NCCL.
+        /// The functions of NCCL that are called.
         pub(super) struct Nccl {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $answer,)*
         }
@@ -125,7 +125,7 @@ functions! {
 }
 
 impl Nccl {
-    /// NCCL, which stays loaded.
+    /// Returns NCCL, which stays loaded.
     pub(super) fn get() -> Result<&'static Self> {
         static LOADED: OnceLock<Nccl> = OnceLock::new();
         if let Some(loaded) = LOADED.get() {
@@ -148,12 +148,12 @@ impl Nccl {
         }
     }
 
-    /// NCCL's answer in words, unless it is success.
+    /// Converts NCCL's result code to a text, unless it is success.
     pub(super) fn check(&self, code: Code) -> std::result::Result<(), String> {
         if code == SUCCESS {
             return Ok(());
         }
-        // SAFETY: as NCCL declares them; which communicator it was does not matter.
+        // SAFETY: as NCCL declares them; the last error does not depend on the communicator.
         let (answer, last) = unsafe {
             let last = (self.get_last_error)(std::ptr::null_mut());
             (text((self.get_error_string)(code)), text(last))
@@ -165,18 +165,18 @@ impl Nccl {
 struct Library(*mut c_void);
 
 impl Library {
-    /// The library at `path`, or where the system looks for one.
+    /// Opens the library at `path`, or where the system finds one.
     #[cfg(unix)]
     fn open(path: Option<&OsStr>) -> Result<Self> {
         let names = match path.filter(|path| !path.is_empty()) {
             None => vec![c"libnccl.so.2".into(), c"libnccl.so".into()],
             Some(path) => vec![CString::new(path.as_encoded_bytes()).unwrap_or_default()],
         };
-        // SAFETY: a library that is made to be loaded so.
+        // SAFETY: NCCL supports being loaded with dlopen.
         let open = |name: &CString| unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         match names.iter().map(open).find(|library| !library.is_null()) {
             Some(library) => Ok(Self(library)),
-            // SAFETY: this thread has just failed to load one; the text is the system's until it fails again.
+            // SAFETY: this thread has just failed to load one; the text is valid until the next call of dlerror.
             None => Err(refusal(&format!(
                 "it is not loaded: {}",
                 text(unsafe { libc::dlerror() })
@@ -184,7 +184,7 @@ impl Library {
         }
     }
 
-    /// The function called `name`, as the type `F` has it.
+    /// Looks up the function called `name`; `F` must be its type.
     #[cfg(unix)]
     fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
         // SAFETY: the library is loaded.
@@ -207,11 +207,11 @@ impl Library {
     }
 }
 
-/// A text of a library's.
+/// Converts a C string of the library.
 fn text(text: *const c_char) -> String {
     match text.is_null() {
         true => "nothing".into(),
-        // SAFETY: it stays until the library is called again.
+        // SAFETY: it is valid until the library is called again.
         false => unsafe { CStr::from_ptr(text) }
             .to_string_lossy()
             .trim()
@@ -258,7 +258,7 @@ mod tests {
         );
     }
 
-    /// The library needs no GPU for that.
+    /// Loading the library needs no GPU.
     #[test]
     #[ignore = "needs NCCL"]
     fn the_library_has_what_is_called() {

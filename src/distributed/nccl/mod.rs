@@ -1,7 +1,7 @@
-//! Ranks on GPUs: collectives by NCCL, on memory and streams of the device.
+//! Collectives of ranks on GPUs with NCCL, on memory and streams of the device.
 //!
-//! NCCL reads environment variables of its own: NCCL_DEBUG=INFO has it say what it does, and NCCL_NVLS_ENABLE=0 keeps
-//! it from NVLink's multicast, which not every machine has right.
+//! NCCL reads its own environment variables: `NCCL_DEBUG=INFO` makes it log, and `NCCL_NVLS_ENABLE=0` disables NVLink's
+//! multicast, which does not work on every machine.
 
 mod library;
 #[cfg(test)]
@@ -22,30 +22,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 use std::{ptr, thread};
 
-/// How often a rank that waits for the others asks whether it still should.
+/// How often a waiting rank checks for failures.
 const POLL: Duration = Duration::from_millis(20);
 
 /// How long an abort waits for a call to return by itself.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// How long the end of a communicator waits for its abort: a process that exits meanwhile would take the library away
-/// under it.
+/// How long the drop of a communicator waits for its abort: if the process exited meanwhile, the library would be
+/// unloaded under it.
 const ABORT: Duration = Duration::from_secs(10);
 
-/// A process's GPU among the others. Any thread may use it; dropping it ends the communicator.
+/// The NCCL communicator of a process's GPU. Any thread may use it; dropping it destroys the communicator.
 pub(crate) struct NcclBackend {
     nccl: &'static Nccl,
     place: Shard,
     /// Null once it is aborted.
     communicator: AtomicPtr<c_void>,
-    /// Held in calls.
+    /// Locked during calls.
     in_call: Arc<Mutex<()>>,
-    /// Disconnected once an abort that was begun is over.
+    /// Disconnected once a running abort is done.
     aborting: Mutex<Option<Receiver<()>>>,
 }
 
-/// Returns the identifier, in hexadecimal digits, that rank 0 makes for a new communicator; the other ranks have none,
-/// and find out here whether they have NCCL.
+/// Returns the id of a new communicator, in hexadecimal digits, on rank 0. Other ranks get an empty id, and an error if
+/// they have no NCCL.
 ///
 /// # Errors
 /// [`Error::Order`] if NCCL is not found, or cannot be used.
@@ -66,12 +66,12 @@ fn hexadecimal(bytes: &[u8]) -> String {
 }
 
 impl NcclBackend {
-    /// Comes together with the other ranks, on the GPU whose context `bind` makes current in the thread that calls it.
-    /// Collectives take `max_ctas` multiprocessors at most. `check` is asked while the others are waited for.
+    /// Joins the other ranks, on the GPU whose context `bind` makes current on the calling thread. Collectives use at
+    /// most `max_ctas` multiprocessors. `check` is called while waiting for the others.
     ///
     /// # Errors
-    /// [`Error::Order`] if NCCL is not found, or `id` is none of [`unique_id`]; [`Error::Rank`] if it fails; what
-    /// `bind` and `check` say.
+    /// [`Error::Order`] if NCCL is not found, or `id` is not from [`unique_id`]; [`Error::Config`] for an invalid
+    /// `max_ctas`; [`Error::Rank`] if NCCL fails; those of `bind` and `check`.
     pub(crate) fn new(
         place: Shard,
         id: &str,
@@ -113,7 +113,7 @@ impl NcclBackend {
             answer.map_err(|answer| failure(place.rank, "the beginning of NCCL", answer))?;
             Ok::<_, Error>(AtomicPtr::new(communicator))
         };
-        // NCCL waits for the other ranks for ever: if one does not come, the thread is left to it.
+        // NCCL waits for other ranks forever: if one does not come, the thread is abandoned.
         let (begun, result) = channel();
         spawn("tallow-nccl", move || {
             if let Err(SendError(Ok(late))) = begun.send(begin()) {
@@ -139,11 +139,11 @@ impl NcclBackend {
         })
     }
 
-    /// Puts a collective on a stream of this rank's GPU, in place on `elements` of a dtype at `pointer`. A mean is
+    /// Starts a collective on a stream of this rank's GPU, in place on `elements` of a dtype at `pointer`. A mean is
     /// rounded as NCCL does it.
     ///
     /// # Errors
-    /// [`Error::Rank`] if NCCL refuses, or was [aborted](Self::abort); what [`validate`] refuses.
+    /// [`Error::Rank`] if NCCL refuses, or was [aborted](Self::abort); those of [`validate`].
     pub(crate) fn run(
         &self,
         collective: Collective,
@@ -161,7 +161,7 @@ impl NcclBackend {
         let own = pointer + (self.place.rank * part * dtype.size_in_bytes()) as u64;
         let peer = |rank: usize| rank as c_int;
         self.call(collective.name(), |nccl, comm| {
-            // SAFETY: as NCCL declares them; memory and stream are the GPU's, as the caller says.
+            // SAFETY: as NCCL declares them; the caller guarantees that memory and stream are the GPU's.
             unsafe {
                 match collective {
                     Collective::AllReduce(reduce) => {
@@ -188,8 +188,7 @@ impl NcclBackend {
         })
     }
 
-    /// Whether all is well with what streams have been given, as far as NCCL knows. A call that is under way says for
-    /// itself what becomes of it, and is not waited for.
+    /// Checks the work on streams, as far as NCCL knows. A running call reports its own result, and is not waited for.
     ///
     /// # Errors
     /// [`Error::Rank`].
@@ -208,9 +207,9 @@ impl NcclBackend {
         }
     }
 
-    /// Gives up what is on streams and in calls, from any thread: they come to an end, and later calls are refused.
+    /// Aborts what is on streams and in calls, from any thread: they end, and later calls are refused.
     ///
-    /// It does not wait: NCCL may, for the other ranks to abort too.
+    /// It does not wait: NCCL may wait for the other ranks to abort too.
     pub(crate) fn abort(&self) {
         let communicator = self.communicator.swap(ptr::null_mut(), Ordering::AcqRel);
         if communicator.is_null() {
@@ -221,31 +220,31 @@ impl NcclBackend {
         let (over, aborting) = channel();
         let abort = move || {
             let _over: Sender<()> = over;
-            // A call that waits for a rank that is gone returns only because of the abort.
+            // A call that waits for a dead rank returns only because of the abort.
             let began = Instant::now();
             let mut free = unless_locked(&in_call);
             while free.is_none() && began.elapsed() < GRACE {
                 thread::sleep(Duration::from_millis(1));
                 free = unless_locked(&in_call);
             }
-            // SAFETY: it was taken from its place: nobody else begins a call, aborts or destroys it.
+            // SAFETY: it was taken out of `communicator`, so nobody else starts a call with it, aborts or destroys it.
             unsafe { (nccl.comm_abort)(communicator.into_inner()) };
         };
-        // Without a thread for it what hangs stays so, until the process ends.
+        // If the thread cannot start, hanging work hangs until the process ends.
         drop(spawn("tallow-nccl", abort));
         *locked(&self.aborting) = Some(aborting);
     }
 
-    /// Runs several collectives as one: what `collectives` has NCCL do begins when it returns, all of it together.
+    /// Runs several collectives as one group: NCCL starts all of them together when `collectives` returns.
     ///
     /// # Errors
     /// Those of `collectives`; [`Error::Rank`] if NCCL refuses.
     pub(crate) fn group(&self, collectives: impl FnOnce() -> Result<()>) -> Result<()> {
         const DURING: &str = "a group of collectives";
-        // SAFETY: as NCCL declares it. A group is this thread's.
+        // SAFETY: as NCCL declares it. A group belongs to its thread.
         self.answered(DURING, unsafe { (self.nccl.group_start)() })?;
         let result = collectives();
-        // SAFETY: as NCCL declares it; what was begun ends, whatever has come.
+        // SAFETY: as NCCL declares it; called after an error of `collectives` too.
         let ended = self.call(DURING, |nccl, _| unsafe { (nccl.group_end)() });
         result.and(ended)
     }

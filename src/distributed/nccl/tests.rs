@@ -4,7 +4,7 @@ use rstest::rstest;
 use std::ffi::c_char;
 use std::sync::Condvar;
 
-/// What a double of NCCL, which has no GPU, was asked for. A communicator is a pointer to one.
+/// The calls of a mock NCCL without a GPU. A communicator is a pointer to one.
 #[derive(Default)]
 struct Log {
     calls: Mutex<Vec<String>>,
@@ -31,7 +31,7 @@ impl Log {
 }
 
 extern "C" fn get_version(version: *mut c_int) -> Code {
-    // SAFETY: of `Nccl::load`.
+    // SAFETY: a pointer from `Nccl::load`.
     unsafe { *version = 22000 };
     0
 }
@@ -48,7 +48,7 @@ extern "C" fn get_unique_id(_: *mut UniqueId) -> Code {
     3
 }
 
-/// The first byte of the id says how many milliseconds it takes.
+/// The first byte of the id is the number of milliseconds that it takes.
 extern "C" fn comm_init_rank_config(
     comm: *mut Comm,
     _: c_int,
@@ -57,13 +57,13 @@ extern "C" fn comm_init_rank_config(
     _: *mut Config,
 ) -> Code {
     thread::sleep(Duration::from_millis(id.0[0].into()));
-    // SAFETY: of `NcclBackend::with`.
+    // SAFETY: a pointer from `NcclBackend::with`.
     unsafe { *comm = Box::into_raw(Box::<Log>::default()).cast() };
     id.0[1].into()
 }
 
 extern "C" fn comm_get_async_error(_: Comm, state: *mut Code) -> Code {
-    // SAFETY: of `NcclBackend::async_error`.
+    // SAFETY: a pointer from `NcclBackend::async_error`.
     unsafe { *state = 6 };
     0
 }
@@ -140,7 +140,7 @@ fn of(rank: usize, world_size: usize) -> Shard {
     Shard { rank, world_size }
 }
 
-/// Rank 1 of 3.
+/// Begins as rank 1 of 3.
 fn begin(id: &[u8], max_ctas: Option<u32>, patience: Duration) -> Result<NcclBackend> {
     let began = Instant::now();
     let check = || match began.elapsed() < patience {
@@ -248,7 +248,7 @@ fn an_abort_ends_a_call_that_hangs() {
     });
 }
 
-/// An id that takes some milliseconds, and what it comes to.
+/// Returns an id that takes some milliseconds, and its result code.
 fn id(milliseconds: u8, code: u8) -> [u8; 128] {
     let mut id = [0; 128];
     [id[0], id[1]] = [milliseconds, code];

@@ -7,7 +7,7 @@ use rstest::rstest;
 use std::thread;
 use std::time::Instant;
 
-/// What each rank's call on its buffer made of it.
+/// Runs each rank's call on its buffer; returns the buffers.
 fn together<T: WithDType>(
     buffers: Vec<Vec<T>>,
     call: impl Fn(usize) -> Collective + Sync,
@@ -35,7 +35,7 @@ fn run<T: WithDType>(
     backend.run(collective, HostBuffer::of(buffer), &patience(5000))
 }
 
-/// A check whose error comes after some milliseconds.
+/// Returns a check that fails after some milliseconds.
 fn patience(milliseconds: u64) -> impl Fn() -> Result<()> {
     let began = Instant::now();
     move || match began.elapsed().as_millis() as u64 >= milliseconds {
@@ -44,7 +44,7 @@ fn patience(milliseconds: u64) -> impl Fn() -> Result<()> {
     }
 }
 
-/// Every collective on buffers in which rank `r` has `number(r, i)`; `reduced` says what all numbers make.
+/// Tests every collective on buffers in which rank `r` has `number(r, i)`; `reduced` computes the expected reduction.
 fn every<T: WithDType + fmt::Debug>(
     number: impl Fn(usize, usize) -> T,
     reduces: &[Reduce],
@@ -157,7 +157,7 @@ fn assert_all_say<T: fmt::Debug>(results: Vec<Result<T>>, words: &str) {
 const SUM: Collective = Collective::AllReduce(Reduce::Sum);
 const MEAN: Collective = Collective::AllReduce(Reduce::Mean);
 
-/// Each rank's call, and its elements.
+/// Each rank's call, and its number of elements.
 #[rstest]
 #[case(&[(SUM, 3), (SUM, 3), (SUM, 4)], "rank 2, in all_reduce: calls AllReduce(Sum) of 4 f32, while rank 0 calls \
     AllReduce(Sum) of 3 f32")]

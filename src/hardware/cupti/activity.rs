@@ -1,8 +1,8 @@
-//! What ran on GPUs, and what had launched it: CUPTI's activity records.
+//! CUPTI's activity records: the work that ran on GPUs, and the range that launched it.
 //!
-//! Records come in buffers, on a thread of CUPTI's, long after the work. A kernel's has the number of the call that
-//! launched it; the record of an external correlation has the same number, and the id that the calling thread had
-//! pushed last.
+//! Records arrive in buffers, on a thread of CUPTI, long after the work. A kernel's record has the correlation number
+//! of the call that launched it. An external correlation record has the same number, and the id that the calling thread
+//! had pushed last.
 
 use super::{Library, SUCCESS, Use};
 use crate::Result;
@@ -10,17 +10,17 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-// From cupti_activity.h of CUDA 13.0 (`CUpti_ActivityKernel10`, `CUpti_ActivityMemcpy6`, `CUpti_ActivityMemset4`,
-// `CUpti_ActivityExternalCorrelation`), as far as they are read. Kernel9 of CUDA 12 begins with the same fields, and
-// so do those of 13.1 and later.
+// The parts that are read of cupti_activity.h of CUDA 13.0 (`CUpti_ActivityKernel10`, `CUpti_ActivityMemcpy6`,
+// `CUpti_ActivityMemset4`, `CUpti_ActivityExternalCorrelation`). Kernel9 of CUDA 12 begins with the same fields, and so
+// do those of 13.1 and later.
 const MEMCPY: u32 = 1;
 const MEMSET: u32 = 2;
 const DRIVER: u32 = 4;
 const RUNTIME: u32 = 5;
 const CONCURRENT_KERNEL: u32 = 10;
 const EXTERNAL_CORRELATION: u32 = 39;
-/// Calls of the driver, and of the runtime, which cuBLAS uses, for their correlations: those come only with the records
-/// of all calls (`cuptiActivityEnableDriverApi` for launches alone yields none).
+/// Driver and runtime calls (cuBLAS uses the runtime) are enabled for their correlations, which come only with the
+/// records of all calls (`cuptiActivityEnableDriverApi` for launches alone yields none).
 const KINDS: [u32; 6] = [
     EXTERNAL_CORRELATION,
     DRIVER,
@@ -52,11 +52,11 @@ struct KernelRecord {
     name: *const c_char,
 }
 
-/// Of a copy; a record of memory that is set begins alike.
+/// Record of a memory copy; that of a memory set begins with the same fields.
 #[repr(C)]
 struct MemoryRecord {
     kind: u32,
-    /// The kind of copy, and of the memories; or the value.
+    /// The kinds of copy and of memories; or the value that is set.
     copy_kind: u8,
     other: [u8; 3],
     bytes: u64,
@@ -102,23 +102,23 @@ const USE: Use = Use {
     without: "Profiler::start_waiting_for times ops without it",
 };
 
-/// A stretch of work of a GPU. Times are in ns by CUPTI's clock.
+/// A piece of work of a GPU. Times are in ns of CUPTI's clock.
 pub(crate) struct Activity {
-    /// A kernel's name, demangled; in words for memory.
+    /// A kernel's demangled name; a description for memory work.
     pub name: Arc<str>,
     /// A kernel's grid and block.
     pub extents: Option<[[u32; 3]; 2]>,
     pub start: u64,
     pub end: u64,
     pub stream: u32,
-    /// The id that the thread which launched it had pushed last.
+    /// The id that the launching thread had pushed last.
     pub launcher: Option<u64>,
 }
 
-/// What has come in so far. CUPTI's callbacks know of nothing else.
+/// Records received so far. CUPTI's callbacks have no other state.
 struct Collected {
     next_record: NextRecord,
-    /// Each with its correlation.
+    /// Activities, each with its correlation.
     activities: Vec<(u32, Activity)>,
     /// Ids by correlation.
     launchers: HashMap<u32, u64>,
@@ -131,16 +131,16 @@ fn collected() -> MutexGuard<'static, Option<Collected>> {
     COLLECTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A buffer, in elements that are aligned as records are: 4 MiB.
+/// Length of a buffer, in elements aligned as records are: 4 MiB.
 const BUFFER_LEN: usize = 512 * 1024;
 
 unsafe extern "C" fn buffer_requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
     let memory = Box::leak(vec![0u64; BUFFER_LEN].into_boxed_slice());
-    // SAFETY: CUPTI asks for these three; the buffer comes back in `buffer_completed`.
+    // SAFETY: CUPTI passes valid pointers for these three; the buffer comes back in `buffer_completed`.
     unsafe {
         *buffer = memory.as_mut_ptr().cast();
         *size = size_of_val(memory);
-        *most = 0; // as many as it has room for
+        *most = 0; // no limit on the number of records
     }
 }
 
@@ -156,9 +156,9 @@ unsafe extern "C" fn buffer_completed(
     }
     if let Some(collected) = &mut *collected() {
         let mut record = std::ptr::null();
-        // SAFETY: a buffer with so many bytes of records; the function goes from one to the next.
+        // SAFETY: the buffer has `valid` bytes of records; the function moves from one record to the next.
         while unsafe { (collected.next_record)(buffer, valid, &mut record) } == SUCCESS {
-            // SAFETY: a record of the kind that it begins with.
+            // SAFETY: a record of the kind in its first field.
             unsafe { collected.add(record) };
         }
     }
@@ -169,9 +169,9 @@ unsafe extern "C" fn buffer_completed(
 
 impl Collected {
     /// # Safety
-    /// `record` is one of CUPTI's.
+    /// `record` points to a record of CUPTI.
     unsafe fn add(&mut self, record: *const u32) {
-        // SAFETY: every record begins with its kind, which says what it is.
+        // SAFETY: every record begins with its kind, which determines its type.
         match unsafe { *record } {
             CONCURRENT_KERNEL => {
                 // SAFETY: as above.
@@ -194,7 +194,7 @@ impl Collected {
             kind @ (MEMCPY | MEMSET) => {
                 // SAFETY: as above.
                 let memory = unsafe { &*record.cast::<MemoryRecord>() };
-                // By `CUpti_ActivityMemcpyKind`.
+                // Values of `CUpti_ActivityMemcpyKind`.
                 let name = match (kind, memory.copy_kind) {
                     (MEMSET, _) => "set memory",
                     (_, 1) => "copy from host to GPU",
@@ -234,7 +234,7 @@ impl Collected {
         }
         let known = self.names.entry(name.addr());
         let known = known.or_insert_with(|| {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let mangled = unsafe { CStr::from_ptr(name) }.to_string_lossy();
             demangled(&mangled).into()
         });
@@ -242,7 +242,7 @@ impl Collected {
     }
 }
 
-/// A name of C++ as it was written; any other as it is.
+/// Demangles a C++ name; other names are returned unchanged.
 fn demangled(name: &str) -> String {
     let symbol = cpp_demangle::Symbol::new(name);
     let options = cpp_demangle::DemangleOptions::default()
@@ -254,7 +254,7 @@ fn demangled(name: &str) -> String {
     written.unwrap_or_else(|| name.into())
 }
 
-/// While it lasts, what runs on any GPU is collected.
+/// Guard: while it is alive, the work of all GPUs is recorded.
 pub(crate) struct Collecting {
     library: Library,
     push: Push,
@@ -263,7 +263,7 @@ pub(crate) struct Collecting {
 
 impl Collecting {
     /// # Errors
-    /// No CUPTI; another tool that has it already.
+    /// CUPTI is missing, or another tool uses it.
     pub fn start() -> Result<Self> {
         let library = Library::load(&USE)?;
         let register: Register = library.function(c"cuptiActivityRegisterCallbacks")?;
@@ -290,10 +290,10 @@ impl Collecting {
         Ok(started)
     }
 
-    /// CUPTI's clock, in ns.
+    /// Returns the time of CUPTI's clock, in ns.
     ///
     /// # Errors
-    /// CUPTI's.
+    /// Those of CUPTI.
     pub fn now(&self) -> Result<u64> {
         let timestamp: Timestamp = self.library.function(c"cuptiGetTimestamp")?;
         let mut now = 0;
@@ -302,23 +302,23 @@ impl Collecting {
         Ok(now)
     }
 
-    /// What the calling thread launches from now on is of `id`, until it is [left](Self::leave).
+    /// Assigns what the calling thread launches from now on to `id`, until [`leave`](Self::leave).
     pub fn enter(&self, id: u64) {
-        // SAFETY: as CUPTI declares it. It refuses only a kind that it does not know.
+        // SAFETY: as CUPTI declares it. It refuses only an unknown kind.
         unsafe { (self.push)(RANGES, id) };
     }
 
-    /// Ends what was entered last on the calling thread.
+    /// Ends the last `enter` of the calling thread.
     pub fn leave(&self) {
         let mut last = 0;
         // SAFETY: as CUPTI declares it.
         unsafe { (self.pop)(RANGES, &mut last) };
     }
 
-    /// Everything that has run. All GPUs must have been waited for.
+    /// Returns all activities. All GPUs must have been synchronised.
     ///
     /// # Errors
-    /// CUPTI's; records that found no room.
+    /// Those of CUPTI; lost records.
     pub fn finish(self) -> Result<Vec<Activity>> {
         let flush: OfKind = self.library.function(c"cuptiActivityFlushAll")?;
         // SAFETY: as CUPTI declares it; buffers come back through `buffer_completed` meanwhile.
@@ -353,7 +353,7 @@ impl Drop for Collecting {
             return;
         };
         for kind in KINDS {
-            // SAFETY: as CUPTI declares it; a kind that was not enabled is refused.
+            // SAFETY: as CUPTI declares it; it refuses a kind that was not enabled.
             unsafe { disable(kind) };
         }
     }

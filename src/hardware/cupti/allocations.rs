@@ -1,28 +1,28 @@
-//! What memory the driver is asked for, call by call.
+//! The driver's memory allocations and frees, call by call.
 
 use super::{Library, SUCCESS, Use};
 use crate::Result;
 use std::ffi::{c_char, c_void};
 
-/// What was asked of the driver.
+/// An allocation or free of the driver.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Call {
-    /// A block was given out.
+    /// A block was allocated.
     Taken { address: usize, bytes: usize },
-    /// A block is about to be given back.
+    /// A block is about to be freed.
     GivenBack { address: usize },
 }
 
-/// Who is told: of the context that a call was made in, and of the call. On the thread that makes it.
+/// Called with the context of a call and the call, on the thread that makes the call.
 pub(crate) type Heard = fn(context: usize, call: Call);
 
-/// The only one in the process that CUPTI tells, until this is dropped.
+/// The process's only subscription to CUPTI's callbacks, until it is dropped.
 pub(crate) struct Subscription {
     subscriber: *mut c_void,
     unsubscribe: Unsubscribe,
 }
 
-// SAFETY: CUPTI takes a subscriber on any thread.
+// SAFETY: CUPTI accepts a subscriber on any thread.
 unsafe impl Send for Subscription {}
 
 impl Drop for Subscription {
@@ -46,12 +46,12 @@ const USE: Use = Use {
 
 const DRIVER_API: u32 = 1;
 const ENTER: u32 = 0;
-/// cuMemAllocAsync, and its form for the per-thread default stream.
+/// cuMemAllocAsync, and its version for the per-thread default stream.
 const ALLOCATIONS: [u32; 2] = [598, 599];
 /// cuMemFreeAsync, likewise.
 const FREES: [u32; 2] = [600, 601];
 
-/// `CUpti_CallbackData`, as far as it is read.
+/// The fields that are read of `CUpti_CallbackData`.
 #[repr(C)]
 struct CallbackData {
     site: u32,
@@ -77,10 +77,10 @@ struct FreeParameters {
     stream: *const c_void,
 }
 
-/// What CUPTI calls: before and after each of the driver's functions that were asked for.
+/// CUPTI's callback, before and after each call of an enabled driver function.
 unsafe extern "C" fn called(heard: *mut c_void, _domain: u32, id: u32, data: *const CallbackData) {
-    // SAFETY: CUPTI's data, valid for this call; its parameters are those of the function with this id; `heard` is the
-    // function that `subscribe` has handed over.
+    // SAFETY: CUPTI's data is valid for this call; its parameters are those of the function with this id; `heard` is
+    // the function that `subscribe` passed.
     unsafe {
         let heard = std::mem::transmute::<*mut c_void, Heard>(heard);
         let (data, is_enter) = (&*data, (*data).site == ENTER);
@@ -98,17 +98,17 @@ unsafe extern "C" fn called(heard: *mut c_void, _domain: u32, id: u32, data: *co
     }
 }
 
-/// Has `heard` told of every allocation on any GPU, until what comes back is dropped.
+/// Calls `heard` for every allocation and free on any GPU, until the subscription is dropped.
 ///
 /// # Errors
-/// No CUPTI; another tool that has it already.
+/// CUPTI is missing, or another tool uses it.
 pub(crate) fn subscribe(heard: Heard) -> Result<Subscription> {
     let library = Library::load(&USE)?;
     let subscribe: Subscribe = library.function(c"cuptiSubscribe")?;
     let enable: EnableCallback = library.function(c"cuptiEnableCallback")?;
     let unsubscribe: Unsubscribe = library.function(c"cuptiUnsubscribe")?;
     let mut subscriber = std::ptr::null_mut();
-    // SAFETY: as CUPTI declares it; `called` knows what is handed over here.
+    // SAFETY: as CUPTI declares it; `called` expects the pointer that is passed here.
     let code = unsafe { subscribe(&mut subscriber, called, heard as *mut c_void) };
     library.check(code)?;
     let subscription = Subscription {

@@ -1,5 +1,5 @@
-//! Host memory on Linux: what the machine has, what the control groups that this process is in leave of it, and the
-//! process's own limits. All of it is read from files under a root folder, `/` but in tests.
+//! Host memory on Linux: the machine's, limited by control groups and by the process's own limits. All of it is read
+//! from files under a root folder: `/`, or another one in tests.
 
 #[cfg(test)]
 mod tests;
@@ -7,7 +7,7 @@ mod tests;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Bytes in all, and those of them that can still be allocated.
+/// Total bytes, and the bytes of them that can still be allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Room {
     pub total_bytes: u64,
@@ -15,7 +15,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// Under a limit of which some is used.
+    /// Returns what a limit leaves of which some is used.
     fn under(limit_bytes: u64, used_bytes: u64) -> Self {
         Self {
             total_bytes: limit_bytes,
@@ -23,7 +23,7 @@ impl Room {
         }
     }
 
-    /// Under both.
+    /// Returns the minimum of both.
     fn least(self, other: Self) -> Self {
         Self {
             total_bytes: self.total_bytes.min(other.total_bytes),
@@ -32,8 +32,8 @@ impl Room {
     }
 }
 
-/// The least of the machine, of every control group from this process's own to the root, and of the process's limits.
-/// `None` if the machine's memory cannot be read.
+/// Returns the minimum of the machine, of every control group from this process's to the root, and of the process's
+/// limits. `None` if the machine's memory cannot be read.
 pub(super) fn room(root: &Path) -> Option<Room> {
     let limits = rooms(root).into_iter();
     let limits = limits.chain(of_process(root));
@@ -51,7 +51,7 @@ fn of_machine(root: &Path) -> Option<Room> {
     })
 }
 
-/// `ulimit -v` and `ulimit -d`: of all addresses, and of those of private memory that can be written.
+/// Returns what `ulimit -v` (all addresses) and `ulimit -d` (private writable memory) leave.
 fn of_process(root: &Path) -> Vec<Room> {
     let (Some(limits), Some(status)) = (
         read(root, "proc/self/limits"),
@@ -65,13 +65,13 @@ fn of_process(root: &Path) -> Vec<Room> {
     ];
     let rooms = pairs.into_iter().filter_map(|(limit, used)| {
         let soft = limits.lines().find_map(|line| line.strip_prefix(limit))?;
-        let soft = soft.split_whitespace().next()?.parse().ok()?; // not if it is "unlimited"
+        let soft = soft.split_whitespace().next()?.parse().ok()?; // `None` for "unlimited"
         Some(Room::under(soft, kibibytes(&status, used)?))
     });
     rooms.collect()
 }
 
-/// The bytes of a line such as `MemTotal:  24684084 kB`.
+/// Parses the bytes of a line such as `MemTotal:  24684084 kB`.
 fn kibibytes(text: &str, key: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = value.split_whitespace().next()?.parse().ok()?;
@@ -82,12 +82,12 @@ fn read(root: &Path, path: &str) -> Option<String> {
     fs::read_to_string(root.join(path)).ok()
 }
 
-/// Where a version of control groups is mounted, and the files of a group.
+/// The mount point of a version of control groups, and the files of a group.
 struct Version {
     mount_point: &'static str,
     limits: &'static [&'static str],
     used: &'static str,
-    /// The page cache in what is used, by `memory.stat`.
+    /// The page cache's entries in `memory.stat`, which count as used.
     caches: [&'static str; 2],
 }
 
@@ -100,14 +100,14 @@ const ONE: Version = Version {
 
 const TWO: Version = Version {
     mount_point: "sys/fs/cgroup",
-    // Beyond `memory.high` a process is not killed, but slowed down until it hardly runs.
+    // Above `memory.high` a process is not killed, but slowed down until it hardly runs.
     limits: &["memory.max", "memory.high"],
     used: "memory.current",
     caches: ["inactive_file", "active_file"],
 };
 
-/// The room that each limited group leaves, from this process's own to the root, in both versions: a system may have
-/// both, with memory in one of them.
+/// Returns what each limited group leaves, from this process's own group to the root, in both versions: a system may
+/// have both, with memory in one of them.
 fn rooms(root: &Path) -> Vec<Room> {
     let groups = read(root, "proc/self/cgroup").unwrap_or_default();
     let of_memory = groups.lines().filter_map(|line| {
@@ -128,8 +128,8 @@ fn rooms(root: &Path) -> Vec<Room> {
 }
 
 impl Version {
-    /// What a group's limits leave; `None` if it has none. The page cache counts as free: the system drops it before it
-    /// refuses memory.
+    /// Returns what a group's limits leave; `None` without limits. The page cache counts as free: the system drops it
+    /// before it refuses memory.
     fn room(&self, folder: &Path) -> Option<Room> {
         let number = |name: &str| read(folder, name)?.trim().parse::<u64>().ok();
         let limit = self.limits.iter().filter_map(|name| number(name)).min()?;
@@ -142,10 +142,10 @@ impl Version {
     }
 }
 
-/// The folders of a group and of all above it.
+/// Returns the folders of a group and of all its ancestors.
 ///
-/// A container may see its group by the host's path, of which its mount shows the end or nothing. What is mounted is
-/// then all that is known: the container's own group as a rule, else one above it.
+/// A container may see its group by the host's path, while its mount shows only the end of that path, or nothing of it.
+/// Then only the mounted group is known: usually the container's own, else an ancestor.
 fn levels(mount_point: &Path, group: &str) -> Vec<PathBuf> {
     let names: Vec<&str> = group.split('/').filter(|name| !name.is_empty()).collect();
     let is_outside = names.contains(&"..");

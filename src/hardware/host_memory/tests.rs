@@ -1,4 +1,4 @@
-//! Folders that play `/proc` and `/sys/fs/cgroup`.
+//! Tests on folders that imitate `/proc` and `/sys/fs/cgroup`.
 
 use super::{Room, room};
 use std::fs;
@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 
-/// A machine of 16 GiB, 12 of them available, whose process is in these groups.
+/// A machine of 16 GiB, 12 of them available, with a process in these groups.
 struct Machine(TempDir);
 
 impl Machine {
@@ -26,7 +26,7 @@ impl Machine {
         self
     }
 
-    /// A group of version 2: its limit, what it uses, and how much of that is page cache, in MiB.
+    /// Adds a group of version 2: its limit, its use, and the page cache in that use, in MiB.
     fn v2(self, folder: &str, max: &str, used: u64, cache: u64) -> Self {
         let file = |name: &str| format!("sys/fs/cgroup/{folder}/{name}");
         let (inactive, active) = (cache * MIB / 4, cache * MIB / 4 * 3);
@@ -37,7 +37,7 @@ impl Machine {
             .file(&file("memory.stat"), &stat)
     }
 
-    /// The same of version 1, whose own counts are without the groups below.
+    /// Adds a group of version 1. Its entries without `total_` exclude the groups below.
     fn v1(self, folder: &str, max: &str, used: u64, cache: u64) -> Self {
         let file = |name: &str| format!("sys/fs/cgroup/memory/{folder}/{name}");
         let stat = format!(
@@ -49,7 +49,7 @@ impl Machine {
             .file(&file("memory.stat"), &stat)
     }
 
-    /// Total and available, in MiB.
+    /// Returns total and available memory, in MiB.
     fn room(&self) -> (u64, u64) {
         let room = room(self.0.path()).unwrap();
         (room.total_bytes / MIB, room.available_bytes / MIB)
@@ -94,7 +94,7 @@ fn nothing_left_is_nothing() {
 
 #[test]
 fn the_least_of_all_levels_counts() {
-    // As `systemd-run --user --scope -p MemoryMax=600M` makes it.
+    // The path that `systemd-run --user --scope -p MemoryMax=600M` creates.
     let path = "user.slice/user-0.slice/user@0.service/app.slice/run-7.scope";
     let machine = || Machine::new(&format!("0::/{path}\n"));
     let own = machine()
@@ -107,7 +107,7 @@ fn the_least_of_all_levels_counts() {
     assert_eq!(shared.room(), (4000, 150));
     let others = machine().v2("user.slice/other", "1", 1, 0);
     assert_eq!(others.room(), OF_MACHINE);
-    // The first has less in all, the second less left.
+    // The first group has the smaller limit, the second less memory left.
     let both = machine()
         .v2(path, "600", 100, 0)
         .v2("user.slice", "4000", 3900, 0);
@@ -129,17 +129,17 @@ fn a_process_is_slowed_down_from_memory_high_on() {
 
 #[test]
 fn containers_see_their_group_at_the_mount_point() {
-    // A namespace of its own: path and mount begin at the container's group.
+    // With a namespace: path and mount begin at the container's group.
     let own = Machine::new("0::/\n").v2("", "600", 100, 0);
     assert_eq!(own.room(), (600, 500));
-    // None: the path is the host's, and what is mounted is the container's group.
+    // Without one: the path is the host's, and the mount is the container's group.
     let host = Machine::new("4:memory:/docker/abc\n").v1("", "600", 100, 0);
     assert_eq!(host.room(), (600, 500));
     let below = Machine::new("4:memory:/docker/abc/inner\n")
         .v1("", "600", 100, 0)
         .v1("inner", "500", 20, 0);
     assert_eq!(below.room(), (500, 480));
-    // A path that leads out of the namespace, and one that is not there.
+    // A path that leads out of the namespace, and one that does not exist.
     for group in ["0::/../other\n", "0::/docker/abc\n"] {
         let elsewhere = Machine::new(group).v2("", "600", 100, 0);
         assert_eq!(elsewhere.room(), (600, 500));
@@ -148,7 +148,7 @@ fn containers_see_their_group_at_the_mount_point() {
 
 #[test]
 fn memory_may_be_in_either_version() {
-    // As this line is on systems with both, memory is of version 1.
+    // Lines of a system with both versions; memory is in version 1.
     let groups = "9:name=systemd:/\n4:memory:/run\n1:cpu:/else\n0::/run\n";
     let hybrid = Machine::new(groups).v1("run", "600", 100, 0);
     assert_eq!(hybrid.room(), (600, 500));

@@ -1,11 +1,12 @@
-//! Elementwise activations and their slopes, both from the input alone: exponentials are cheaper than another tensor.
+//! Elementwise activations and their gradients. Backward reads only the input: recomputing an exponential is cheaper
+//! than saving another tensor.
 
 use super::elementwise::each;
 use super::{Real, Stored};
 use crate::kernels::Activation;
 use std::f64::consts::{FRAC_2_SQRT_PI, SQRT_2};
 
-/// `y = f(x)`; slices of one length, as below.
+/// Computes `y = f(x)`; slices of one length.
 pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {
     match f {
         Activation::Tanh => each(
@@ -30,7 +31,7 @@ pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {
             [x],
             y,
             #[inline(always)]
-            |[x]| x * x.normal_share(bell(x)),
+            |[x]| x * x.normal_cdf(bell(x)),
         ),
         Activation::GeluTanh => each(
             [x],
@@ -41,7 +42,7 @@ pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {
     }
 }
 
-/// `dx = dy f'(x)`.
+/// Computes `dx = dy f'(x)`; slices of one length.
 pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
     match f {
         Activation::Tanh => each(
@@ -77,7 +78,7 @@ pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
             #[inline(always)]
             |[dy, x]| {
                 let e = bell(x);
-                dy * (x.normal_share(e) + x * density(e))
+                dy * (x.normal_cdf(e) + x * density(e))
             },
         ),
         Activation::GeluTanh => each(
@@ -92,7 +93,7 @@ pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
     }
 }
 
-/// sigmoid(x) and sigmoid(-x), neither of which cancels or overflows.
+/// Returns sigmoid(x) and sigmoid(-x) without cancellation or overflow.
 #[inline(always)]
 pub(super) fn sigmoids<T: Real>(x: T) -> (T, T) {
     let e = (if x < T::ZERO { x } else { -x }).exponential();
@@ -111,7 +112,7 @@ fn bell<T: Real>(x: T) -> T {
     (-(x * x) * T::real(0.5)).exponential()
 }
 
-/// The normal density at x, from exp(-x^2 / 2).
+/// Returns the standard normal density at x, from `e = exp(-x^2 / 2)`.
 #[inline(always)]
 pub(super) fn density<T: Real>(e: T) -> T {
     e * T::real(FRAC_2_SQRT_PI / SQRT_2 / 2.0)
@@ -119,7 +120,7 @@ pub(super) fn density<T: Real>(e: T) -> T {
 
 /// 2 sqrt(2 / pi).
 pub(super) const SLOPE: f64 = FRAC_2_SQRT_PI * SQRT_2;
-/// The cube's part, as in PyTorch.
+/// The coefficient of the cubic term in GELU's tanh approximation, as in PyTorch.
 pub(super) const CUBE: f64 = 0.044715;
 
 #[inline(always)]
@@ -127,7 +128,8 @@ fn twice_u<T: Real>(x: T) -> T {
     x * (T::real(SLOPE) + T::real(SLOPE * CUBE) * (x * x))
 }
 
-/// Of x up to 64 in size: beyond, it is multiplied by 0, and must not be infinite.
+/// Returns the derivative of [`twice_u`]. x is clamped to 64 in magnitude: beyond that the caller multiplies it by 0,
+/// so it must not be infinite.
 #[inline(always)]
 pub(super) fn twice_u_slope<T: Real>(x: T) -> T {
     let end = T::real(64.0 * 64.0);

@@ -10,18 +10,18 @@
 //! p -= lr / c1 * m / (sqrt(v) / sqrt(c2) + eps)
 //! ```
 //!
-//! Elementwise, so that neither vector width nor threads change a bit. Memory bounds it: in `f32` it reads 16 bytes an
-//! element and writes 12.
+//! The update is elementwise, so neither vector width nor thread count changes a bit. It is memory-bound: in `f32` it
+//! reads 16 bytes per element and writes 12.
 
 use super::{Real, Stored, parallel::TASK_ELEMENTS, simd, simd::BLOCK};
 use crate::kernels::{Update, stochastic};
 use half::bf16;
 use rayon::prelude::*;
 
-/// What moments are stored in.
+/// A type that moments are stored in.
 pub trait Moment: Stored {
-    /// Calls `step` with both moments in the type that they are computed in. They are elements `first..` of a
-    /// parameter, at most [`BLOCK`].
+    /// Calls `step` with both moments widened to the compute type. The slices hold elements `first..` of a parameter,
+    /// at most [`BLOCK`] of them.
     fn update(
         moments: [&mut [Self]; 2],
         update: &Update,
@@ -47,7 +47,7 @@ macro_rules! stored_as_computed {
 }
 stored_as_computed!(f32, f64);
 
-/// Rounded at random: a moment changes by less than the distance of its neighbours in most steps.
+/// Rounds stochastically: most steps change a moment by less than the spacing of bf16.
 impl Moment for bf16 {
     #[inline(always)]
     fn update(
@@ -83,8 +83,8 @@ pub fn step<T: Real, M: Moment<Wide = T>>(
     in_blocks(parameter, gradient, [exp_avg, exp_avg_sq], update, each);
 }
 
-/// As [`step`] with `gradient * factor`, rounded as a pass of its own would: the gradient is read once, and not
-/// written.
+/// Runs [`step`] with `gradient * factor`, rounded as a separate scaling pass would round it. The gradient is read once
+/// and not written.
 pub fn step_scaled<T: Real, M: Moment<Wide = T>>(
     parameter: &mut [T],
     gradient: &[T],
@@ -137,11 +137,11 @@ fn in_blocks<T: Real, M: Moment<Wide = T>>(
         });
 }
 
-/// As [`step`], for a parameter stored in half precision.
+/// Runs [`step`] for a parameter stored in half precision.
 ///
-/// A step is often smaller than half the distance between two `bf16` numbers, and would be rounded away every time.
-/// So the parameter's exact value is state too: `master` is updated in `f32`, and `parameter` becomes its rounding.
-/// Where `parameter` is not `master`'s rounding, it was set since: `master` restarts from it.
+/// A step is often smaller than half the spacing of `bf16` numbers and would be rounded away every time. So the state
+/// has a master copy: `master` is updated in `f32`, and `parameter` is set to its rounding. If `parameter` is not the
+/// rounding of `master`, it was changed since the last step: `master` then restarts from `parameter`.
 pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>, M: Moment<Wide = f32>>(
     parameter: &mut [P],
     gradient: &[G],
@@ -199,7 +199,7 @@ pub fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>, M: Moment<Wide = 
         });
 }
 
-/// The update of one range, in PyTorch's order of operations.
+/// Updates one range, in PyTorch's order of operations.
 #[inline(always)]
 fn range<T: Real>(
     parameter: &mut [T],
@@ -210,9 +210,9 @@ fn range<T: Real>(
 ) {
     let clip_value = T::real(update.clip_value);
     let decay = T::real(update.decay);
-    let first_share = T::real(update.first_share);
+    let first_share = T::real(update.one_minus_beta1);
     let beta2 = T::real(update.beta2);
-    let second_share = T::real(update.second_share);
+    let second_share = T::real(update.one_minus_beta2);
     let step_size = T::real(update.step_size);
     let second_correction = T::real(update.second_correction);
     let eps = T::real(update.eps);

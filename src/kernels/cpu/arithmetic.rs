@@ -1,10 +1,10 @@
-//! Sums, differences and products of two slices, elementwise.
+//! Elementwise arithmetic on slices of one length.
 
 use super::elementwise::each;
 use super::simd::BLOCK;
 use super::{Real, Stored, parallel, simd};
 
-/// `y = a + b`; slices of one length, as in the others here.
+/// `y = a + b`.
 pub fn add<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
     each(
         [a, b],
@@ -65,7 +65,7 @@ pub fn negated_div<T: Stored>(a: &[T], b: &[T], y: &mut [T]) {
     each([a, b], y, |[a, b]| -a / b);
 }
 
-/// `y = -a`; b, of the same length, is not read.
+/// `y = -a`; b is not read.
 pub fn negated<T: Stored>(a: &[T], _b: &[T], y: &mut [T]) {
     each([a], y, |[a]| -a);
 }
@@ -116,11 +116,11 @@ pub fn rsqrt<T: Stored>(a: &[T], y: &mut [T]) {
     each([a], y, |[a]| T::Wide::ONE / a.square_root());
 }
 
-/// `dx = -dy y^3 / 2`, where y is `1 / sqrt(x)`.
+/// `dx = -dy y^3 / 2` with `y = 1 / sqrt(x)`.
 pub fn rsqrt_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
-    let half = T::Wide::real(-0.5);
+    let minus_half = T::Wide::real(-0.5);
     each([dy, x], dx, |[dy, x]| {
         let y = T::Wide::ONE / x.square_root();
-        half * dy * y * y * y
+        minus_half * dy * y * y * y
     });
 }

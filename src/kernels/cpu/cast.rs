@@ -1,8 +1,8 @@
-//! From one stored type to another.
+//! Casts from one stored type to another.
 
 use super::{Real, Stored, parallel, simd, simd::BLOCK};
 
-/// `y = x`, rounded to the nearest (ties to even) where y's type is narrower; slices of one length.
+/// Computes `y = x`, rounded to nearest (ties to even) if y's type is narrower; slices of one length.
 pub fn cast<T: Stored, U: Stored<Wide = T::Wide>>(x: &[T], y: &mut [U]) {
     assert_eq!(x.len(), y.len());
     parallel::for_rows(y, 1, |first, y| {

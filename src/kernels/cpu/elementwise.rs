@@ -1,9 +1,8 @@
-//! The loop of the kernels that compute element by element: in parallel, vectorised, and widened where elements are in
-//! half precision.
+//! The loop of elementwise kernels: parallel, vectorised, and widened if elements are in half precision.
 
 use super::{Blocks, Stored, parallel, simd};
 
-/// `y = f(inputs)`, element by element: slices of one length.
+/// Computes `y = f(inputs)` element by element; slices of one length.
 pub(super) fn each<T: Stored, const N: usize>(
     inputs: [&[T]; N],
     y: &mut [T],

@@ -1,8 +1,7 @@
-//! Gates: y = f(gate) * up, f being SiLU or GELU.
+//! Gated activations: y = f(gate) * up, with f SiLU or GELU.
 //!
-//! Each f(g) is g times a share of it, computed from one exponential. The exponentials are taken on registers, as
-//! attention's are: they are most of the arithmetic, and in half precision, with half the bytes to wait for, arithmetic
-//! is the bound.
+//! Each f(g) is g times a factor that is computed from one exponential. The exponentials run on SIMD registers, as in
+//! attention: they are most of the arithmetic, and half precision, which moves half the bytes, is compute-bound.
 
 use super::activation::{CUBE, SLOPE, density, twice_u_slope};
 use super::parallel::{self, Shared};
@@ -11,7 +10,7 @@ use crate::kernels::Gate;
 use pulp::{Arch, Simd, WithSimd};
 use std::marker::PhantomData;
 
-/// `y = f(gate) * up`, elementwise.
+/// Computes `y = f(gate) * up`, elementwise.
 pub fn forward<T: Stored>(f: Gate, gate: &[T], up: &[T], y: &mut [T]) {
     parallel::for_rows(y, 1, |first, y| {
         let range = first..first + y.len();
@@ -30,18 +29,18 @@ pub fn backward<T: Stored>(f: Gate, [dy, gate, up]: [&[T]; 3], dgate: &mut [T], 
     });
 }
 
-/// [`backward`] and [`forward`] in one go and in place: `dy` becomes y, `gate` dgate, `up` dup. What forward made need
-/// not be kept for the product that follows it.
+/// Runs [`backward`] and [`forward`] in one pass and in place: `dy` becomes y, `gate` dgate and `up` dup. So y need not
+/// be saved for the matmul that follows the gate.
 pub fn backward_in_place<T: Stored>(f: Gate, dy: &mut [T], gate: &mut [T], up: &mut [T]) {
     let up = Shared::new(up);
     parallel::for_rows2(dy, 1, gate, 1, |first, dy, gate| {
-        // SAFETY: the rows of this task, as those of dy and gate.
+        // SAFETY: the rows of this task, the same as those of dy and gate.
         let up = unsafe { up.range(first, dy.len()) };
         with_gate!(f, F => Arch::new().dispatch(InPlace::<T, F> { dy, gate, up, f: PhantomData }));
     });
 }
 
-/// Runs an expression with the type `$F` that computes the gate `$f`.
+/// Evaluates an expression with the type `$F` that computes the gate `$f`.
 macro_rules! with_gate {
     ($f:expr, $F:ident => $body:expr) => {
         match $f {
@@ -62,22 +61,22 @@ macro_rules! with_gate {
 }
 use with_gate;
 
-/// A gate f(g), computed from e, an exponential.
+/// A gate f(g), computed from one exponential e.
 trait Compute {
-    /// Returns the exponent of e, one register of it.
+    /// Returns the exponent of e for one register.
     fn exponent<T: Lanes, S: Simd>(simd: S, g: T::Register<S>) -> T::Register<S>;
 
-    /// f(g) / g.
-    fn share<T: Real>(g: T, e: T) -> T;
+    /// Returns f(g) / g.
+    fn value_over_gate<T: Real>(g: T, e: T) -> T;
 
-    /// f(g).
+    /// Returns f(g).
     #[inline(always)]
     fn value<T: Real>(g: T, e: T) -> T {
-        g * Self::share(g, e)
+        g * Self::value_over_gate(g, e)
     }
 
-    /// Returns d f'(g), given the share.
-    fn gradient<T: Real>(d: T, g: T, e: T, share: T) -> T;
+    /// Returns d f'(g), given `value_over_gate` = f(g) / g.
+    fn gradient<T: Real>(d: T, g: T, e: T, value_over_gate: T) -> T;
 }
 
 /// g / (1 + e), e = exp(-g).
@@ -90,7 +89,7 @@ impl Compute for Silu {
     }
 
     #[inline(always)]
-    fn share<T: Real>(_: T, e: T) -> T {
+    fn value_over_gate<T: Real>(_: T, e: T) -> T {
         T::ONE / (T::ONE + e)
     }
 
@@ -116,13 +115,13 @@ impl Compute for Gelu {
     }
 
     #[inline(always)]
-    fn share<T: Real>(g: T, e: T) -> T {
-        g.normal_share(e)
+    fn value_over_gate<T: Real>(g: T, e: T) -> T {
+        g.normal_cdf(e)
     }
 
     #[inline(always)]
-    fn gradient<T: Real>(d: T, g: T, e: T, share: T) -> T {
-        d * (share + g * density(e))
+    fn gradient<T: Real>(d: T, g: T, e: T, value_over_gate: T) -> T {
+        d * (value_over_gate + g * density(e))
     }
 }
 
@@ -137,13 +136,13 @@ impl Compute for GeluTanh {
     }
 
     #[inline(always)]
-    fn share<T: Real>(_: T, e: T) -> T {
+    fn value_over_gate<T: Real>(_: T, e: T) -> T {
         T::ONE / (T::ONE + e)
     }
 
     #[inline(always)]
     fn gradient<T: Real>(d: T, g: T, e: T, s: T) -> T {
-        // 1 - s without cancelling; where e is infinite, s is 0.
+        // 1 - s without cancellation; if e is infinite, s is 0.
         let most = T::real(1e38);
         let rest = s * if e < most { e } else { most };
         d * (s + g * s * rest * twice_u_slope(g))
@@ -168,7 +167,7 @@ impl<T: Stored, F: Compute> WithSimd for InPlace<'_, T, F> {
         for (dy, (gate, up)) in self.dy.chunks_mut(BLOCK).zip(blocks) {
             let e = &mut e[..gate.len()];
             if T::as_wide(&[]).is_some() {
-                // Some for one slice is Some for all: never the empty ones.
+                // `as_wide_mut` is `Some` for all slices of a type or for none: the default is never used.
                 let [dy, gate, up] = [dy, gate, up].map(|x| T::as_wide_mut(x).unwrap_or_default());
                 in_place_block::<S, _, F>(simd, dy, gate, up, e);
                 continue;
@@ -185,7 +184,7 @@ impl<T: Stored, F: Compute> WithSimd for InPlace<'_, T, F> {
     }
 }
 
-/// One block of [`backward_in_place`]; `e` is to work in.
+/// One block of [`backward_in_place`]; `e` is scratch.
 #[inline(always)]
 fn in_place_block<S: Simd, T: Lanes, F: Compute>(
     simd: S,
@@ -198,10 +197,10 @@ fn in_place_block<S: Simd, T: Lanes, F: Compute>(
     let inputs = gate.iter_mut().zip(up).zip(e.iter());
     for (dy, ((gate, up), e)) in dy.iter_mut().zip(inputs) {
         let (d, g, u) = (*dy, *gate, *up);
-        let share = F::share(g, *e);
-        *dy = g * share * u;
-        *gate = F::gradient(d * u, g, *e, share);
-        *up = d * g * share;
+        let value_over_gate = F::value_over_gate(g, *e);
+        *dy = g * value_over_gate * u;
+        *gate = F::gradient(d * u, g, *e, value_over_gate);
+        *up = d * g * value_over_gate;
     }
 }
 
@@ -259,9 +258,9 @@ impl<T: Stored, F: Compute> WithSimd for Backward<'_, T, F> {
                     exponentials::<T::Wide, S, F>(simd, gate, dup);
                     let outputs = dgate.iter_mut().zip(dup);
                     for ((((dg, du), dy), g), u) in outputs.zip(dy).zip(gate).zip(up) {
-                        let (e, share) = (*du, F::share(*g, *du));
-                        *dg = F::gradient(*dy * *u, *g, e, share);
-                        *du = *dy * *g * share;
+                        let (e, value_over_gate) = (*du, F::value_over_gate(*g, *du));
+                        *dg = F::gradient(*dy * *u, *g, e, value_over_gate);
+                        *du = *dy * *g * value_over_gate;
                     }
                 }
             },
@@ -269,7 +268,7 @@ impl<T: Stored, F: Compute> WithSimd for Backward<'_, T, F> {
     }
 }
 
-/// The exponential that the gate of each x is computed from; slices of one length.
+/// Computes the exponential that the gate of each x is computed from; slices of one length.
 #[inline(always)]
 fn exponentials<T: Lanes, S: Simd, F: Compute>(simd: S, x: &[T], e: &mut [T]) {
     const WIDEST: usize = 16;
@@ -279,7 +278,7 @@ fn exponentials<T: Lanes, S: Simd, F: Compute>(simd: S, x: &[T], e: &mut [T]) {
     let whole = x.len() - x.len() % lanes;
     let ((x, x_rest), (e, e_rest)) = (x.split_at(whole), e.split_at_mut(whole));
     for (x, e) in x.chunks_exact(lanes).zip(e.chunks_exact_mut(lanes)) {
-        // SAFETY: a whole register on either side.
+        // SAFETY: both chunks are one whole register.
         unsafe {
             let x = T::vload::<S>(x.as_ptr());
             T::vstore::<S>(
@@ -291,7 +290,7 @@ fn exponentials<T: Lanes, S: Simd, F: Compute>(simd: S, x: &[T], e: &mut [T]) {
     if !x_rest.is_empty() {
         let mut last = [T::ZERO; WIDEST];
         last[..x_rest.len()].copy_from_slice(x_rest);
-        // SAFETY: the array holds a register, as asserted above.
+        // SAFETY: the array holds one register, as asserted above.
         unsafe {
             let x = T::vload::<S>(last.as_ptr());
             T::vstore::<S>(
@@ -303,7 +302,7 @@ fn exponentials<T: Lanes, S: Simd, F: Compute>(simd: S, x: &[T], e: &mut [T]) {
     }
 }
 
-/// `exp(power)`, infinite from 88 on, where [`Lanes::vexp`] ends.
+/// Returns `exp(power)`, infinite above 88, where the range of [`Lanes::vexp`] ends.
 #[inline(always)]
 fn exponential<T: Lanes, S: Simd>(simd: S, power: T::Register<S>) -> T::Register<S> {
     let e = T::vexp(simd, power);
@@ -317,7 +316,7 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    /// In place is forward and backward, for every length of blocks; forward's own last place may differ.
+    /// Checks that in-place equals forward plus backward, for every length of block; forward's last bit may differ.
     fn in_place_is_both<T: Stored>(f: Gate, rounding: f64) {
         for n in [1, 511, 513, 1700] {
             let wave = |phase: f64| -> Vec<T> {

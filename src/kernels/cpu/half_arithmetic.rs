@@ -1,9 +1,9 @@
-//! Whether the CPU has half-precision arithmetic of its own.
+//! Detection of the CPU's half-precision arithmetic.
 
 use candle_core::DType;
 use std::fmt;
 
-/// A unit of a CPU that multiplies numbers in half precision without widening them first.
+/// A CPU unit that computes in half precision without widening first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum HalfArithmetic {
@@ -11,18 +11,18 @@ pub enum HalfArithmetic {
     Avx512Bf16,
     /// All arithmetic in f16.
     Avx512Fp16,
-    /// Products of bf16 tiles, summed in f32.
+    /// Matmuls of bf16 tiles, summed in f32.
     AmxBf16,
-    /// Products of f16 tiles, summed in f32.
+    /// Matmuls of f16 tiles, summed in f32.
     AmxFp16,
-    /// Dot products and small matrix products of bf16, summed in f32.
+    /// Dot products and small matmuls of bf16, summed in f32.
     NeonBf16,
     /// All arithmetic in f16.
     NeonFp16,
 }
 
 impl HalfArithmetic {
-    /// As its maker writes it.
+    /// Returns the vendor's name of the unit.
     pub fn name(self) -> &'static str {
         match self {
             Self::Avx512Bf16 => "AVX512-BF16",
@@ -34,7 +34,7 @@ impl HalfArithmetic {
         }
     }
 
-    /// What it multiplies.
+    /// Returns the dtype that it multiplies.
     pub fn dtype(self) -> DType {
         match self {
             Self::Avx512Bf16 | Self::AmxBf16 | Self::NeonBf16 => DType::BF16,
@@ -49,11 +49,11 @@ impl fmt::Display for HalfArithmetic {
     }
 }
 
-/// The half-precision arithmetic of the CPU that this runs on, as it says itself; empty where it has none, and on
-/// architectures other than x86-64 and AArch64.
+/// Returns the half-precision arithmetic that this CPU reports; empty if it has none, and on architectures other than
+/// x86-64 and AArch64.
 ///
-/// [`bf16_products`](crate::hardware::bf16_products) says which of it this crate uses: products of bf16. All other
-/// kernels read and write half precision and compute in f32.
+/// This crate uses it only for bf16 matmuls; [`bf16_products`](crate::hardware::bf16_products) reports which unit. All
+/// other kernels read and write half precision and compute in f32.
 ///
 /// ```
 /// let units = tallow::hardware::half_arithmetic();
@@ -64,13 +64,13 @@ pub fn half_arithmetic() -> Vec<HalfArithmetic> {
     detected()
 }
 
-/// Each unit that is there, and that the system lets programs use.
+/// Returns the units that the CPU has and the system enables.
 #[cfg(target_arch = "x86_64")]
 fn detected() -> Vec<HalfArithmetic> {
     use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
-    // Safe functions on newer compilers, unsafe on those before.
+    // Safe functions in newer compilers, unsafe in older ones.
     #[allow(unused_unsafe)]
-    // SAFETY: every x86-64 processor has the instruction, and a leaf is read only where the CPU says it has it.
+    // SAFETY: every x86-64 processor has the instruction, and a leaf is read only if the CPU reports it.
     let leaf = |leaf: u32, sub: u32| unsafe {
         let known = __cpuid(0).eax >= leaf && (sub == 0 || __cpuid_count(leaf, 0).eax >= sub);
         known.then(|| __cpuid_count(leaf, sub))
@@ -78,9 +78,9 @@ fn detected() -> Vec<HalfArithmetic> {
     let bit = |word: Option<u32>, bit: u32| word.is_some_and(|word| word >> bit & 1 == 1);
     let edx = leaf(7, 0).map(|registers| registers.edx);
     let eax = leaf(7, 1).map(|registers| registers.eax);
-    // Bits 17 and 18: the system keeps the tiles' state.
+    // Bits 17 and 18: the system saves the tile registers.
     let tiles = std::is_x86_feature_detected!("xsave")
-        // SAFETY: the instruction is there, and the system has switched it on: that is what was asked for.
+        // SAFETY: the check of `xsave` ensures that the CPU has the instruction and the system enables it.
         && (unsafe { _xgetbv(0) } >> 17 & 3) == 3
         && bit(edx, 24);
     let vectors = std::is_x86_feature_detected!("avx512f");
@@ -90,13 +90,13 @@ fn detected() -> Vec<HalfArithmetic> {
         (tiles && bit(edx, 22), HalfArithmetic::AmxBf16),
         (tiles && bit(eax, 21), HalfArithmetic::AmxFp16),
     ];
-    there(&units)
+    keep_available(&units)
 }
 
-/// Each unit that is there.
+/// Returns the units that the CPU has.
 #[cfg(target_arch = "aarch64")]
 fn detected() -> Vec<HalfArithmetic> {
-    there(&[
+    keep_available(&[
         (
             std::arch::is_aarch64_feature_detected!("bf16"),
             HalfArithmetic::NeonBf16,
@@ -114,7 +114,7 @@ fn detected() -> Vec<HalfArithmetic> {
 }
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-fn there(units: &[(bool, HalfArithmetic)]) -> Vec<HalfArithmetic> {
+fn keep_available(units: &[(bool, HalfArithmetic)]) -> Vec<HalfArithmetic> {
     let there = units.iter().filter(|(there, _)| *there);
     there.map(|(_, unit)| *unit).collect()
 }
@@ -123,7 +123,7 @@ fn there(units: &[(bool, HalfArithmetic)]) -> Vec<HalfArithmetic> {
 mod tests {
     use super::*;
 
-    /// The kernel's own list of flags is another source for the same bits.
+    /// Compares with the Linux kernel's own list of flags.
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     #[test]
     fn the_system_says_the_same() {
@@ -132,7 +132,7 @@ mod tests {
         };
         let flags = info.lines().find(|line| line.starts_with("flags"));
         let flags: Vec<&str> = flags.unwrap_or_default().split_whitespace().collect();
-        let expected = there(&[
+        let expected = keep_available(&[
             (flags.contains(&"avx512_bf16"), HalfArithmetic::Avx512Bf16),
             (flags.contains(&"avx512_fp16"), HalfArithmetic::Avx512Fp16),
             (flags.contains(&"amx_bf16"), HalfArithmetic::AmxBf16),

@@ -1,4 +1,4 @@
-//! Attention heads in and out of the model dimension: (B, T, H*Dh) and (B, H, T, Dh).
+//! Splitting and merging of attention heads: (B, T, H*Dh) and (B, H, T, Dh).
 
 use super::parallel::{self, Shared, TASK_ELEMENTS};
 
@@ -16,8 +16,8 @@ pub struct HeadSizes {
 }
 
 impl HeadSizes {
-    /// Calls `f(merged, split)` with the offsets of each head's row of `head_dim` elements in both layouts, in
-    /// parallel over groups of (b, t).
+    /// Calls `f(merged, split)` with the offsets of each head's row of `head_dim` elements in both layouts, in parallel
+    /// over groups of (b, t).
     fn for_heads(self, f: impl Fn(usize, usize) + Sync + Send) {
         let HeadSizes {
             batch,
@@ -26,7 +26,7 @@ impl HeadSizes {
             head_dim,
         } = self;
         if heads * head_dim == 0 {
-            return; // however many tokens have none of it
+            return; // no elements, however many tokens
         }
         let tokens = batch * length;
         let per_task = (TASK_ELEMENTS / (heads * head_dim).max(1)).max(1);
@@ -44,22 +44,22 @@ impl HeadSizes {
     }
 }
 
-/// (B, T, H*Dh) to (B, H, T, Dh).
+/// Copies (B, T, H*Dh) to (B, H, T, Dh).
 pub fn split<T: Copy + Send + Sync>(sizes: HeadSizes, merged: &[T], split: &mut [T]) {
     let width = sizes.head_dim;
     let split = Shared::new(split);
     sizes.for_heads(|from, to| {
-        // SAFETY: every (b, t, h) has a row of its own.
+        // SAFETY: every (b, t, h) has its own row.
         unsafe { split.range(to, width) }.copy_from_slice(&merged[from..from + width]);
     });
 }
 
-/// (B, H, T, Dh) to (B, T, H*Dh).
+/// Copies (B, H, T, Dh) to (B, T, H*Dh).
 pub fn merge<T: Copy + Send + Sync>(sizes: HeadSizes, split: &[T], merged: &mut [T]) {
     let width = sizes.head_dim;
     let merged = Shared::new(merged);
     sizes.for_heads(|to, from| {
-        // SAFETY: every (b, t, h) has a row of its own.
+        // SAFETY: every (b, t, h) has its own row.
         unsafe { merged.range(to, width) }.copy_from_slice(&split[from..from + width]);
     });
 }

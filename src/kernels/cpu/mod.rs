@@ -1,10 +1,10 @@
-//! The CPU kernels: slices in, slices out, parallel over rows, vectorised for the CPU that runs them.
+//! The CPU kernels: functions on slices, parallel over rows and vectorised for the CPU that runs them.
 //!
-//! Every kernel gives the same bits for any number of threads: work is cut by shape alone, a row is computed by one
-//! task, and sums across rows are taken in blocks of fixed size, added in a fixed order. The kernels are generic over
-//! what they read and write, [`Stored`] (`f16`, `bf16`, `f32`, `f64`), and compute in [`Real`] (`f32` and `f64`): half
-//! precision is widened a block at a time and rounded once, at the end; but for products of bf16 where the processor
-//! multiplies it itself ([`gemm`]). Slices of the wrong length are a bug of the caller, and panic.
+//! Every kernel gives the same bits for any number of threads: work is divided by shape alone, a row is computed by one
+//! task, and sums across rows are computed in blocks of fixed size, added in a fixed order. Kernels are generic over
+//! the stored type, [`Stored`] (`f16`, `bf16`, `f32`, `f64`), and compute in [`Real`] (`f32` or `f64`). Half precision
+//! is widened a block at a time and rounded once at the end, except for bf16 matmuls on processors that multiply bf16
+//! directly ([`gemm`]). Slices of the wrong length are a bug of the caller, and panic.
 
 pub mod activation;
 pub mod adamw;

@@ -1,11 +1,11 @@
-//! Normal numbers.
+//! Normally distributed random numbers.
 
 use super::{Blocks, Real, Stored, parallel, simd};
 use crate::kernels::normal::quantile;
 use crate::kernels::philox::{Stream, WORDS};
 
-/// `y = mean + std z`, z the quantiles of the stream's words, in f64 and rounded to what half precision is computed
-/// in, then to T.
+/// Computes `y = mean + std z`, with z the normal quantiles of the stream's words, in f64. The result is rounded to the
+/// compute type, then to T.
 pub fn normal<T: Stored>(stream: Stream, mean: f64, std: f64, y: &mut [T]) {
     // Tasks and blocks begin at multiples of WORDS.
     parallel::for_rows(y, 1, |first, y| {

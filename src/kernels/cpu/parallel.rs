@@ -1,4 +1,4 @@
-//! How kernels share work among threads: by ranges that depend on the shape alone.
+//! Parallel loops of kernels: work is divided into ranges that depend on the shape alone.
 
 use super::{Real, simd};
 use crate::probe::parts::Region;
@@ -8,26 +8,27 @@ use std::collections::TryReserveError;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Elements in one task: large against the cost of handing a task over (a few microseconds), small against a cache.
+/// Elements per task: many enough to hide the cost of starting a task (a few microseconds), few enough to fit a cache.
 pub const TASK_ELEMENTS: usize = 16 * 1024;
 
-/// Rows summed into one partial row by [`sum_rows`]. Fixed, so that the order of additions is.
+/// Rows that [`sum_rows`] sums into one partial row. It is fixed, so that the order of additions is.
 pub(crate) const BLOCK_ROWS: usize = 32;
 
-/// A slice that several tasks write, each to places of its own.
+/// A slice that several tasks write, each its own elements.
 ///
-/// For outputs whose parts are not neighbours (a column block, a transposed head), where `chunks_mut` cannot cut.
+/// It is for outputs whose parts are not contiguous (a block of columns, a transposed head), which `chunks_mut` cannot
+/// split.
 pub struct Shared<'a, T> {
     start: *mut T,
     len: usize,
     borrow: std::marker::PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the slice was borrowed exclusively; `range` hands the duty of not overlapping to its caller.
+// SAFETY: the slice was borrowed exclusively; callers of `range` promise that ranges do not overlap.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
-    /// Lends `slice` for writing from several tasks.
+    /// Borrows `slice` for writing from several tasks.
     pub fn new(slice: &'a mut [T]) -> Self {
         Self {
             start: slice.as_mut_ptr(),
@@ -36,12 +37,11 @@ impl<'a, T> Shared<'a, T> {
         }
     }
 
-    /// Where the slice begins.
     pub fn as_mut_ptr(&self) -> *mut T {
         self.start
     }
 
-    /// The elements `start..start + len`.
+    /// Returns the elements `start..start + len`.
     ///
     /// # Safety
     /// No two tasks may hold overlapping ranges at the same time.
@@ -54,12 +54,12 @@ impl<'a, T> Shared<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 
-    /// How many parts of `size` elements there are, a shorter last one included.
+    /// Returns the number of parts of `size` elements, including a shorter last one.
     fn parts(&self, size: usize) -> usize {
         self.len.div_ceil(size)
     }
 
-    /// The elements of part `index`.
+    /// Returns the elements of part `index`.
     ///
     /// # Safety
     /// No two tasks may hold the same part at the same time, nor parts of different sizes.
@@ -67,32 +67,32 @@ impl<'a, T> Shared<'a, T> {
     #[inline(always)]
     unsafe fn part(&self, index: usize, size: usize) -> &mut [T] {
         let start = index * size;
-        // SAFETY: parts of one size do not overlap; that each is held once is the caller's promise.
+        // SAFETY: parts of one size do not overlap; the caller promises that each is held once.
         unsafe { self.range(start, size.min(self.len - start)) }
     }
 }
 
-/// Rows in one task, for rows of `width` elements.
+/// Returns the number of rows per task, for rows of `width` elements.
 fn rows_per_task(width: usize) -> usize {
     (TASK_ELEMENTS / width.max(1)).max(1)
 }
 
-/// Calls `f(first_row, rows)` on consecutive groups of whole rows of `out`, rows being `width` elements.
+/// Calls `f(first_row, rows)` on consecutive groups of whole rows of `out`, in parallel; a row has `width` elements.
 pub fn for_rows<T: Send>(out: &mut [T], width: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     if width == 0 || out.is_empty() {
-        return; // also for the scratch of a row, which may be longer than memory where there is no row
+        return; // without rows, a task must not allocate scratch for one: the width may exceed memory
     }
     debug_assert_eq!(out.len() % width, 0);
     let rows = rows_per_task(width);
     let (out, size) = (Shared::new(out), rows * width);
     for_tasks(out.parts(size), |task| {
-        // SAFETY: part `task` is this task's.
+        // SAFETY: only this task has part `task`.
         let part = unsafe { out.part(task, size) };
         f(task * rows, part);
     });
 }
 
-/// As [`for_rows`], with a second output of `second_width` elements a row, cut at the same rows.
+/// Runs [`for_rows`] with a second output of `second_width` elements per row, divided at the same rows.
 pub fn for_rows2<T: Send, U: Send>(
     first: &mut [T],
     width: usize,
@@ -108,7 +108,7 @@ pub fn for_rows2<T: Send, U: Send>(
     let (first, size) = (Shared::new(first), rows * width);
     let (second, second_size) = (Shared::new(second), rows * second_width);
     for_tasks(first.parts(size), |task| {
-        // SAFETY: part `task` of each is this task's.
+        // SAFETY: only this task has part `task` of each.
         let (a, b) = unsafe { (first.part(task, size), second.part(task, second_size)) };
         f(task * rows, a, b);
     });
@@ -119,9 +119,9 @@ pub fn for_tasks(tasks: usize, f: impl Fn(usize) + Sync) {
     run(tasks, usize::MAX, &f);
 }
 
-/// Runs `f(task)` for every task in `0..tasks`, in pieces of at most `piece` neighbouring tasks.
+/// Runs `f(task)` for every task in `0..tasks`, in pieces of at most `piece` consecutive tasks.
 ///
-/// Not generic on purpose: rayon's machinery is compiled once, and not once for each kernel and type.
+/// It is deliberately not generic: rayon's code is compiled once instead of once per kernel and type.
 fn run(tasks: usize, piece: usize, f: &(dyn Fn(usize) + Sync)) {
     if tasks == 1 {
         return f(0); // on this thread, whatever the pool
@@ -138,8 +138,8 @@ fn run(tasks: usize, piece: usize, f: &(dyn Fn(usize) + Sync)) {
     }
 }
 
-/// Calls `f(scratch, task)` for every task in `0..tasks`, in parallel, with one scratch a thread: threads take the next
-/// task as they come free. What a task leaves in its scratch must not matter to the next.
+/// Calls `f(scratch, task)` for every task in `0..tasks`, in parallel, with one scratch per thread. Threads take the
+/// next task as they become free. The result of a task must not depend on what is left in its scratch.
 pub fn for_tasks_with<S>(
     tasks: usize,
     scratch_of: impl Fn() -> S + Sync,
@@ -160,11 +160,11 @@ pub fn for_tasks_with<S>(
     run(workers, 1, &|_| work());
 }
 
-/// Computes `out[j] = sum over rows of term(row)[j]`, or adds it to `out`. `add(rows, partial)` adds the terms of some
-/// rows, in order, to `partial`.
+/// Computes `out[j] = sum over rows of term(row)[j]`, or adds it to `out` if `adds`. `add(rows, partial)` adds the
+/// terms of some rows, in order, to `partial`.
 ///
-/// Blocks of a fixed number of rows are summed each on its own, then the blocks in order: the same bits for any number
-/// of threads, and shorter chains of rounding than a plain loop.
+/// Blocks of a fixed number of rows are summed separately, then the blocks are added in order. So the bits do not
+/// depend on the number of threads, and rounding chains are shorter than in a plain loop.
 pub fn sum_rows<T: Real>(
     out: &mut [T],
     rows: usize,
@@ -177,7 +177,7 @@ pub fn sum_rows<T: Real>(
     let shared = Shared::new(&mut partials);
     for_tasks(shared.parts(width.max(1)), |block| {
         let rows = block * BLOCK_ROWS..rows.min((block + 1) * BLOCK_ROWS);
-        // SAFETY: part `block` is this task's.
+        // SAFETY: only this task has part `block`.
         add(rows, unsafe { shared.part(block, width) });
     });
     if !adds {
@@ -195,37 +195,37 @@ pub fn sum_rows<T: Real>(
     );
 }
 
-/// How many elements [`sum_rows`] takes for its blocks.
+/// Returns the number of elements that [`sum_rows`] allocates for its blocks.
 pub(crate) fn block_sums(rows: usize, width: usize) -> f64 {
     rows.div_ceil(BLOCK_ROWS) as f64 * width as f64
 }
 
-/// The sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`, the ranges' results added in
-/// order.
+/// Returns the sum of `f(range)` over consecutive ranges of [`TASK_ELEMENTS`] that cover `0..n`. The results of the
+/// ranges are added in order.
 pub fn sum_ranges(n: usize, f: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
     let mut partials = vec![0.0; n.div_ceil(TASK_ELEMENTS)];
     let shared = Shared::new(&mut partials);
     for_tasks(shared.parts(1), |task| {
         let range = task * TASK_ELEMENTS..n.min((task + 1) * TASK_ELEMENTS);
-        // SAFETY: part `task` is this task's.
+        // SAFETY: only this task has part `task`.
         let sum = unsafe { shared.part(task, 1) };
         sum[0] = f(range);
     });
     partials.iter().sum()
 }
 
-/// A vector of `len` numbers that `fill` writes completely before anybody reads it: no pass of zeros first.
+/// Returns a vector of `len` numbers that `fill` writes completely, without zeroing it first.
 ///
 /// # Errors
-/// No room for so many.
+/// An allocation that fails.
 pub fn filled<T: WithDType>(
     len: usize,
     fill: impl FnOnce(&mut [T]),
 ) -> Result<Vec<T>, TryReserveError> {
     let mut out = Vec::new();
     out.try_reserve_exact(len)?;
-    // SAFETY: the capacity is there, any bits are a number of type T, and `fill` (a kernel) writes every element
-    // without reading.
+    // SAFETY: the capacity suffices, every bit pattern is a valid T, and `fill` (a kernel) writes every element without
+    // reading it.
     unsafe {
         fill(std::slice::from_raw_parts_mut(out.as_mut_ptr(), len));
         out.set_len(len);

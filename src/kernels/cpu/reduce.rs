@@ -1,6 +1,5 @@
-//! One pass over a flat buffer: its sum of squares, whether it is finite, scaling it, adding to it.
-//!
-//! What gradient clipping, accumulation and loss scaling are made of. Element types are those of [`Stored`].
+//! Single passes over a flat buffer: sum of squares, finiteness check, scaling, clamping and accumulation. Gradient
+//! clipping, accumulation and loss scaling are built from these.
 
 use super::{
     Real, Stored,
@@ -10,9 +9,9 @@ use super::{
 };
 use rayon::prelude::*;
 
-/// The sum of `x^2`, each square and every addition in `f64`, in a fixed order.
+/// Returns the sum of `x^2`, with squares and additions in `f64`, in a fixed order.
 ///
-/// Not finite if an element is not (or, in `f64` alone, if a square overflows).
+/// The result is not finite if an element is not, or, for `f64` only, if a square overflows.
 pub fn sum_of_squares<T: Stored>(x: &[T]) -> f64 {
     parallel::sum_ranges(x.len(), |range| {
         simd::vectorized(
@@ -35,7 +34,7 @@ pub fn sum_of_squares<T: Stored>(x: &[T]) -> f64 {
     })
 }
 
-/// Partial sums kept side by side, so that additions overlap; fixed, so that the order of additions is.
+/// The number of independent partial sums, so that additions overlap. It is fixed, so that the order of additions is.
 const LANES: usize = 32;
 
 #[inline(always)]
@@ -46,7 +45,7 @@ fn add_squares<T: Real + Into<f64>>(lanes: &mut [f64; LANES], x: &[T]) {
     }
 }
 
-/// Whether no element of `x` is infinite or NaN.
+/// Returns whether no element of `x` is infinite or NaN.
 pub fn all_finite<T: Stored>(x: &[T]) -> bool {
     x.par_chunks(TASK_ELEMENTS).all(|part| {
         simd::vectorized(
@@ -58,7 +57,7 @@ pub fn all_finite<T: Stored>(x: &[T]) -> bool {
                     let wide = &mut buffer[..block.len()];
                     T::load(block, wide);
                     for value in wide.iter() {
-                        // 0 times infinity is NaN; & and not &&, for branches do not vectorise.
+                        // 0 * infinity is NaN. `&` instead of `&&`, because branches prevent vectorisation.
                         finite &= *value * T::Wide::ZERO == T::Wide::ZERO;
                     }
                 }
@@ -68,19 +67,19 @@ pub fn all_finite<T: Stored>(x: &[T]) -> bool {
     })
 }
 
-/// `x = x * factor`, rounded once.
+/// Computes `x = x * factor`, rounded once.
 pub fn scale<T: Stored>(x: &mut [T], factor: f64) {
     let factor = T::Wide::real(factor);
     in_place(x, |value| value * factor);
 }
 
-/// `x = min(max(x, -bound), bound)`; NaN stays.
+/// Computes `x = min(max(x, -bound), bound)`; NaN stays NaN.
 pub fn clamp<T: Stored>(x: &mut [T], bound: f64) {
     let bound = T::Wide::real(bound);
     in_place(x, |value| simd::clamp(value, bound));
 }
 
-/// `x = f(x)`, rounded once.
+/// Computes `x = f(x)`, rounded once.
 #[inline(always)]
 fn in_place<T: Stored>(x: &mut [T], f: impl Fn(T::Wide) -> T::Wide + Sync) {
     parallel::for_rows(x, 1, |_, part| {
@@ -101,7 +100,7 @@ fn in_place<T: Stored>(x: &mut [T], f: impl Fn(T::Wide) -> T::Wide + Sync) {
     });
 }
 
-/// `sum = sum + factor * x`; slices of one length. The sum is kept in the type computed in.
+/// Computes `sum = sum + factor * x`; slices of one length. The sum is stored in the compute type.
 pub fn add_scaled<T: Stored>(sum: &mut [T::Wide], x: &[T], factor: f64) {
     assert_eq!(sum.len(), x.len());
     let factor = T::Wide::real(factor);

@@ -1,9 +1,9 @@
-//! relu(x) = max(x, 0).
+//! ReLU: relu(x) = max(x, 0).
 
 use super::elementwise::each;
 use super::{Real, Stored};
 
-/// `y = max(x, 0)`; a NaN stays one.
+/// Computes `y = max(x, 0)`; NaN stays NaN.
 pub fn forward<T: Stored>(x: &[T], y: &mut [T]) {
     each(
         [x],
@@ -13,7 +13,8 @@ pub fn forward<T: Stored>(x: &[T], y: &mut [T]) {
     );
 }
 
-/// `dx = 0` where the output was 0, else dy: at an input of 0 nothing passes, at NaN everything, as in PyTorch.
+/// Computes dx, which is 0 where the output is 0, else dy. So the gradient is 0 at an input of 0 and dy at NaN, as in
+/// PyTorch.
 pub fn backward<T: Stored>(dy: &[T], y: &[T], dx: &mut [T]) {
     each(
         [dy, y],

@@ -1,9 +1,9 @@
-//! Rows repeated, and the sum over repeats.
+//! Repetition of rows, and its gradient, the sum over repeats.
 
 use super::simd::BLOCK;
 use super::{Real, Stored, parallel, simd};
 
-/// `y` (rows * times, width) is `x` (rows, width) with each row `times` in a row.
+/// Copies each row of `x` (rows, width) `times` times in succession to `y` (rows * times, width).
 pub fn repeat<T: Copy + Send + Sync>(x: &[T], width: usize, times: usize, y: &mut [T]) {
     parallel::for_rows(y, width, |first, y| {
         for (i, y) in y.chunks_exact_mut(width).enumerate() {
@@ -13,8 +13,8 @@ pub fn repeat<T: Copy + Send + Sync>(x: &[T], width: usize, times: usize, y: &mu
     });
 }
 
-/// `dx` (rows, width) is the sum of each row's repeats in `dy` (rows * times, width), in the type computed in, rounded
-/// once.
+/// Computes `dx` (rows, width), the sum of each row's repeats in `dy` (rows * times, width). Sums are in the compute
+/// type and rounded once.
 pub fn fold<T: Stored>(dy: &[T], width: usize, times: usize, dx: &mut [T]) {
     parallel::for_rows(dx, width, |first, dx| {
         simd::vectorized(

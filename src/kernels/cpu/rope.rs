@@ -5,7 +5,7 @@ use super::{Blocks, Real, Stored, parallel, simd};
 /// Rotates each pair `(x[2i], x[2i+1])` of row `t` by the angle whose cosine and sine are `cos[t][i]`, `sin[t][i]`.
 ///
 /// `x` and `y` are (batch, length, width), `cos` and `sin` (length, width / 2). `inverse` rotates back, which is the
-/// backward: the matrix is orthogonal.
+/// backward, because the rotation matrix is orthogonal.
 pub fn rotate<T: Stored>(
     x: &[T],
     cos: &[T::Wide],
@@ -23,8 +23,8 @@ pub fn rotate<T: Stored>(
         simd::vectorized(
             #[inline(always)]
             || {
-                // All rows of the task together, for a row may be shorter than a block. A block ends after a whole
-                // pair, but anywhere in a row.
+                // All rows of the task run as one sequence, because a row may be shorter than a block. A block ends
+                // after a whole pair, but anywhere in a row.
                 Blocks::<T, 1, 1>::new().each(
                     [x],
                     [y],
@@ -55,7 +55,7 @@ pub fn rotate<T: Stored>(
     });
 }
 
-/// As [`rotate`], of the pairs `(x[i], x[i + width / 2])`.
+/// Rotates the pairs `(x[i], x[i + width / 2])`, otherwise like [`rotate`].
 pub fn rotate_halves<T: Stored>(
     x: &[T],
     cos: &[T::Wide],

@@ -1,14 +1,15 @@
-//! Loss scaling undone: gradients times the inverse of the scale, and in the same pass whether all came out finite.
+//! Undoing of loss scaling: gradients are multiplied by the inverse scale, and checked for infinities and NaN in the
+//! same pass.
 //!
-//! Elementwise, so that neither vector width nor threads change a bit. Memory bounds it: in `f32` it reads 4 bytes an
-//! element and writes 4, as scaling alone would.
+//! It is elementwise, so neither vector width nor thread count changes a bit. It is memory-bound: in `f32` it reads 4
+//! bytes per element and writes 4, no more than scaling alone.
 
 use super::{Real, Stored, parallel::TASK_ELEMENTS, simd, simd::BLOCK};
 use rayon::prelude::*;
 
-/// `x = x * factor`, rounded once. Whether every product is finite.
+/// Computes `x = x * factor`, rounded once. Returns whether all results are finite.
 ///
-/// All of `x` is multiplied even where the answer is no.
+/// All of `x` is multiplied even if one is not.
 pub fn in_place<T: Stored>(x: &mut [T], factor: f64) -> bool {
     let factor = T::Wide::real(factor);
     x.par_chunks_mut(TASK_ELEMENTS)
@@ -34,8 +35,8 @@ pub fn in_place<T: Stored>(x: &mut [T], factor: f64) -> bool {
         .reduce(|| true, |a, b| a & b)
 }
 
-/// `y = x * factor` in the type computed in, for gradients so small that their own type would lose them; slices of one
-/// length. Whether every product is finite.
+/// Computes `y = x * factor` in the compute type, for gradients so small that their own type would lose them; slices of
+/// one length. Returns whether all results are finite.
 pub fn widening<T: Stored>(x: &[T], factor: f64, y: &mut [T::Wide]) -> bool {
     assert_eq!(x.len(), y.len());
     let factor = T::Wide::real(factor);
@@ -57,14 +58,14 @@ pub fn widening<T: Stored>(x: &[T], factor: f64, y: &mut [T::Wide]) -> bool {
         .reduce(|| true, |a, b| a & b)
 }
 
-/// The product is looked at, not the factor: it is finite only if what was multiplied is, and if it did not overflow
-/// (a scale under 1 makes gradients larger).
+/// Multiplies in place and returns whether all results are finite. The check is of the results, not the inputs: a
+/// finite result means that the input was finite and did not overflow (a scale under 1 enlarges gradients).
 #[inline(always)]
 fn multiply<T: Real>(x: &mut [T], factor: T) -> bool {
     let mut finite = true;
     for value in x {
         *value *= factor;
-        // 0 times infinity is NaN; & and not &&, for branches do not vectorise.
+        // 0 * infinity is NaN. `&` instead of `&&`, because branches prevent vectorisation.
         finite &= *value * T::ZERO == T::ZERO;
     }
     finite
@@ -81,7 +82,7 @@ mod tests {
             .collect()
     }
 
-    /// A bad element anywhere is found, and every element is the product, rounded once.
+    /// Checks that a bad element is found anywhere, and that every element is the product, rounded once.
     fn check<T: Stored>(factor: f64) {
         let product = |v: T| {
             let exact = T::Wide::real(factor) * T::Wide::real(v.to_f64());

@@ -1,13 +1,13 @@
-// Elementwise activations and their slopes: y = f(x); dx = dy f'(x), from x alone. All buffers (n). An output may be
-// the buffer of an input.
+// Elementwise activations: y = f(x), and dx = dy f'(x) from x alone. All buffers (n). An output may be the buffer of an
+// input.
 //
-// tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution; gelu_tanh: x sigmoid(2
-// u) with u = sqrt(2 / pi) (x + 0.044715 x^3); soft_cap: cap tanh(scale x / cap).
+// tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution function; gelu_tanh: x
+// sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3); soft_cap: cap tanh(scale x / cap).
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
-// only for speed. Bytes: 2 n elements forward, 3 n backward.
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. Any n; 16-byte alignment only for
+// speed. Bytes: 2 n elements forward, 3 n backward.
 
-// sigmoid(x) and sigmoid(-x), neither of which cancels or overflows.
+// sigmoid(x) and sigmoid(-x), without cancellation or overflow.
 struct Sigmoids {
     float above, below;
 };
@@ -22,7 +22,7 @@ __device__ __forceinline__ Sigmoids sigmoids(float x) {
 struct Tanh {
     static __device__ __forceinline__ float value(float x) { return tanhf(x); }
     static __device__ __forceinline__ float slope(float x) {
-        Sigmoids s = sigmoids(2.f * x); // 1 - tanh^2 without cancelling
+        Sigmoids s = sigmoids(2.f * x); // 1 - tanh^2 without cancellation
         return 4.f * s.above * s.below;
     }
 };
@@ -59,7 +59,7 @@ struct GeluTanh {
     static __device__ __forceinline__ float slope(float x) {
         Sigmoids s = sigmoids(twice_u(x));
         float square = x * x;
-        square = square > 4096.f ? 4096.f : square; // beyond, it is multiplied by 0, and must not be infinite
+        square = square > 4096.f ? 4096.f : square; // a larger square is multiplied by 0, so it must not be infinite
         return s.above + x * s.above * s.below * (SLOPE + 3.f * SLOPE * CUBE * square);
     }
 };

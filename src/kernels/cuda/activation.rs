@@ -1,4 +1,4 @@
-//! Elementwise activations and their slopes; see `activation.cu`.
+//! Elementwise activations and their gradients; see `activation.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, flat_config, in_vector, suffix};
@@ -12,7 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("activation.cu")],
 };
 
-/// `y = f(x)`, both (n). y may be the buffer of x.
+/// Computes `y = f(x)`, both (n). y may be the buffer of x.
 pub(crate) fn forward(gpu: &CudaDevice, f: Activation, x: View, y: View) -> Result<()> {
     let stem = match f {
         Activation::Tanh => "tanh_forward",
@@ -24,7 +24,7 @@ pub(crate) fn forward(gpu: &CudaDevice, f: Activation, x: View, y: View) -> Resu
     launch(gpu, stem, &[x, y], None)
 }
 
-/// `dx = dy f'(x)`, all (n). dx may be the buffer of either.
+/// Computes `dx = dy f'(x)`, all (n). dx may be the buffer of dy or x.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     f: Activation,
@@ -41,12 +41,12 @@ pub(crate) fn backward(
     launch(gpu, stem, &[dy, x, dx], None)
 }
 
-/// `y = cap tanh(scale x / cap)`, both (n); scale and cap together.
+/// Computes `y = cap tanh(scale x / cap)`, both (n). `scale_cap` is scale and cap.
 pub(crate) fn soft_cap(gpu: &CudaDevice, scale_cap: [f64; 2], x: View, y: View) -> Result<()> {
     launch(gpu, "soft_cap_forward", &[x, y], Some(scale_cap))
 }
 
-/// `dx = dy scale (1 - tanh(scale x / cap)^2)`, all (n).
+/// Computes `dx = dy scale (1 - tanh(scale x / cap)^2)`, all (n).
 pub(crate) fn soft_cap_backward(
     gpu: &CudaDevice,
     scale_cap: [f64; 2],

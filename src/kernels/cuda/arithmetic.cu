@@ -1,23 +1,21 @@
-// Sums, element by element: y = a + b, in f32, rounded once. a and y (n); b (period), from its begin again after its
-// end.
+// Elementwise sums: y = a + b in f32, rounded once. a and y (n); b (period) is repeated.
 //
-// a and b in one type, which is y's too, or in two, of which one is f32 and y is. n and period of any size. y may be
-// the buffer of an operand of its type and length: a thread writes what it alone has read.
+// a, b and y have one type; or a and b have two, one of which is f32, and y is f32. Any n and period. y may be the
+// buffer of an operand of its type and length, since each thread reads only the elements that it writes.
 //
-// Grid ceil(n / 4096), block 256. Alignment only for speed, and the period a multiple of 4.
-// Bytes: a and b in, y out.
+// Grid ceil(n / 4096), block 256. Alignment, and a period of a multiple of 4, only for speed. Bytes: a, b in, y out.
 
 const int N = 4, PACKS = 4, BLOCK = 256 * N * PACKS; // a thread has four packs, loaded before the first is written
 
-// Where element `index` of a block lies in b, if element 0 lies at `begin`; both within their range.
+// The index in b of element `index` of a block whose element 0 has index `begin` in b.
 __device__ __forceinline__ long long wrapped(long long begin, int index, long long period) {
-    // In 32 bits, which are enough where one subtraction might not be.
+    // 32 bits are enough. A short period may need more than one subtraction.
     if (period < BLOCK) return ((unsigned)begin + (unsigned)index) % (unsigned)period;
     long long at = begin + index;
     return at < period ? at : at - period;
 }
 
-// Elements at.. at + 4 of b.
+// Elements at.. at + 4 of b, repeated.
 template <class B>
 __device__ __forceinline__ void load_wrapped(const B* b, long long at, long long period, float (&values)[4]) {
     if (at + 4 <= period) {

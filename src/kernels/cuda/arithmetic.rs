@@ -1,4 +1,4 @@
-//! Sums, element by element; see `arithmetic.cu`.
+//! Elementwise sums; see `arithmetic.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, launch_config, suffixes};
@@ -11,15 +11,15 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("arithmetic.cu")],
 };
 
-/// Elements of a block, as in the source.
+/// Elements per block, as in the source.
 const BLOCK: usize = 4096;
 
-/// `y = a + b` in f32, rounded once: a and y (n), and b shorter by a whole factor, from its begin again after its end.
-/// All in one dtype; or a and b in two, of which one is f32, as y is. y may be the buffer of a, or of a b of its
-/// length, in its dtype.
+/// Computes `y = a + b` in f32, rounded once. a and y (n); b is repeated, so its length divides n. All have one dtype;
+/// or a and b have two, one of which is f32, and y is f32. y may be the buffer of a, or of b if it has y's length, in
+/// y's dtype.
 ///
 /// # Errors
-/// Other lengths or dtypes, and the driver's.
+/// Other lengths or dtypes; driver errors.
 pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     let sum = match (a.dtype, b.dtype) {
         (DType::F16, DType::F16) => Some(DType::F16),
@@ -30,7 +30,7 @@ pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     };
     if sum != Some(y.dtype) {
         bail!(
-            "no CUDA kernel for {:?} + {:?} to {:?}",
+            "add: no CUDA kernel for {:?} + {:?} to {:?}",
             a.dtype,
             b.dtype,
             y.dtype
@@ -38,10 +38,10 @@ pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     }
     if y.len != a.len || !y.len.is_multiple_of(b.len) {
         bail!(
-            "{} elements + {} to {}: b is not repeated a whole number of times",
+            "add: expected an output of {0} elements and a length of b that divides {0}, got {1} and {2}",
             a.len,
-            b.len,
-            y.len
+            y.len,
+            b.len
         );
     }
     if y.len == 0 {
@@ -52,7 +52,7 @@ pub(crate) fn add(gpu: &CudaDevice, a: View, b: View, y: View) -> Result<()> {
     let mut launch = kernel.builder();
     launch.arg(&a.pointer).arg(&b.pointer).arg(&y.pointer);
     launch.arg(&n).arg(&period);
-    // SAFETY: the arguments are those of the kernel: n elements, as many and a whole fraction of as many.
+    // SAFETY: the arguments are those of the kernel: n elements of a and y, and b has a divisor of n elements.
     unsafe { launch.launch(launch_config((y.len.div_ceil(BLOCK), 1), (256, 1))) }.w()?;
     Ok(())
 }

@@ -1,9 +1,9 @@
-// A bias under a product: its rows laid out for the product to be added to, and its gradient, the sum of all rows.
+// The bias of a matmul: rows filled with it, to which the matmul is added, and its gradient, the sum of all rows.
 //
 // fill: y (rows, width) = bias (width), rounded once. Grid (ceil(width / 256), min(rows, 65535)), block 256.
-// sums: out (parts, width) f32 = the sums of x's rows (rows, width) in parts, part p from row p `rows_per_part`. Grid
+// sums: out (parts, width) f32 = sums of x's rows (rows, width); part p begins at row p `rows_per_part`. Grid
 // (ceil(width / 32), parts), block (32, 8). Called twice: for partial sums, then for their sum, which is added to out
-// where `accumulate`. The order is fixed.
+// if `accumulate`. The order is fixed.
 
 template <class B, class Y> __device__ __forceinline__ void fill(const B* bias, Y* y, long long rows, int width) {
     int column = blockIdx.x * 256 + threadIdx.x;

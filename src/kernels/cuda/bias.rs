@@ -1,4 +1,4 @@
-//! A bias under a product, and its gradient; see `bias.cu`.
+//! The bias of a matmul and its gradient; see `bias.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, launch_config, suffix, suffixes};
@@ -12,7 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("bias.cu")],
 };
 
-/// Every row of y (N, width) is the bias (width), in y's dtype or in f32.
+/// Fills every row of y (N, width) with the bias (width), which is in y's dtype or in f32.
 pub(crate) fn fill(gpu: &CudaDevice, bias: View, y: View) -> Result<()> {
     if y.len == 0 {
         return Ok(());
@@ -29,8 +29,8 @@ pub(crate) fn fill(gpu: &CudaDevice, bias: View, y: View) -> Result<()> {
     Ok(())
 }
 
-/// Computes db (width), f32, the sum of the rows of dy (N, width), or adds it; `workspace` is f32 scratch of
-/// [`bias_backward`]'s length.
+/// Computes db (width), f32, the sum of the rows of dy (N, width), or adds the sum to db if `adds`. `workspace` is f32
+/// scratch of [`bias_backward`] elements.
 pub(crate) fn gradient(
     gpu: &CudaDevice,
     dy: View,
@@ -43,7 +43,7 @@ pub(crate) fn gradient(
         return Ok(());
     }
     let parts = bias_parts(rows);
-    let partial = workspace.part(0, bias_backward(rows, width));
+    let partial = workspace.slice(0, bias_backward(rows, width));
     sums(gpu, dy, partial, [rows, width, parts], false)?;
     sums(gpu, partial, db, [parts, width, 1], adds)
 }

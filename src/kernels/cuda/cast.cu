@@ -1,8 +1,7 @@
-// Casts between f32, f16 and bf16: y = x rounded to the nearest, ties to even; x, y (n), n of any size. And from
-// integers, by f32.
+// Casts between f32, f16 and bf16, and from integers by way of f32: y = x rounded to nearest even; x, y (n), any n.
 //
-// Grid ceil(n / 4096), block 256. Alignment only for speed. Bytes: x in, y out.
-// Packs of four elements: with eight, a thread that widens writes 32 bytes at a time (63% of the copy rate, four 96%).
+// Grid ceil(n / 4096), block 256. Alignment only for speed. Bytes: x in, y out. Packs have four elements: with eight, a
+// widening thread would write 32 bytes at a time (63% of the copy rate instead of 96%).
 
 const int N = 4, PACKS = 4, BLOCK = 256 * N * PACKS; // a thread has four packs, loaded before the first is written
 

@@ -1,4 +1,4 @@
-//! Copies in another dtype; see `cast.cu`.
+//! Casts between dtypes; see `cast.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::view::copy;
@@ -12,10 +12,10 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("cast.cu")],
 };
 
-/// Elements of a block, as in the source.
+/// Elements per block, as in the source.
 const BLOCK: usize = 4096;
 
-/// y = x, rounded to the nearest, ties to even: both (n), each f32, f16 or bf16; x may be u8, u32 or i64, too.
+/// Computes y = x rounded to nearest even. Both (n), f32, f16 or bf16; x may also be u8, u32 or i64.
 pub(crate) fn cast(gpu: &CudaDevice, x: View, y: View) -> Result<()> {
     if x.dtype == y.dtype {
         return copy(gpu, x, y);

@@ -1,39 +1,39 @@
-// Cross-entropy of logits: loss = mean over the targets that count of ln(sum(exp(row))) - row[target].
+// Cross-entropy of logits: loss = mean over the counted targets of ln(sum(exp(row))) - row[target].
 //
-// logits, dlogits (rows, classes); targets (rows) u32, checked before; losses (rows), statistics (rows, 2) f32.
-// `ignore` is the target that does not count, or -1: such a row has loss 0 and gradient 0, whatever its logits.
-// Arithmetic in f32.
+// logits, dlogits (rows, classes); targets (rows) u32, already checked; losses (rows), statistics (rows, 2) f32.
+// `ignore` is the target that does not count, or -1: its rows have loss 0 and gradient 0, whatever their logits. All
+// arithmetic is in f32.
 //
-// With top the largest logit of a row and total the sum of exp(x - top) over it, the loss of a row is
-// (top - row[target]) + ln(total) and its softmax exp(x - top) / total. top + ln(total) is never formed: rounded to one
-// number it loses the digits of ln(total) where logits are large.
+// Let top be the largest logit of a row and total the sum of exp(x - top). The loss of the row is (top - row[target]) +
+// ln(total), and its softmax is exp(x - top) / total. top + ln(total) is never formed: as one number it would lose the
+// digits of ln(total) where logits are large.
 //
-// packs = ceil(classes / N), one more if rows do not begin at 16 bytes, N = 16 / size of T. Any number of classes; rows
-// are read in vectors wherever they begin, from their first whole one on. Forward:  grid ceil(rows / y), block (x, y) =
-// (min(512, 32 ceil(packs / 128)), max(1, 128 / x)). Backward: grid (ceil(rows / y), ceil(packs / 4x)), block (x, y) =
-// (min(256, 32 ceil(packs / 128)), max(1, 128 / x)). In place: grid ceil(rows / y), block (x, y) = (min(X, 32
-// ceil(packs / 128)), max(1, 128 / x)), X = 512, or 1024 if a row
-//           is over 128 KiB (fewer rows under way, so that the level-2 cache holds them).
-// Bytes: forward reads the logits once; backward reads and writes them once; both in one go, in place, reads them from
-// memory once (of rows of over 4 x packs the rest once more, from the level-2 cache) and writes them once.
+// packs = ceil(classes / N), one more if rows do not begin at 16 bytes, N = 16 / size of T. Any number of classes. Rows
+// are read in vectors wherever they begin, from their first full vector on.
+//   Forward:  grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x))
+//   Backward: grid (ceil(rows / y), ceil(packs / 4x)), block (x, y) = (min(256, 32 ceil(packs / 128)), max(1, 128 / x))
+//   In place: grid ceil(rows / y), block (x, y) = (min(X, 32 ceil(packs / 128)), max(1, 128 / x)), X = 512, or 1024 if
+//             a row is over 128 KiB (fewer rows at a time, so that the level-2 cache holds them).
+// Bytes: forward reads the logits once; backward reads and writes them once. In place they are read from memory once
+// and written once; in rows of over 4 x packs, the rest is read again from the level-2 cache.
 
-const int UNROLL = 4; // packs of a thread, loaded before the first is used
+const int UNROLL = 4; // packs per thread, loaded before the first is used
 
-const int KEPT = 4; // packs of a thread that stay in registers, in place
+const int KEPT = 4; // packs per thread that stay in registers, in place
 
-// Takes `share` off element `at`, if it is one of these.
+// Subtracts `share` from element `at` if it is in this pack.
 template <int N> __device__ __forceinline__ void take_target(float (&p)[N], int at, float share) {
     if ((unsigned)at >= (unsigned)N) return;
 #pragma unroll
     for (int i = 0; i < N; i++) p[i] -= i == at ? share : 0.f;
 }
 
-// The largest logit, and the sum of exp(logit - largest): of what a thread has seen, or of a row.
+// The largest logit and the sum of exp(logit - largest), of the elements that a thread has read or of a row.
 struct Statistics {
     float top, total;
 };
 
-// Takes the packs of a row from pack `begin` on into `seen`.
+// Adds the packs of a row, from pack `begin` on, to `seen`.
 template <class T, bool WHOLE>
 __device__ __forceinline__ void take_row(Statistics* seen, const T* x, int classes, int begin) {
     const int N = InVector<T>::COUNT;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void forward(const T* logits, const unsigned* targets
     const T* x = logits + row * classes;
     unsigned target = targets[row];
     bool counts = (long long)target != ignore;
-    float wanted = counts ? widen(x[target]) : 0.f; // asked for now: at the end the whole block would wait for it
+    float wanted = counts ? widen(x[target]) : 0.f; // loaded here: at the end the whole block would wait for it
     Statistics seen = {LOWEST, 0.f};
     take_row<T, WHOLE>(&seen, x, classes, 0);
     float top = reduce_row<Largest>(seen.top, 0);
@@ -126,7 +126,7 @@ template <class T, bool WHOLE> __device__ __forceinline__ void backward(const T*
     }
 }
 
-// Logits become their gradient; rows are `row_stride` elements apart.
+// Overwrites logits with their gradient. Rows are `row_stride` elements apart.
 template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logits, const unsigned* targets,
                                                                         long long ignore, const float* dloss,
                                                                         long long counted, float* losses,
@@ -147,8 +147,8 @@ template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logit
         if (threadIdx.x == 0) losses[row] = 0.f;
         return fill_zero(x, classes);
     }
-    float wanted = widen(x[target]); // before anybody writes: the reductions wait for every thread
-    Statistics seen = {LOWEST, 0.f}; // of the rest
+    float wanted = widen(x[target]); // before any thread writes: the reductions wait for all threads
+    Statistics seen = {LOWEST, 0.f}; // of the packs that are not in registers
     take_row<T, WHOLE>(&seen, x, classes, KEPT * blockDim.x);
     float top = seen.top;
 #pragma unroll
@@ -170,7 +170,7 @@ template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logit
     if (threadIdx.x == 0) losses[row] = (top - wanted) + logf(total);
     float share = (float)((double)*dloss / (double)counted), factor = share / total;
     for (int start = begin; start < classes; start += KEPT * stride) {
-        if (start != begin) { // what is not in registers
+        if (start != begin) { // these packs are not in registers
 #pragma unroll
             for (int k = 0; k < KEPT; k++) {
                 int first = start + k * stride;
@@ -224,10 +224,10 @@ CROSS_ENTROPY(f32)
 CROSS_ENTROPY(f16)
 CROSS_ENTROPY(bf16)
 
-// How many of the targets count, in thread 0 of 1024.
+// The number of targets that count, in thread 0 of 1024.
 __device__ __forceinline__ long long counting(const unsigned* targets, long long rows, long long ignore) {
     __shared__ int counts[32];
-    int count = 0; // of a thread: fewer than 2^31
+    int count = 0; // per thread: fewer than 2^31
     for (long long row = threadIdx.x; row < rows; row += 1024) count += (long long)targets[row] != ignore;
     count = __reduce_add_sync(0xffffffffu, count);
     if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
@@ -237,9 +237,9 @@ __device__ __forceinline__ long long counting(const unsigned* targets, long long
     return counted;
 }
 
-// The mean of the rows' losses, added up in f64 in a fixed order, over `counted`, times how many of the targets count
-// unless they are null. mean (1) f32 or null; mean64 (1) f64 or null, added to where `accumulate`. One block of 1024
-// threads.
+// The sum of the losses, in f64 in a fixed order, divided by `counted`; if `targets` is not null, `counted` is first
+// multiplied by the number of targets that count. mean (1) f32 or null; mean64 (1) f64 or null, added to if
+// `accumulate`. One block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(1024)
     cross_entropy_mean(const float* losses, const unsigned* targets, long long ignore, long long rows,
                        long long counted, float* mean, double* mean64, int accumulate) {
@@ -258,18 +258,18 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (mean64) *mean64 = result + (accumulate ? *mean64 : 0.0);
 }
 
-// y = x / (how many of the targets count), in f64, rounded to f32. One block of 1024 threads.
+// y = x / (number of targets that count), in f64, rounded to f32. One block of 1024 threads.
 template <class X>
-__device__ __forceinline__ void share(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {
+__device__ __forceinline__ void divide_by_counted(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {
     long long counted = counting(targets, rows, ignore);
     if (threadIdx.x == 0) *y = (float)((double)*x / (double)counted);
 }
 
-#define SHARE(NAME, X)                                                                                                 \
+#define DIVIDE_BY_COUNTED(NAME, X)                                                                                                 \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
-        cross_entropy_share_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {  \
-        share<X>(targets, rows, ignore, x, y);                                                                         \
+        cross_entropy_divide_by_counted_##NAME(const unsigned* targets, long long rows, long long ignore, const X* x, float* y) {  \
+        divide_by_counted<X>(targets, rows, ignore, x, y);                                                                         \
     }
 
-SHARE(f32, float)
-SHARE(f64, double)
+DIVIDE_BY_COUNTED(f32, float)
+DIVIDE_BY_COUNTED(f64, double)

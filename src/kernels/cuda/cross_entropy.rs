@@ -11,14 +11,14 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("cross_entropy.cu")],
 };
 
-/// The targets of (rows) logits, checked.
+/// The targets of the rows of logits, already checked.
 #[derive(Clone, Copy)]
 pub(crate) struct Targets<'a> {
     /// (rows) u32.
     pub ids: View<'a>,
-    /// The id that does not count.
+    /// The target that does not count.
     pub ignore: Option<u32>,
-    /// What the sum of the losses is divided by: how many count, for a mean.
+    /// The divisor of the sum of the losses: for a mean, the number of targets that count.
     pub divisor: usize,
 }
 
@@ -28,8 +28,8 @@ impl Targets<'_> {
     }
 }
 
-/// The mean loss, (1) f32, of logits (rows, classes); keeps statistics (rows, 2) f32, each row's top and total.
-/// `losses` (rows) f32 is room to work in.
+/// Computes the mean loss (1) f32 of logits (rows, classes), and the statistics (rows, 2) f32: each row's top and
+/// total. `losses` (rows) f32 is scratch.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     logits: View,
@@ -42,7 +42,7 @@ pub(crate) fn forward(
     mean_of(gpu, losses, None, targets.divisor, (mean.pointer, 0), false)
 }
 
-/// As [`forward`], the losses (rows) f32 themselves: 0 where a target does not count.
+/// Like [`forward`], but computes the losses (rows) f32 themselves: 0 for targets that do not count.
 pub(crate) fn rows(
     gpu: &CudaDevice,
     logits: View,
@@ -65,10 +65,15 @@ pub(crate) fn rows(
     Ok(())
 }
 
-/// y (1) f32 is x (1), f32 or f64, over how many of the targets count: not a number where none does.
-pub(crate) fn share(gpu: &CudaDevice, targets: Targets, x: View, y: View) -> Result<()> {
+/// Computes y (1) f32: x (1), f32 or f64, divided by the number of targets that count; NaN or infinite if none does.
+pub(crate) fn divide_by_counted(
+    gpu: &CudaDevice,
+    targets: Targets,
+    x: View,
+    y: View,
+) -> Result<()> {
     let types = if x.dtype == DType::F64 { "f64" } else { "f32" };
-    let kernel = SOURCE.kernel(gpu, "cross_entropy_share", types)?;
+    let kernel = SOURCE.kernel(gpu, "cross_entropy_divide_by_counted", types)?;
     let (rows, ignore) = (targets.ids.len as i64, targets.ignored());
     let mut launch = kernel.builder();
     launch.arg(&targets.ids.pointer).arg(&rows).arg(&ignore);
@@ -78,7 +83,8 @@ pub(crate) fn share(gpu: &CudaDevice, targets: Targets, x: View, y: View) -> Res
     Ok(())
 }
 
-/// The logits' gradient, (rows, classes), from that of the mean, dloss (1) f32, and [`forward`]'s statistics.
+/// Computes the gradient of the logits (rows, classes) from dloss (1) f32, the gradient of the mean, and [`forward`]'s
+/// statistics.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     logits: View,
@@ -106,8 +112,8 @@ pub(crate) fn backward(
     Ok(())
 }
 
-/// Losses (rows) f32 of logits (rows, classes), whose rows are `row_stride` elements apart and become their gradient:
-/// from that of the mean over all targets that count, of which these may be some, dloss (1) f32.
+/// Computes the losses (rows) f32 and overwrites logits (rows, classes) with their gradient. Rows are `row_stride`
+/// elements apart. dloss (1) f32 is the gradient of the mean over all targets that count; these may be some of them.
 pub(crate) fn in_place(
     gpu: &CudaDevice,
     logits: View,
@@ -118,7 +124,7 @@ pub(crate) fn in_place(
 ) -> Result<()> {
     let rows = targets.ids.len;
     let kernel = SOURCE.kernel(gpu, "cross_entropy_in_place", suffix(logits.dtype))?;
-    // Of long rows fewer are to be under way, so that the level-2 cache holds them between the two times they are read.
+    // Fewer long rows run at a time, so that the level-2 cache holds them between the two reads.
     let row_bytes = classes * logits.dtype.size_in_bytes();
     let most = if row_bytes > 128 << 10 { 1024 } else { 512 };
     let (x, y) = block(classes, logits, most);
@@ -136,8 +142,8 @@ pub(crate) fn in_place(
     Ok(())
 }
 
-/// The sum of losses (rows) f32 over `divisor`: loss (1) f64, which is added to or overwritten. With `targets` the
-/// divisor is multiplied by how many of them count.
+/// Computes loss (1) f64, the sum of losses (rows) f32 divided by `divisor`, or adds to it. With `targets`, the divisor
+/// is first multiplied by the number of them that count.
 pub(crate) fn mean(
     gpu: &CudaDevice,
     losses: View,
@@ -149,13 +155,13 @@ pub(crate) fn mean(
     mean_of(gpu, losses, targets, divisor, (0, loss.pointer), accumulate)
 }
 
-/// Threads of a row, at most so many, and rows of a block.
+/// Returns the threads per row, at most `most`, and the rows per block.
 fn block(classes: usize, logits: View, most: usize) -> (usize, usize) {
     let of_row = (32 * packs(classes, logits).div_ceil(128)).min(most);
     (of_row, (128 / of_row).max(1))
 }
 
-/// The mean goes to a place for an f32, one for an f64, or both, where they are not null.
+/// Writes the mean as f32, as f64, or both, to the addresses that are not null.
 fn mean_of(
     gpu: &CudaDevice,
     losses: View,

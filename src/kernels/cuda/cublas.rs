@@ -1,25 +1,23 @@
-//! Matrix products by cuBLAS, with the handle that candle has for a GPU: what eager ops multiply with.
+//! Matmuls of eager ops, by cuBLAS with candle's handle for the GPU.
 //!
-//! As candle's own product, but of matrices that lie anywhere, into a matrix that is there. The handle has room of its
-//! own to work in, outside of the pool. Planned steps, whose stream is recorded, have cuBLASLt instead
+//! Unlike candle's matmul, operands may have any row stride, and the result is written to an existing matrix. The
+//! handle has its own workspace, outside of the memory pool. Planned steps, whose stream is captured, use cuBLASLt
 //! ([`super::matmul`]).
 
-use super::matmul::Matrix;
-use super::set_to_zero;
+use super::matmul::{Matrix, write_empty_sums};
 use candle_core::cuda::gemm_reduced_precision_f32;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result, bail};
 use std::ffi::{c_int, c_void};
 
-/// `c = a b`, or `c += a b` where it `adds`, `count` times: factors in one dtype, f32, f16 or bf16, sums in f32,
-/// results in the factors' dtype or in f32. Products of f32 are exact or TF32, as candle's switch says now.
+/// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices. a and b are both f32, f16 or bf16; sums are f32;
+/// c is f32 or like a. f32 is multiplied exactly or in TF32, by candle's setting at the time of the call.
 ///
-/// cuBLAS reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of it
-/// is `c^T = b^T a^T`.
+/// To cuBLAS, which is column-major, a row-major matrix is its transpose. The call is therefore `c^T = b^T a^T`.
 ///
 /// # Errors
-/// A matrix of another dtype, or of sizes that cuBLAS does not count to; cuBLAS's.
+/// Another dtype; a size of 2^31 or more; errors of cuBLAS.
 pub(crate) fn multiply(
     gpu: &CudaDevice,
     [a, b]: [Matrix; 2],
@@ -28,13 +26,8 @@ pub(crate) fn multiply(
     adds: bool,
 ) -> Result<()> {
     let depth = Matrix::depth_of([&a, &b], &c);
-    let elements = c.rows * c.cols * count;
-    if elements * depth == 0 {
-        // A sum over nothing. c lies in one piece where that can be: it is the gradient of what nothing was made of.
-        return match adds {
-            true => Ok(()),
-            false => set_to_zero(gpu, c.view.part(0, elements)),
-        };
+    if c.rows * c.cols * count * depth == 0 {
+        return write_empty_sums(gpu, c, count, adds);
     }
     let [of_factors, of_c] = [data_type(a.view.dtype)?, data_type(c.view.dtype)?];
     let sums = match a.view.dtype {
@@ -46,13 +39,13 @@ pub(crate) fn multiply(
     let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
     gpu.cuda_stream().context().bind_to_thread().w()?;
     let blas = gpu.cublas_handle();
-    // A product that is split by depth is otherwise summed in half precision where it comes out in that.
+    // Otherwise cuBLAS may sum in half precision if it splits the depth and the result is in half precision.
     let whole_sums = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
     // SAFETY: the handle lives as long as `blas`.
     let set = unsafe { sys::cublasSetMathMode(*blas.handle(), whole_sums) };
     set.result()
         .map_err(|error| Error::wrap(error).context("cuBLAS"))?;
-    // SAFETY: the matrices are as they say, which their owners have made; alpha and beta are read before this returns.
+    // SAFETY: the matrices describe buffers that their owners allocated; alpha and beta are read before this returns.
     let asked = unsafe {
         result::gemm_strided_batched_ex(
             *blas.handle(),
@@ -95,13 +88,13 @@ fn data_type(dtype: DType) -> Result<sys::cudaDataType> {
         DType::F32 => Ok(sys::cudaDataType_t::CUDA_R_32F),
         DType::F16 => Ok(sys::cudaDataType_t::CUDA_R_16F),
         DType::BF16 => Ok(sys::cudaDataType_t::CUDA_R_16BF),
-        other => bail!("a product of {other:?}: cuBLAS is asked for f32, f16 or bf16"),
+        other => bail!("matmul: expected f32, f16 or bf16, got {other:?}"),
     }
 }
 
 fn int(size: usize) -> Result<c_int> {
     match c_int::try_from(size) {
         Ok(size) => Ok(size),
-        Err(_) => bail!("a matrix of {size} rows or columns: cuBLAS counts to 2^31"),
+        Err(_) => bail!("matmul: expected sizes and strides under 2^31, got {size}"),
     }
 }

@@ -1,9 +1,9 @@
-// Elements dropped at random: y = scale x where an element stays, else 0. dx from dy is the same. Behind dropout.cuh.
+// Dropout: y = scale x for kept elements, else 0. The same computes dx from dy. Included after dropout.cuh.
 //
-// key: u32 (4): seed, seed >> 32, step, micro-batch. x and y (n / width, width); y may be the buffer of x.
+// key (4) u32: seed, seed >> 32, step, micro-batch. x and y (n / width, width); y may be the buffer of x.
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
-// only for speed. Bytes: 2 n elements; 20 multiplications of 32 bits for 8 elements (for 4 of f32).
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. Any n; 16-byte alignment only for
+// speed. Bytes: 2 n elements. 20 multiplications of 32 bits per 8 elements (per 4 in f32).
 
 template <class T> __device__ __forceinline__ void dropout(const T* x, const unsigned* words, T* y, long long n,
                                                            long long width, unsigned site, unsigned threshold,

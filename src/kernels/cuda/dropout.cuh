@@ -1,10 +1,10 @@
-// Which elements of rows are dropped: a row has half words of the generator from a counter of its own on, one for each
-// element, as kernels/dropout.rs says. Behind philox.cuh.
+// The dropout mask, as in kernels/dropout.rs: each element uses one half word of the random stream, and each row begins
+// at a new counter. Included after philox.cuh.
 
 struct DropoutKey {
     unsigned seed, seed_high, step, micro_batch, site, threshold;
     DropoutKey() = default;
-    // words: u32 (4): seed, seed >> 32, step, micro-batch.
+    // words (4) u32: seed, seed >> 32, step, micro-batch.
     __device__ __forceinline__ DropoutKey(const unsigned* words, unsigned site, unsigned threshold)
         : seed(__ldg(words)),
           seed_high(__ldg(words + 1)),
@@ -12,7 +12,7 @@ struct DropoutKey {
           micro_batch(__ldg(words + 3)),
           site(site),
           threshold(threshold) {}
-    // Of the eight elements of counter `block`: bit i is 1 where the i-th stays.
+    // The mask of the eight elements of counter `block`: bit i is 1 if element i is kept.
     __device__ __forceinline__ unsigned stay(unsigned long long block) const {
         const uint4 counter = make_uint4((unsigned)block, site << 8 | (unsigned)(block >> 32), step, micro_batch);
         const uint4 random = philox(counter, seed, seed_high);

@@ -1,4 +1,4 @@
-//! Elements dropped at random; see `dropout.cu`.
+//! Dropout; see `dropout.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{DROPOUT, PHILOX, View, check_alike, flat_config, in_vector, suffix};
@@ -12,8 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, PHILOX, DROPOUT, include_str!("dropout.cu")],
 };
 
-/// `y = x / (1 - p)` where an element stays, else 0: x and y (n) in rows of `width`, key (4) u32. y may be the buffer
-/// of x.
+/// Computes `y = x / (1 - p)` for kept elements, else 0; x, y (n) in rows of `width`, key (4) u32. y may be x's buffer.
 pub(crate) fn dropout(
     gpu: &CudaDevice,
     x: View,
@@ -27,7 +26,7 @@ pub(crate) fn dropout(
         return Ok(());
     }
     let kernel = SOURCE.kernel(gpu, "dropout", suffix(x.dtype))?;
-    // Rows with nothing between their half words are one.
+    // If rows fill their counters, their half words are contiguous, so all elements can form one row.
     let width = if width.is_multiple_of(8) {
         x.len
     } else {

@@ -1,10 +1,10 @@
-// Elementwise maps of one or two buffers, y = f(a, b), all (n): in f32, rounded once. y may be the buffer of a or of b.
+// Elementwise maps of one or two buffers: y = f(a, b), all (n), in f32, rounded once. y may be the buffer of a or b.
 //
-// `factor` is the number that some maps take beside them: a scale, an exponent. A map of one reads b nowhere. Products
-// and sums are never contracted, so that the bits are the CPU's but for exp, log and powers.
+// `factor` is an extra argument of some maps: a scale or an exponent. Maps of one buffer do not read b. Products and
+// sums are never fused, so that the bits are the CPU's except for exp, log and powers.
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. n of any size; 16-byte alignment
-// only for speed. Bytes: a and b in, y out.
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. Any n; 16-byte alignment only for
+// speed. Bytes: a and b in, y out.
 
 #define OF_ONE(OP, VALUE)                                                                                              \
     struct OP {                                                                                                        \
@@ -26,7 +26,7 @@ OF_ONE(Neg, -a)
 OF_ONE(Scale, mul(factor, a))
 OF_ONE(Exp, expf(a))
 OF_ONE(Log, logf(a))
-OF_ONE(Relu, a < 0.f ? 0.f : a)          // a NaN stays one
+OF_ONE(Relu, a < 0.f ? 0.f : a)          // keeps NaN
 OF_TWO(ReluBackward, b <= 0.f ? 0.f : a) // dy, y
 OF_ONE(Pow, powf(a, factor))
 OF_TWO(PowBackward, mul(mul(a, powf(b, factor - 1.f)), factor)) // dy, x

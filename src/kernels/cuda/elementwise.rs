@@ -11,11 +11,11 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("elementwise.cu")],
 };
 
-/// `y = f(a, b)`, where `f` is the source's map of that name, a the first of `reads` and b the last, with `factor` if
-/// it takes a number. All (n), in f32, f16 or bf16. y may be the buffer of either.
+/// Computes `y = f(a, b)`, where `f` names a map of the source, a is the first of `reads` and b the last. `factor` is
+/// used by maps with a number. All (n), in f32, f16 or bf16. y may be the buffer of a or b.
 ///
 /// # Errors
-/// Other lengths or dtypes, and the driver's.
+/// Other lengths or dtypes; driver errors.
 pub(crate) fn map(
     gpu: &CudaDevice,
     f: &'static str,
@@ -25,7 +25,7 @@ pub(crate) fn map(
 ) -> Result<()> {
     reads.iter().try_for_each(|x| check_alike(f, *x, y))?;
     let (Some(a), Some(b)) = (reads.first(), reads.last()) else {
-        candle_core::bail!("{f} of nothing");
+        candle_core::bail!("{f}: expected one or two inputs, got none");
     };
     if y.len == 0 {
         return Ok(());

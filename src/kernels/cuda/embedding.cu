@@ -1,19 +1,22 @@
-// Rows of a table by id, and their gradients back into the table: deterministic, without a sort.
+// Embedding: rows of a table by id, and its backward, which is deterministic and does not sort.
 //
-// table, dtable (vocab, width); ids (count) u32, checked before; y, dy (count, width).
+// table, dtable (vocab, width); ids (count) u32, already checked; y, dy (count, width).
 //
-// Backward, four kernels: `buckets` drops each position into its id's bucket of `capacity` places (integer atomics: the
-// counts do not depend on their order, and what the buckets hold is put in order before it is used). `few` has a warp
-// for each position: the one whose position lies in its bucket's first place, whichever that is, adds up its id's rows
-// in order, if there are at most 8, and else notes the id. `order` puts the positions of the noted ids in order,
-// scanning all ids for those with more positions than places (at most count / capacity ids), and `many` adds up their
-// rows, a strip of columns at a time, in 16 shares. Chosen over a sort (more passes and launches) and over scanning the
-// ids for every row of the table (vocab * count reads). Rows whose id does not occur or is `padding` are not touched:
-// unless gradients are added to, dtable is set to 0 before, at the speed of memory.
+// Backward has four kernels:
+//   buckets  puts each position into its id's bucket of `capacity` positions. Atomics on integers are enough: counts do
+//            not depend on their order, and buckets are sorted before they are used.
+//   few      has a warp per position. The one whose position is the first in its bucket, whichever that is, sums the
+//            rows of the id in order if there are at most 8. Otherwise it adds the id to `many`.
+//   order    sorts the positions of the ids in `many`. For ids with more than `capacity` positions, of which there are
+//            at most count / capacity, it scans all ids.
+//   many     sums their rows, a strip of columns at a time, in 16 shares.
+// A sort would need more passes and launches; scanning the ids for every row of the table would need vocab * count
+// reads. Rows whose id does not occur or is `padding` are not written: unless gradients are accumulated, dtable is set
+// to 0 first, at the speed of memory.
 //
-// Bytes: forward count rows in and out; backward dy in once, the rows that occur out once (and in, where added to).
+// Bytes: forward count rows in and out; backward dy in once, the rows that occur out once (and in, if accumulated).
 
-// Grid ceil(count / blockDim.y), block (32 ceil(min(packs, 256) / 32), max(1, 256 / blockDim.x)), packs = ceil(width /
+// Grid ceil(count / blockDim.y), block (32 ceil(min(packs, 256) / 32), max(1, 256 / blockDim.x)), packs ceil(width /
 // N).
 template <class T, class Y>
 __device__ __forceinline__ void forward(const T* table, const unsigned* ids, Y* y, long long count, int width) {
@@ -39,8 +42,8 @@ FORWARD(f32, f32, f32)
 FORWARD(f16, f16, f16)
 FORWARD(bf16, bf16, bf16)
 
-// ---- Backward. buckets (vocab, capacity) u32, capacity 32 to 256; found (vocab + 2) u32, which must be 0 before: how
-// often each id occurs, how many ids are in `many` (count / 8), and how many positions in `ordered` (count), both u32.
+// ---- Backward. buckets (vocab, capacity) u32, capacity 32 to 256. found (vocab + 2) u32 must be 0 at first: the count
+// of each id, the number of ids in `many` (count / 8) u32, and the number of positions in `ordered` (count) u32.
 
 // Grid ceil(count / 256), block 256.
 extern "C" __global__ void __launch_bounds__(256)
@@ -54,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 const int FEW = 8, THREADS = 256;
 
-// Writes `sum` to elements first.. of a row of the table's gradient, or adds it to them.
+// Writes `sum` to elements first.. of a row of dtable, or adds it.
 template <class T, int N>
 __device__ __forceinline__ void write(T* row, int first, int width, int accumulate, float (&sum)[N]) {
     if (accumulate) {
@@ -71,16 +74,16 @@ template <class G, class T>
 __device__ __forceinline__ void backward_few(const G* dy, const unsigned* ids, int count, unsigned padding,
                                              unsigned* found, int vocab, const unsigned* buckets, int capacity,
                                              unsigned* many, T* dtable, int width, int accumulate) {
-    const int N = InVector<G>::COUNT, COLUMNS = 16 / N; // packs of a lane at a time
+    const int N = InVector<G>::COUNT, COLUMNS = 16 / N; // packs per lane at a time
     __shared__ unsigned of_warps[THREADS / 32][FEW];
     int lane = threadIdx.x % 32, position = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     unsigned* positions = of_warps[threadIdx.x / 32];
     if (position >= count) return;
     unsigned id = ids[position];
-    if (id == padding) return; // neither added up here nor noted for `many`
+    if (id == padding) return; // neither summed here nor added to `many`
     unsigned mine = buckets[(long long)id * capacity + lane];
     int n = (int)found[id];
-    if (__shfl_sync(0xffffffffu, mine, 0) != position) return; // another warp's
+    if (__shfl_sync(0xffffffffu, mine, 0) != position) return; // another warp sums this id
     if (n > FEW) {
         if (lane == 0) many[atomicAdd(found + vocab, 1u)] = id;
         return;
@@ -123,12 +126,12 @@ __device__ __forceinline__ void backward_few(const G* dy, const unsigned* ids, i
     }
 }
 
-// Grid 1 a multiprocessor, block 1024. Positions of the noted ids: in their buckets in order, or, where they have more
-// than places, in `ordered` from the place on that the bucket's first place then holds.
+// Grid 1 per multiprocessor, block 1024. Sorts the positions of the ids in `many`: in their buckets, or, if there are
+// more than `capacity`, in `ordered`. The first word of the bucket is then the offset in `ordered`.
 extern "C" __global__ void __launch_bounds__(1024)
     embedding_order(const unsigned* ids, int count, unsigned* found, int vocab, unsigned* buckets, int capacity,
                     const unsigned* many, unsigned* ordered) {
-    const int EACH = 8, TILE = EACH * 1024; // ids looked at together
+    const int EACH = 8, TILE = EACH * 1024; // ids that are compared together
     __shared__ unsigned unordered[256], begin;
     __shared__ int of_warps[32];
     int thread = threadIdx.x, lane = thread % 32;
@@ -140,26 +143,26 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (n <= capacity) {
             if (thread < n) unordered[thread] = bucket[thread];
             __syncthreads();
-            if (thread < n) { // to its rank among them
+            if (thread < n) { // its index in order
                 int rank = 0;
                 for (int k = 0; k < n; k++) rank += unordered[k] < unordered[thread];
                 bucket[rank] = unordered[thread];
             }
         } else {
             if (thread == 0) {
-                begin = atomicAdd(found + vocab + 1, (unsigned)n); // where the list lies, not what it holds
+                begin = atomicAdd(found + vocab + 1, (unsigned)n); // decides the place of the list, not its content
                 bucket[0] = begin;
             }
             __syncthreads();
             unsigned* list = ordered + begin;
             for (int start = 0; start < count; start += TILE) {
-                unsigned mine = 0; // bit k: the thread's k-th id of the tile is this one
+                unsigned mine = 0; // bit k: the thread's k-th id of the tile equals `id`
 #pragma unroll
                 for (int k = 0; k < EACH; k++) {
                     int position = start + thread * EACH + k;
                     if (position < count && ids[position] == id) mine |= 1u << k;
                 }
-                int before = __popc(mine), here = 0; // a running count along the threads
+                int before = __popc(mine), here = 0; // a prefix sum over the threads
 #pragma unroll
                 for (int distance = 1; distance < 32; distance *= 2) {
                     int other = __shfl_up_sync(0xffffffffu, before, distance);
@@ -184,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
 }
 
-// Adds elements first.. of rows dy[positions[0..n]] to `sum`; of `turns` threads that share them this one is `turn`.
+// Adds elements first.. of rows dy[positions[0..n]] to `sum`. `turns` threads share the rows; this is thread `turn`.
 template <class G, int N> __device__ __forceinline__ void add_rows(const G* dy, const unsigned* positions, int n,
                                                                    int turn, int turns, int first, int width,
                                                                    float (&sum)[N]) {
@@ -207,7 +210,7 @@ template <class G, int N> __device__ __forceinline__ void add_rows(const G* dy, 
     }
 }
 
-// Grid 4 a multiprocessor, block (32, 16): 32 lanes along a strip of columns, 16 shares of the positions.
+// Grid 4 per multiprocessor, block (32, 16): 32 lanes along a strip of columns, 16 shares of the positions.
 template <class G, class T>
 __device__ __forceinline__ void backward_many(const G* dy, int count, const unsigned* found, int vocab,
                                               const unsigned* buckets, int capacity, const unsigned* many,
@@ -230,12 +233,12 @@ __device__ __forceinline__ void backward_many(const G* dy, int count, const unsi
             for (int k = thread; k < here; k += 32 * SHARES) positions[k] = list[start + k];
             __syncthreads();
             if (first < width) add_rows(dy, positions, here, share, SHARES, first, width, sum);
-            __syncthreads(); // before the next ones are written
+            __syncthreads(); // before the next positions are written
         }
 #pragma unroll
         for (int i = 0; i < N; i++) sums[share][i][lane] = sum[i];
         __syncthreads();
-        if (share == 0) { // the shares in order
+        if (share == 0) { // sums the shares in order
             for (int other = 1; other < SHARES; other++) {
 #pragma unroll
                 for (int i = 0; i < N; i++) sum[i] += sums[other][i][lane];
@@ -261,5 +264,5 @@ __device__ __forceinline__ void backward_many(const G* dy, int count, const unsi
 BACKWARD(f32, f32, f32)
 BACKWARD(f16, f16, f16)
 BACKWARD(bf16, bf16, bf16)
-BACKWARD(bf16_f32, bf16, f32) // dy in bf16, the table's gradient in f32
+BACKWARD(bf16_f32, bf16, f32) // dy in bf16, dtable in f32
 BACKWARD(f16_f32, f16, f32)

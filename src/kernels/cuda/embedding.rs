@@ -1,4 +1,4 @@
-//! Rows of a table by id; see `embedding.cu`.
+//! The embedding and its gradient; see `embedding.cu`.
 
 use super::source::{PRELUDE, Source, multiprocessors};
 use super::{View, launch_config, packs, set_to_zero, suffix, suffixes};
@@ -12,7 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("embedding.cu")],
 };
 
-/// y (count, width): the rows of table (vocab, width) that ids (count) u32 name.
+/// Copies to y (count, width) the rows of table (vocab, width) that ids (count) u32 select.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     table: View,
@@ -36,9 +36,9 @@ pub(crate) fn forward(
     Ok(())
 }
 
-/// Adds the rows of dy (count, width) up into those of dtable (vocab, width), whose dtype is dy's or f32, by ids
-/// (count) u32: to what dtable holds, or to zeros. Nothing is added to the row of `padding_id`. `workspace` (the sum of
-/// [`embedding_backward`]) u32 is scratch memory.
+/// Sums the rows of dy (count, width) by id into dtable (vocab, width), whose dtype is dy's or f32. Sums are added to
+/// dtable if `accumulate`; otherwise dtable is overwritten. ids (count) u32; the row of `padding_id` gets nothing.
+/// `workspace` u32 is scratch, of the sum of [`embedding_backward`]'s lengths.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     dy: View,
@@ -59,7 +59,7 @@ pub(crate) fn backward(
     let mut end = 0;
     let [found, buckets, many, ordered] = embedding_backward(count, vocab).map(|len| {
         end += len;
-        workspace.part(end - len, len)
+        workspace.slice(end - len, len)
     });
     set_to_zero(gpu, found)?;
     if !accumulate {
@@ -69,7 +69,7 @@ pub(crate) fn backward(
     let [positions, vocab, width, capacity] =
         [count, vocab, width, EMBEDDING_CAPACITY].map(|size| size as i32);
     let accumulate = i32::from(accumulate);
-    let padding_id = padding_id.unwrap_or(u32::MAX); // no id is that large: a vocabulary has under 2^32
+    let padding_id = padding_id.unwrap_or(u32::MAX); // no id is that large: vocabularies have under 2^32 rows
     let types = suffixes(dy.dtype, dtable.dtype);
 
     // SAFETY, of all four: the arguments are those of the kernels, and the buffers have the sizes that they say.

@@ -1,30 +1,30 @@
-// Gates: y = f(gate) up, f(g) = g s; elementwise, all buffers (n), or packed: gate and up side by side in the rows of
-// one buffer (N, 2F), y (N, F). SiLU: s = 1 / (1 + exp(-g)). GELU: s = Phi(g), or 1 / (1 + exp(-2 u)) by tanh, with
-// u = sqrt(2 / pi) (g + 0.044715 g^3).
+// Gated activations: y = f(gate) up, f(g) = g s. All buffers (n); or packed, where gate and up are adjacent in the rows
+// of one buffer (N, 2F), y (N, F). SiLU: s = 1 / (1 + exp(-g)). GELU: s = Phi(g), or 1 / (1 + exp(-2 u)) in the tanh
+// approximation, with u = sqrt(2 / pi) (g + 0.044715 g^3).
 //
-// Backward: dgate = dy up f'(gate), dup = dy gate s; and, where y is not null, y once more, so that forward need not
-// keep it. Any output may be the buffer of any input: a thread reads all that it needs before it writes.
+// Backward: dgate = dy up f'(gate), dup = dy gate s. If y is not null, backward also recomputes y, so that forward need
+// not save it. Any output may be the buffer of any input: a thread reads all its inputs before it writes.
 //
-// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), or, packed, rows * ceil(F / N), N = 16 / size of T. n
-// and F of any size; 16-byte alignment, and F a multiple of N, only for speed. Bytes: 3 n elements forward, 5 n
-// backward (6 n with y).
+// Grid ceil(packs / 512), block 256, with packs = ceil(n / N), or rows * ceil(F / N) if packed, N = 16 / size of T. Any
+// n and F; 16-byte alignment, and F a multiple of N, only for speed. Bytes: 3 n elements forward, 5 n backward (6 n
+// with y).
 
-// f32 has 12 bytes an element to wait for, time enough for the exact quotient; half precision is rounded far above the
-// error of the quick one.
+// f32 moves 12 bytes per element, which hides the time of the exact quotient. The error of the fast quotient is far
+// below the rounding of half precision.
 __device__ __forceinline__ float sigmoid(float g, f32) { return 1.f / (1.f + expf(-g)); }
 __device__ __forceinline__ float sigmoid(float g, f16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 __device__ __forceinline__ float sigmoid(float g, bf16) { return __fdividef(1.f, 1.f + exp_fast(-g)); }
 
-// f(g) / g, and d f'(g) of it.
+// value_over_gate is f(g) / g; gradient is d f'(g).
 struct Silu {
-    template <class T> static __device__ __forceinline__ float share(float g) { return sigmoid(g, T()); }
+    template <class T> static __device__ __forceinline__ float value_over_gate(float g) { return sigmoid(g, T()); }
     template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
         return d * s * (1.f + g * (1.f - s));
     }
 };
 
 struct Gelu {
-    template <class T> static __device__ __forceinline__ float share(float g) { return normcdff(g); }
+    template <class T> static __device__ __forceinline__ float value_over_gate(float g) { return normcdff(g); }
     template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
         return d * (s + g * 0.3989422804014327f * expf(-0.5f * (g * g)));
     }
@@ -35,26 +35,26 @@ struct Gelu {
 
 struct GeluTanh {
     static __device__ __forceinline__ float twice_u(float g) { return g * (SLOPE + SLOPE * CUBE * (g * g)); }
-    template <class T> static __device__ __forceinline__ float share(float g) { return sigmoid(twice_u(g), T()); }
+    template <class T> static __device__ __forceinline__ float value_over_gate(float g) { return sigmoid(twice_u(g), T()); }
     template <class T> static __device__ __forceinline__ float gradient(float d, float g, float s) {
-        float square = fminf(g * g, 4096.f); // beyond, it is multiplied by 0, and must not be infinite
-        float rest = g > 0.f ? sigmoid(-twice_u(g), T()) : 1.f - s; // without cancelling
+        float square = fminf(g * g, 4096.f); // a larger square is multiplied by 0, so it must not be infinite
+        float rest = g > 0.f ? sigmoid(-twice_u(g), T()) : 1.f - s; // without cancellation
         return d * (s + g * s * rest * (SLOPE + 3.f * SLOPE * CUBE * square));
     }
 };
 
-// gate becomes y.
+// Overwrites gate with y.
 template <class T, class F, int N> __device__ __forceinline__ void gated(float (&gate)[N], const float (&up)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) gate[i] = gate[i] * F::template share<T>(gate[i]) * up[i];
+    for (int i = 0; i < N; i++) gate[i] = gate[i] * F::template value_over_gate<T>(gate[i]) * up[i];
 }
 
-// gate, up and dy become dgate, dup and y.
+// Overwrites gate, up and dy with dgate, dup and y.
 template <class T, class F, int N>
 __device__ __forceinline__ void turned_back(float (&gate)[N], float (&up)[N], float (&dy)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float g = gate[i], u = up[i], d = dy[i], s = F::template share<T>(g);
+        float g = gate[i], u = up[i], d = dy[i], s = F::template value_over_gate<T>(g);
         gate[i] = F::template gradient<T>(d * u, g, s);
         up[i] = d * g * s;
         dy[i] = g * s * u;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void backward(const T* dy, const T* gate, const T* up
 
 // ---- Packed: y (rows, width), gate_up (rows, 2 width)
 
-// The pack of y that a thread has k-th, counted row after row with `packs` in each: its row and first column.
+// The row and the first column of the thread's k-th pack of y. Packs are counted row by row, `packs` in each.
 template <int N> __device__ __forceinline__ long long place_of(int k, int packs, int* first) {
     long long pack = ((long long)blockIdx.x * THREAD_PACKS + k) * 256 + threadIdx.x;
     long long row = pack < 0x100000000 ? (unsigned)pack / (unsigned)packs : pack / packs; // 64-bit division is slow
@@ -116,7 +116,7 @@ template <int N> __device__ __forceinline__ long long place_of(int k, int packs,
     return row;
 }
 
-// BACKWARD: y is dy, and becomes y again; gate_up becomes its gradient.
+// BACKWARD: y holds dy and is overwritten with y; gate_up is overwritten with its gradient.
 template <class T, class F, bool BACKWARD, bool WHOLE, class GateUp>
 __device__ __forceinline__ void packed(GateUp* gate_up, T* y, long long rows, int width) {
     const int N = InVector<T>::COUNT;

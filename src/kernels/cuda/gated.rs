@@ -1,4 +1,4 @@
-//! Gates; see `gated.cu`.
+//! Gated activations; see `gated.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, flat_config, in_vector, suffix};
@@ -12,7 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("gated.cu")],
 };
 
-/// The names of a gate's kernels: forward, backward, and both on packed rows.
+/// Returns the names of a gate's kernels: forward, backward, and both for packed rows.
 fn stems(f: Gate) -> [&'static str; 4] {
     match f {
         Gate::Silu => [
@@ -36,7 +36,7 @@ fn stems(f: Gate) -> [&'static str; 4] {
     }
 }
 
-/// `y = f(gate) up`, all (n). y may be the buffer of either.
+/// Computes `y = f(gate) up`, all (n). y may be the buffer of gate or up.
 pub(crate) fn forward(gpu: &CudaDevice, f: Gate, gate: View, up: View, y: View) -> Result<()> {
     if y.len == 0 {
         return Ok(());
@@ -51,7 +51,7 @@ pub(crate) fn forward(gpu: &CudaDevice, f: Gate, gate: View, up: View, y: View) 
     Ok(())
 }
 
-/// The gradients of gate and up, all (n).
+/// Computes the gradients of gate and up, all (n).
 pub(crate) fn backward(
     gpu: &CudaDevice,
     f: Gate,
@@ -61,7 +61,7 @@ pub(crate) fn backward(
     launch_backward(gpu, f, [dy, gate, up, dgate, dup], None)
 }
 
-/// gate, up and dy, all (n), become dgate, dup and `f(gate) up` again.
+/// Overwrites gate, up and dy, all (n), with dgate, dup and `y = f(gate) up`.
 pub(crate) fn backward_in_place(
     gpu: &CudaDevice,
     f: Gate,
@@ -72,7 +72,7 @@ pub(crate) fn backward_in_place(
     launch_backward(gpu, f, [dy, gate, up, gate, up], Some(dy))
 }
 
-/// dy, gate, up, dgate and dup.
+/// Launches backward. `buffers` are dy, gate, up, dgate and dup.
 fn launch_backward(gpu: &CudaDevice, f: Gate, buffers: [View; 5], y: Option<View>) -> Result<()> {
     let [dy, ..] = buffers;
     if dy.len == 0 {
@@ -90,7 +90,7 @@ fn launch_backward(gpu: &CudaDevice, f: Gate, buffers: [View; 5], y: Option<View
     Ok(())
 }
 
-/// `y = f(gate) up` with gate and up side by side: gate_up (N, 2F), y (N, F), F being `width`.
+/// Computes `y = f(gate) up` for packed rows: gate_up (N, 2F), y (N, F), F being `width`.
 pub(crate) fn packed_forward(
     gpu: &CudaDevice,
     f: Gate,
@@ -101,7 +101,7 @@ pub(crate) fn packed_forward(
     launch_packed(gpu, stems(f)[2], [gate_up, y], width)
 }
 
-/// gate_up (N, 2F) becomes its gradient, and dy (N, F) `f(gate) up` again; F is `width`.
+/// Overwrites gate_up (N, 2F) with its gradient and dy (N, F) with `y = f(gate) up`; F is `width`.
 pub(crate) fn packed_backward_in_place(
     gpu: &CudaDevice,
     f: Gate,

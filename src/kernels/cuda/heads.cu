@@ -1,8 +1,8 @@
-// The two middle dimensions of a tensor, swapped: y[b, j, i] = x[b, i, j], x (B, M, N, width), y (B, N, M, width), in
-// words of 2, 4 or 16 bytes. Heads in and out of the model dimension: (B, T, H, Dh) to (B, H, T, Dh), and back.
+// Swaps the two middle dimensions: y[b, j, i] = x[b, i, j], x (B, M, N, width), y (B, N, M, width), in words of 2, 4 or
+// 16 bytes. It splits heads, (B, T, H, Dh) to (B, H, T, Dh), and merges them.
 //
-// Block (lanes, 256 / lanes), lanes the power of two from width on, at most 32; grid ceil(B M N lanes / 256). Pointers
-// at a multiple of the word. Bytes: x in, y out.
+// Block (lanes, 256 / lanes), where lanes is width rounded up to a power of two, at most 32. Grid ceil(B M N lanes /
+// 256). Pointers are multiples of the word. Bytes: x in, y out.
 
 template <class W>
 __device__ __forceinline__ void swap(const W* x, W* y, unsigned rows, unsigned m, unsigned n, int width) {

@@ -1,4 +1,4 @@
-//! Heads in and out of the model dimension; see `heads.cu`.
+//! Splits and merges heads; see `heads.cu`.
 
 use super::source::Source;
 use super::{View, launch_config};
@@ -11,8 +11,7 @@ const SOURCE: Source = Source {
     parts: &[include_str!("heads.cu")],
 };
 
-/// y (B, N, M, width) = x (B, M, N, width) with its middle dimensions swapped: any dtype of 2 or 4 bytes, the same for
-/// both.
+/// Writes x (B, M, N, width), of any dtype of 2 or 4 bytes, to y (B, N, M, width). `sizes` are those of x.
 pub(crate) fn swap(gpu: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Result<()> {
     let [batch, m, n, width] = sizes;
     let rows = batch * m * n;
@@ -28,7 +27,7 @@ pub(crate) fn swap(gpu: &CudaDevice, x: View, sizes: [usize; 4], y: View) -> Res
         (false, _) => ("2", width),
     };
     if rows.max(words) > i32::MAX as usize {
-        bail!("heads of {rows} rows of {width}: the kernel counts to 2^31");
+        bail!("heads: expected under 2^31 rows and columns, got {rows} rows of {width}");
     }
     let lanes = words.next_power_of_two().min(32);
     let blocks = rows.div_ceil(256 / lanes);

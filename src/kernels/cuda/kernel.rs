@@ -1,4 +1,4 @@
-//! Kernels of a source that is compiled: each looked up once a GPU, and launched on the GPU's stream.
+//! Loaded kernels: each is looked up once per GPU and launched on the GPU's stream.
 
 use super::source::{Definition, Source, lock, multiprocessors};
 use candle_core::Result;
@@ -10,28 +10,28 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A kernel that is loaded, on its GPU's stream.
+/// A loaded kernel and the stream of its GPU.
 pub(crate) struct Kernel {
     loaded: Arc<Loaded>,
     stream: Arc<CudaStream>,
 }
 
-/// A kernel on one GPU, and what the driver has said of it.
+/// A kernel on one GPU, with cached answers of the driver.
 struct Loaded {
     function: CudaFunction,
-    /// What a block may share.
+    /// The dynamic shared memory that a block may use, in bytes.
     allowed_bytes: Mutex<usize>,
-    /// Blocks at once, by threads of a block and the bytes that these share.
-    at_once: Mutex<Vec<((u32, u32), usize)>>,
+    /// The number of concurrent blocks, by threads and shared bytes per block.
+    concurrent_blocks: Mutex<Vec<((u32, u32), usize)>>,
 }
 
 impl Kernel {
-    /// A launch, for its arguments to be added.
+    /// Returns a launch, to which arguments are added.
     pub(crate) fn builder(&self) -> LaunchArgs<'_> {
         self.stream.launch_builder(&self.loaded.function)
     }
 
-    /// Lets a block have so much shared memory; 48 KiB need no leave.
+    /// Raises the dynamic shared memory that a block may use. Up to 48 KiB need no call.
     pub(crate) fn allow_shared_bytes(&self, bytes: usize) -> Result<()> {
         let mut allowed = lock(&self.loaded.allowed_bytes);
         if bytes > *allowed {
@@ -43,11 +43,15 @@ impl Kernel {
         Ok(())
     }
 
-    /// How many blocks the GPU runs at once. The driver is asked once for blocks of a size.
-    pub(crate) fn blocks_at_once(&self, gpu: &CudaDevice, config: &LaunchConfig) -> Result<usize> {
+    /// Returns how many blocks the GPU runs concurrently. The driver is asked once per block size.
+    pub(crate) fn concurrent_blocks(
+        &self,
+        gpu: &CudaDevice,
+        config: &LaunchConfig,
+    ) -> Result<usize> {
         let (x, y, z) = config.block_dim;
         let block = (x * y * z, config.shared_mem_bytes);
-        let mut known = lock(&self.loaded.at_once);
+        let mut known = lock(&self.loaded.concurrent_blocks);
         if let Some((_, blocks)) = known.iter().find(|(of, _)| *of == block) {
             return Ok(*blocks);
         }
@@ -61,7 +65,7 @@ impl Kernel {
     }
 }
 
-/// What distinguishes the kernels of a source on a GPU.
+/// The names and macros that distinguish the kernels of a source on a GPU.
 #[derive(PartialEq)]
 struct Name {
     stem: &'static str,
@@ -70,10 +74,10 @@ struct Name {
 }
 
 impl Source {
-    /// The kernel called `stem_types`, or `stem` where `types` is empty: compiled and loaded if it is not yet.
+    /// Returns the kernel `stem_types`, or `stem` if `types` is empty. Compiles and loads it on first use.
     ///
     /// # Errors
-    /// That of NVRTC, with its log, or of the driver.
+    /// Compiler errors, with NVRTC's log; driver errors.
     pub(crate) fn kernel(
         &self,
         gpu: &CudaDevice,
@@ -83,7 +87,7 @@ impl Source {
         self.kernel_with(gpu, &[], stem, types)
     }
 
-    /// As [`kernel`](Self::kernel), of the source compiled with these definitions.
+    /// Like [`kernel`](Self::kernel), with macro definitions for the compiler.
     pub(crate) fn kernel_with(
         &self,
         gpu: &CudaDevice,
@@ -91,13 +95,13 @@ impl Source {
         stem: &'static str,
         types: &'static str,
     ) -> Result<Kernel> {
-        // By the GPU's number: every handle of a GPU has its one primary context, in which kernels are loaded.
-        // A launch looks here: few kernels a source, so that they are compared one by one, and nothing is allocated.
+        // Keyed by the GPU's ordinal: all handles of a GPU share its primary context, into which kernels are loaded.
+        // Every launch comes here. The linear search over a source's few kernels does not allocate.
         type Found = HashMap<(usize, &'static str), Vec<(Name, Arc<Loaded>)>>;
         static FOUND: OnceLock<Mutex<Found>> = OnceLock::new();
 
         let stream = gpu.cuda_stream();
-        // Some of the driver's calls, unlike cudarc's allocations, do not see to it themselves.
+        // Some driver calls do not bind the context themselves, unlike cudarc's allocations.
         stream.context().bind_to_thread().w()?;
         let mut found = lock(FOUND.get_or_init(Mutex::default));
         let of_source = found
@@ -116,7 +120,7 @@ impl Source {
         let loaded = Arc::new(Loaded {
             function: module.load_function(&full_name).w()?,
             allowed_bytes: Mutex::new(48 << 10),
-            at_once: Mutex::default(),
+            concurrent_blocks: Mutex::default(),
         });
         let name = Name {
             stem,

@@ -1,10 +1,10 @@
-// Log-softmax of rows: y = (x - top) - ln(total), with top the row's largest element and total the sum of exp(x - top);
-// its gradient dx = dy - softmax(x) sum(dy), from x, since of y in half precision few digits are left. In f32, rounded
-// once.
+// Log-softmax of rows: y = (x - top) - ln(total), where top is the row's largest element and total the sum of exp(x -
+// top). The gradient is dx = dy - softmax(x) sum(dy), from x: y in half precision has too few digits. Computed in f32,
+// rounded once.
 //
 // All buffers (rows, width). Grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x)),
-// with packs = ceil(width / N), N = 16 / size of T. 16-byte alignment only for speed.
-// Bytes: x and y once, x twice more from the caches; in backward dy, x and dx once, and as often again.
+// with packs = ceil(width / N), N = 16 / size of T. 16-byte alignment only for speed. Bytes: x and y once; backward dy,
+// x and dx once. A second read of each input comes from the caches.
 
 struct Statistics {
     float top, total;

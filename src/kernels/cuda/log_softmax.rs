@@ -11,12 +11,12 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("log_softmax.cu")],
 };
 
-/// y (rows, width) from x.
+/// Computes y (rows, width) from x.
 pub(crate) fn forward(gpu: &CudaDevice, x: View, width: usize, y: View) -> Result<()> {
     launch(gpu, "log_softmax", &[x, y], width)
 }
 
-/// dx (rows, width) from dy and x.
+/// Computes dx (rows, width) from dy and x.
 pub(crate) fn backward(gpu: &CudaDevice, [dy, x]: [View; 2], width: usize, dx: View) -> Result<()> {
     launch(gpu, "log_softmax_backward", &[dy, x, dx], width)
 }

@@ -1,11 +1,10 @@
-//! Matrix products by cuBLASLt: factors in f32 (exact or rounded to TF32), f16 or bf16, sums in f32, results in the
-//! factors' dtype or in f32.
+//! Matmuls of planned steps, by cuBLASLt. a and b are f32 (exact or rounded to TF32), f16 or bf16; sums are f32; the
+//! result has the dtype of a and b or f32.
 //!
-//! cuBLASLt reads matrices column by column; a matrix that lies row by row is to it the transpose. So what is asked of
-//! it here is `c^T = b^T a^T`.
+//! To cuBLASLt, which is column-major, a row-major matrix is its transpose. The calls are therefore `c^T = b^T a^T`.
 
-use super::View;
-use crate::kernels::workspace::PRODUCTS_BYTES;
+use super::{View, set_to_zero};
+use crate::kernels::workspace::CUBLASLT_WORKSPACE_BYTES;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -14,25 +13,25 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ops::Range;
 
-/// A matrix as it lies, row by row, or the first of several alike.
+/// A row-major matrix in memory, or the first of several with the same shape.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
-    /// From its first element on.
+    /// The buffer, from the first element on.
     pub view: View<'a>,
-    /// Of the matrix as it lies.
+    /// The rows as stored, before transposition.
     pub rows: usize,
-    /// Of the matrix as it lies.
+    /// The columns as stored, before transposition.
     pub cols: usize,
-    /// From a row to the next, in elements.
+    /// The distance of rows, in elements.
     pub row_stride: usize,
-    /// From a matrix to the next, in elements.
+    /// The distance of matrices, in elements.
     pub matrix_stride: usize,
-    /// Whether it is its transpose that is multiplied.
+    /// Whether the transpose is multiplied.
     pub transposed: bool,
 }
 
 impl<'a> Matrix<'a> {
-    /// One matrix, its rows one after another.
+    /// Returns a contiguous matrix.
     pub(crate) fn new(view: View<'a>, rows: usize, cols: usize) -> Self {
         Self {
             view,
@@ -44,25 +43,25 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// The first of several such, one after another.
-    pub(crate) fn several(view: View<'a>, rows: usize, cols: usize) -> Self {
+    /// Returns the first of several contiguous matrices that follow each other.
+    pub(crate) fn batched(view: View<'a>, rows: usize, cols: usize) -> Self {
         Self {
             matrix_stride: rows * cols,
             ..Self::new(view, rows, cols)
         }
     }
 
-    /// Rows and columns of what is multiplied.
-    fn turned(&self) -> (usize, usize) {
+    /// Returns the rows and columns after transposition.
+    fn operand_dims(&self) -> (usize, usize) {
         match self.transposed {
             false => (self.rows, self.cols),
             true => (self.cols, self.rows),
         }
     }
 
-    /// What a product of two matrices into a third sums over.
+    /// Returns the depth of a matmul, the length of its sums. Asserts that the shapes match.
     pub(super) fn depth_of([a, b]: [&Self; 2], c: &Self) -> usize {
-        let ((rows, depth), (inner, cols)) = (a.turned(), b.turned());
+        let ((rows, depth), (inner, cols)) = (a.operand_dims(), b.operand_dims());
         assert!(
             depth == inner && (c.rows, c.cols) == (rows, cols),
             "({rows}, {depth}) by ({inner}, {cols}) into ({}, {})",
@@ -72,23 +71,23 @@ impl<'a> Matrix<'a> {
         depth
     }
 
-    /// Some of its rows, as it lies.
-    pub(crate) fn of_rows(self, rows: Range<usize>) -> Self {
-        self.part(rows, 0..self.cols)
+    /// Returns a range of the stored rows.
+    pub(crate) fn row_block(self, rows: Range<usize>) -> Self {
+        self.block(rows, 0..self.cols)
     }
 
-    /// Some columns of some of its rows, as it lies.
-    pub(crate) fn part(self, rows: Range<usize>, cols: Range<usize>) -> Self {
+    /// Returns a block of the stored matrix.
+    pub(crate) fn block(self, rows: Range<usize>, cols: Range<usize>) -> Self {
         let first = rows.start * self.row_stride + cols.start;
         Self {
-            view: self.view.part_from(first),
+            view: self.view.slice_from(first),
             rows: rows.len(),
             cols: cols.len(),
             ..self
         }
     }
 
-    /// Its transpose.
+    /// Returns the transpose.
     pub(crate) fn t(self) -> Self {
         Self {
             transposed: !self.transposed,
@@ -96,7 +95,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// What it lies at a multiple of, in bytes, up to the 256 that decide anything.
+    /// Returns the alignment of address and matrix stride, in bytes, at most 256: more makes no difference to cuBLASLt.
     fn alignment(&self) -> u32 {
         let size = self.view.dtype.size_in_bytes();
         let strides = (self.matrix_stride * size) as u64;
@@ -113,7 +112,21 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// What the choice of an algorithm depends on, of one matrix.
+/// Writes the empty sums of matmuls of depth 0 or without elements: zeros, unless they are added to `c`. The `count`
+/// matrices of `c` must be contiguous.
+pub(super) fn write_empty_sums(
+    gpu: &CudaDevice,
+    c: Matrix,
+    count: usize,
+    adds: bool,
+) -> Result<()> {
+    match adds {
+        true => Ok(()),
+        false => set_to_zero(gpu, c.view.slice(0, c.rows * c.cols * count)),
+    }
+}
+
+/// The properties of a matrix that decide about the algorithm.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Shape {
     dtype: DType,
@@ -122,45 +135,47 @@ struct Shape {
     alignment: u32,
 }
 
-/// a, b and c, and how many of them.
+/// The shapes of a, b and c, and the number of matrices.
 type Key = ([Shape; 3], usize);
 
-/// cuBLASLt's handle, room for it to work in, and its choices so far: the first that it names for a shape, so that the
-/// same product has the same bits in every run.
-pub(crate) struct Products {
+/// cuBLASLt's handle, its workspace, and the algorithm chosen for each shape. It is the first that the heuristic
+/// returns, so the same matmul has the same bits in every run.
+pub(crate) struct CublasLt {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
     tf32: bool,
     chosen: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
 }
 
-// SAFETY: the handle may be used from any thread, and is used by one at a time, through `&mut`.
-unsafe impl Send for Products {}
+// SAFETY: the handle may be used from any thread, and `&mut` restricts it to one at a time.
+unsafe impl Send for CublasLt {}
 // SAFETY: as above.
-unsafe impl Sync for Products {}
+unsafe impl Sync for CublasLt {}
 
-impl Products {
-    /// Products on `gpu`, those of f32 in TF32 or exact.
+impl CublasLt {
+    /// Creates a handle on `gpu`. `tf32` decides whether f32 is multiplied in TF32 or exactly.
     pub(crate) fn new(gpu: &CudaDevice, tf32: bool) -> Result<Self> {
         gpu.cuda_stream().context().bind_to_thread().w()?;
+        // Before the handle, which would leak if this failed.
+        // SAFETY: it is written before it is read.
+        let workspace = unsafe { gpu.alloc(CUBLASLT_WORKSPACE_BYTES)? };
         Ok(Self {
             handle: checked(result::create_handle())?,
-            // SAFETY: it is written before it is read.
-            workspace: unsafe { gpu.alloc(PRODUCTS_BYTES)? },
+            workspace,
             tf32,
             chosen: HashMap::new(),
         })
     }
 
-    /// Whether products of f32 are TF32.
+    /// Returns whether f32 is multiplied in TF32.
     pub(crate) fn tf32(&self) -> bool {
         self.tf32
     }
 
-    /// `c = a b`, or `c += a b` where it `adds`, `count` times.
+    /// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices.
     ///
     /// # Errors
-    /// cuBLASLt's.
+    /// Errors of cuBLASLt.
     pub(crate) fn multiply(
         &mut self,
         gpu: &CudaDevice,
@@ -170,15 +185,15 @@ impl Products {
         adds: bool,
     ) -> Result<()> {
         let depth = Matrix::depth_of([&a, &b], &c);
-        if c.rows * c.cols * depth * count == 0 {
-            return Ok(());
+        if c.rows * c.cols * count * depth == 0 {
+            return write_empty_sums(gpu, c, count, adds);
         }
-        let product = Product::new(&a, &b, &c, count, self.tf32)?;
+        let descriptor = MatmulDescriptor::new(&a, &b, &c, count, self.tf32)?;
         let key = ([a.shape(), b.shape(), c.shape()], count);
         let algorithm = match self.chosen.get(&key) {
             Some(algorithm) => *algorithm,
             None => {
-                let algorithm = product.choose(self.handle, [&a, &b, &c])?;
+                let algorithm = descriptor.choose(self.handle, [&a, &b, &c])?;
                 self.chosen.insert(key, algorithm);
                 algorithm
             }
@@ -186,45 +201,45 @@ impl Products {
         let stream = gpu.cuda_stream();
         let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
         let workspace = self.workspace.device_ptr(&stream).0;
-        // SAFETY: the layouts describe the matrices, which their owners have made; alpha and beta are read before this
-        // returns; the workspace is used in the stream's order alone.
+        // SAFETY: the layouts describe the matrices, whose buffers their owners allocated; alpha and beta are read
+        // before this returns; the workspace is only used in stream order.
         checked(unsafe {
             result::matmul(
                 self.handle,
-                product.operation,
+                descriptor.operation,
                 (&raw const alpha).cast(),
                 (&raw const beta).cast(),
                 b.view.pointer as *const c_void,
-                product.layouts[0],
+                descriptor.layouts[0],
                 a.view.pointer as *const c_void,
-                product.layouts[1],
+                descriptor.layouts[1],
                 c.view.pointer as *const c_void,
-                product.layouts[2],
+                descriptor.layouts[2],
                 c.view.pointer as *mut c_void,
-                product.layouts[2],
+                descriptor.layouts[2],
                 &algorithm,
                 workspace as *mut c_void,
-                PRODUCTS_BYTES,
+                CUBLASLT_WORKSPACE_BYTES,
                 stream.cu_stream() as sys::cudaStream_t,
             )
         })
     }
 }
 
-impl Drop for Products {
+impl Drop for CublasLt {
     fn drop(&mut self) {
-        // SAFETY: it is ours. A failure leaves nothing to be done.
+        // SAFETY: the handle belongs to this value. An error is ignored, since nothing can be done about it.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
-/// A product as cuBLASLt has it: b, a and c, each transposed.
-struct Product {
+/// A matmul in cuBLASLt's terms: the operation and the layouts of b, a and c, each of which is the transpose.
+struct MatmulDescriptor {
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
 }
 
-impl Product {
+impl MatmulDescriptor {
     fn new(a: &Matrix, b: &Matrix, c: &Matrix, count: usize, tf32: bool) -> Result<Self> {
         let of_f32 = [a, b].iter().all(|factor| factor.view.dtype == DType::F32);
         let sums = match tf32 && of_f32 {
@@ -234,11 +249,11 @@ impl Product {
         let scale = sys::cudaDataType_t::CUDA_R_32F;
         let operation = checked(result::create_matmul_desc(sums, scale))?;
         let none = std::ptr::null_mut();
-        let mut product = Self {
+        let mut descriptor = Self {
             operation,
             layouts: [none; 3],
         };
-        for (matrix, layout) in [b, a, c].into_iter().zip(&mut product.layouts) {
+        for (matrix, layout) in [b, a, c].into_iter().zip(&mut descriptor.layouts) {
             *layout = checked(result::create_matrix_layout(
                 data_type(matrix.view.dtype),
                 matrix.cols as u64,
@@ -248,7 +263,7 @@ impl Product {
             use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
             let count = count as i32;
             let stride = matrix.matrix_stride as i64;
-            // SAFETY: the layout was made above; the attributes have these types.
+            // SAFETY: the layout was created above; the attributes have these types.
             unsafe {
                 let set = |attribute, value: *const c_void, size| {
                     checked(result::set_matrix_layout_attribute(
@@ -273,7 +288,7 @@ impl Product {
             (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
         ] {
             let transposed = i32::from(matrix.transposed); // CUBLAS_OP_N is 0, CUBLAS_OP_T 1
-            // SAFETY: the operation was made above; the attribute is a 32-bit number.
+            // SAFETY: the operation was created above; the attribute has 32 bits.
             checked(unsafe {
                 result::set_matmul_desc_attribute(
                     operation,
@@ -283,10 +298,10 @@ impl Product {
                 )
             })?;
         }
-        Ok(product)
+        Ok(descriptor)
     }
 
-    /// What cuBLASLt's heuristic names first.
+    /// Returns the algorithm that cuBLASLt's heuristic ranks first.
     fn choose(
         &self,
         handle: sys::cublasLtHandle_t,
@@ -295,13 +310,13 @@ impl Product {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = checked(result::create_matmul_pref())?;
         let set = |attribute, value: *const c_void, size| {
-            // SAFETY: the preference was made above; the attributes have the types that they are given with.
+            // SAFETY: the preference was created above; each attribute is set with its type.
             checked(unsafe {
                 result::set_matmul_pref_attribute(preference, attribute, value, size)
             })
         };
         let choose = || {
-            let workspace_bytes = PRODUCTS_BYTES;
+            let workspace_bytes = CUBLASLT_WORKSPACE_BYTES;
             set(
                 Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                 (&raw const workspace_bytes).cast(),
@@ -317,7 +332,7 @@ impl Product {
                 set(attribute, (&raw const alignment).cast(), size_of::<u32>())?;
             }
             let [of_b, of_a, of_c] = self.layouts;
-            // SAFETY: all were made, and none is gone.
+            // SAFETY: all of these were created and none was destroyed.
             checked(unsafe {
                 result::get_matmul_algo_heuristic(
                     handle,
@@ -331,15 +346,15 @@ impl Product {
             })
         };
         let chosen = choose();
-        // SAFETY: it was made above. A failure leaves nothing to be done.
+        // SAFETY: the preference was created above. An error is ignored, since nothing can be done about it.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
         Ok(chosen?.algo)
     }
 }
 
-impl Drop for Product {
+impl Drop for MatmulDescriptor {
     fn drop(&mut self) {
-        // SAFETY: each was made, or is null. A failure leaves nothing to be done.
+        // SAFETY: each was created or is null. Errors are ignored, since nothing can be done about them.
         unsafe {
             for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
                 let _ = result::destroy_matrix_layout(layout);

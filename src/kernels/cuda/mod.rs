@@ -1,17 +1,16 @@
-//! Kernels for NVIDIA GPUs: plain compute over device buffers, one `.cu` beside each launcher.
+//! Kernels for NVIDIA GPUs: a `.cu` file next to each launcher.
 //!
-//! What lives here: sources, compiled for the GPU they meet ([`source`]), their kernels ([`kernel`]), buffers as a
-//! kernel sees them ([`View`]), and a launcher each: grid, block, arguments. What does not: tensors and graphs
-//! ([`crate::ops`] wraps these kernels), and products of matrices, which are cuBLAS's ([`matmul`] and [`cublas`] ask
-//! for them).
+//! A launcher sets grid, block and arguments. [`source`] compiles for the GPU at run time, [`kernel`] loads and caches
+//! kernels, and a [`View`] is a buffer. cuBLAS multiplies matrices ([`matmul`], [`cublas`]). [`crate::ops`] wraps the
+//! kernels for tensors.
 //!
-//! Kernels on rows take contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three.
-//! All compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 with f32's accuracy or in
-//! TF32, as they are told.
+//! Row kernels expect contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three.
+//! All compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 with the accuracy of f32 or
+//! in TF32, as configured.
 //!
-//! A launcher allocates nothing: what it needs to work in it is given, as long as a function beside it says. Once its
-//! kernel is loaded it may be captured in a graph, whose launches read the buffers each time: what changes between them
-//! lies there.
+//! A launcher does not allocate: scratch memory is an argument, of the size that [`workspace`](super::workspace)
+//! reports. A launch of a loaded kernel may be captured in a CUDA graph. Values that change between runs are therefore
+//! read from device memory.
 
 pub(crate) mod activation;
 pub(crate) mod adamw;
@@ -48,12 +47,12 @@ pub(crate) use view::{View, copy, set_to_zero};
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{DType, Result, bail};
 
-/// The generator of random words, in front of the kernels that draw.
+/// The random generator, included before kernels that draw random words.
 const PHILOX: &str = include_str!("philox.cuh");
-/// Behind it: which elements are dropped.
+/// The dropout mask, included after [`PHILOX`].
 const DROPOUT: &str = include_str!("dropout.cuh");
 
-/// What the kernels' names call a dtype.
+/// Returns the suffix of kernel names for a dtype.
 fn suffix(dtype: DType) -> &'static str {
     match dtype {
         DType::F16 => "f16",
@@ -62,8 +61,10 @@ fn suffix(dtype: DType) -> &'static str {
     }
 }
 
+/// Checks that the kernels support the dtype of `x`.
+///
 /// # Errors
-/// Another dtype than the kernels' own: `op` is named.
+/// Another dtype; the error names `op`.
 fn check_float(op: &str, x: View) -> Result<()> {
     match x.dtype {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
@@ -71,23 +72,25 @@ fn check_float(op: &str, x: View) -> Result<()> {
     }
 }
 
+/// Checks that `x` and `y` have the same length and dtype.
+///
 /// # Errors
-/// As [`check_float`], and another length or dtype than `y` has.
+/// Those of [`check_float`]; another length or dtype.
 fn check_alike(op: &str, x: View, y: View) -> Result<()> {
     check_float(op, x)?;
     match (x.dtype, x.len) == (y.dtype, y.len) {
         true => Ok(()),
         false => bail!(
-            "{op}: {} of {:?} to {} of {:?}",
-            x.len,
-            x.dtype,
+            "{op}: expected {} elements of {:?}, got {} of {:?}",
             y.len,
-            y.dtype
+            y.dtype,
+            x.len,
+            x.dtype
         ),
     }
 }
 
-/// What they call two dtypes, x's and y's: one name where these are equal.
+/// Returns the suffix of kernel names for the dtypes of x and y: one name if they are equal.
 fn suffixes(x: DType, y: DType) -> &'static str {
     match (x, y) {
         (DType::F32, DType::F16) => "f32_f16",
@@ -100,25 +103,25 @@ fn suffixes(x: DType, y: DType) -> &'static str {
     }
 }
 
-/// How many elements are 16 bytes.
+/// Returns the number of elements in 16 bytes.
 fn in_vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// How many vectors a row of `width` elements of x touches: one more where rows do not all begin at 16 bytes.
+/// Returns the number of 16-byte packs that a row of x touches: one more if not all rows begin at 16 bytes.
 fn packs(width: usize, x: View) -> usize {
     let n = in_vector(x.dtype);
     let all_begin_well = width.is_multiple_of(n) && x.pointer.is_multiple_of(16);
     width.div_ceil(n) + usize::from(!all_begin_well)
 }
 
-/// For so many packs of 16 bytes in a row, `THREAD_PACKS` of prelude.cuh a thread.
+/// Returns the grid for a flat buffer of `packs` packs of 16 bytes, with `THREAD_PACKS` of prelude.cuh per thread.
 fn flat_config(packs: usize) -> LaunchConfig {
     const THREAD_PACKS: usize = 2;
     launch_config((packs.div_ceil(256 * THREAD_PACKS), 1), (256, 1))
 }
 
-/// A grid of two dimensions, blocks of two, no dynamic shared memory.
+/// Returns a configuration with a two-dimensional grid and block, without dynamic shared memory.
 fn launch_config(grid: (usize, usize), block: (usize, usize)) -> LaunchConfig {
     LaunchConfig {
         grid_dim: (grid.0 as u32, grid.1 as u32, 1),

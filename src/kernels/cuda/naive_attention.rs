@@ -1,15 +1,16 @@
-//! Naive attention's products, and the softmax between them, on heads of one length wherever they lie.
+//! Naive attention: matmuls and the softmax between them, on strided heads of one length.
 //!
-//! Under a causal mask products are taken a block of queries at a time, with the keys that these see between them; the
-//! gradients of keys a block of keys at a time, with the queries that see some of them. What the mask hides of the rest
-//! is neither computed nor read. Softmax writes zeros there, and reads nothing that is hidden: whatever lies there
-//! beforehand has no say.
+//! Under a causal mask, matmuls run over blocks of queries, each with the keys that the block attends to. The gradients
+//! of k and v run over blocks of keys, each with the queries that attend to the block. Masked elements outside of these
+//! blocks are neither computed nor read. The softmax writes zeros there without reading them, so their previous values
+//! have no effect.
 //!
-//! Scores and the gradients of probabilities are f32, whatever is multiplied: rounded to half precision, a score of 100
-//! would be off by a quarter, and its exponential by as much of itself. In half precision they are there for some heads
-//! at a time, beside the probabilities and the scores' gradients, which are rounded for the products that take them.
+//! Scores and the gradients of probabilities are f32, whatever the dtype of the heads. Rounded to bf16, a score of 100
+//! would be off by up to a quarter, and its exponential by as much, relatively. In half precision, the f32 scores of
+//! only some heads exist at a time, next to the probabilities and the gradients of the scores, which are rounded for
+//! the matmuls.
 //!
-//! Who multiplies is the caller's choice: eager ops by cuBLAS ([`super::cublas`]), planned steps by cuBLASLt
+//! The caller passes the matmul: cuBLAS for eager ops ([`super::cublas`]), cuBLASLt for planned steps
 //! ([`super::matmul`]).
 
 use super::View;
@@ -22,42 +23,42 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 use std::ops::Range;
 
-/// Blocks of a causal head: with four of them products cost 5/8 of what they cost whole. With eight it would be 9/16,
-/// but a block's results are then too few for a large GPU (H200, 8 heads of 64, T 16,384: forward and backward took 38
-/// ms for 36 in f32, and in bf16 the same 8.9).
+/// Blocks of a causal head. With four blocks, the matmuls cost 5/8 of those of the full matrix. Eight blocks would cost
+/// 9/16, but are too small for a large GPU. (H200, 8 heads of 64, T 16,384, forward and backward: 38 ms instead of 36
+/// in f32; 8.9 ms with both in bf16.)
 const BLOCKS: usize = 4;
 
-/// Rows of a block at least: with half of them the same at T 4,096 took 4.0 ms for 2.8 in f32, 0.74 for 0.67 in bf16.
+/// The least rows of a block. With half as many, the same at T 4,096 needed 4.0 ms instead of 2.8 in f32, and 0.74
+/// instead of 0.67 in bf16.
 const BLOCK_ROWS: usize = 1024;
 
-/// What a block's size is a multiple of, so that its rows begin as well aligned as the head's.
+/// Blocks have a multiple of this many rows, so that each begins as well aligned as its head.
 const ALIGNED_ROWS: usize = 128;
 
-/// Heads that one product takes together: of k and v, and those of q that meet each of them.
+/// Heads that one batched matmul covers: heads of k and v with the heads of q that share them.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadGroups<'a> {
-    /// How many heads of k and v one product takes.
+    /// The number of heads of k and v.
     pub kv_heads: usize,
-    /// How many heads of q meet each of them. Their rows are one matrix, one head's below the other's: each row meets
-    /// the same keys and values, whose gradients are sums over all rows.
+    /// The number of heads of q per head of k and v. Their rows form one matrix, head after head. All rows use the same
+    /// keys and values, whose gradients are sums over all rows.
     pub group: usize,
-    /// Tq.
+    /// Tq: the number of queries.
     pub queries: usize,
-    /// Tk, at least one.
+    /// Tk: the number of keys, at least one.
     pub keys: usize,
     pub mask: Mask,
     pub scale: f64,
-    /// (B, Tq) u32: a query of any head sees no key before the one that its sequence has there. What they hide is
-    /// computed all the same, and 0 in the probabilities.
+    /// (B, Tq) u32: the first key of each query of a sequence, for all heads. Earlier keys are computed, with p = 0.
     pub first_keys: Option<View<'a>>,
-    /// How many heads of q a sequence has.
+    /// The number of heads of q in a sequence.
     pub heads: usize,
-    /// The number of the first head of q, counted from the first sequence's first.
+    /// The index of the first head of q, counted from the first head of the first sequence.
     pub first_head: usize,
 }
 
 impl<'a> HeadGroups<'a> {
-    /// All heads of a call.
+    /// Returns all heads of a call.
     pub(crate) fn of(sizes: &Sizes, first_keys: Option<View<'a>>) -> Self {
         Self {
             kv_heads: sizes.kv_matrices(),
@@ -72,7 +73,7 @@ impl<'a> HeadGroups<'a> {
         }
     }
 
-    /// What softmax is told of the scores.
+    /// Returns the description of the scores for the softmax.
     pub(crate) fn scores(&self) -> Scores<'a> {
         Scores {
             scale: self.scale,
@@ -85,35 +86,34 @@ impl<'a> HeadGroups<'a> {
         }
     }
 
-    /// Of a head of k and v: the rows of q that meet it.
+    /// Returns the number of rows of q per head of k and v.
     fn rows(&self) -> usize {
         self.group * self.queries
     }
 
-    /// Scores of a head of k and v.
-    fn of_head(&self) -> usize {
+    /// Returns the number of scores per head of k and v.
+    fn scores_per_head(&self) -> usize {
         self.rows() * self.keys
     }
 
-    /// Scores of all.
+    /// Returns the number of scores of all heads.
     fn elements(&self) -> usize {
-        self.kv_heads * self.of_head()
+        self.kv_heads * self.scores_per_head()
     }
 
-    /// These heads' scores as matrices.
+    /// Returns the scores of these heads as matrices.
     fn matrices<'v>(&self, view: View<'v>) -> Matrix<'v> {
-        Matrix::several(view, self.rows(), self.keys)
+        Matrix::batched(view, self.rows(), self.keys)
     }
 
-    /// Whether blocks leave something out. Blocks of rows are blocks of queries where a head of keys has one of
-    /// queries.
-    fn is_cut(&self) -> bool {
+    /// Returns whether blocks skip masked elements. Rows are queries only with one head of q per head of k and v.
+    fn skips_masked(&self) -> bool {
         self.mask != Mask::Full && self.group == 1
     }
 
-    /// The positions of each block.
+    /// Returns the ranges of the blocks of `length` positions.
     fn blocks(&self, length: usize) -> impl Iterator<Item = Range<usize>> {
-        let rows = match self.is_cut() {
+        let rows = match self.skips_masked() {
             false => length,
             true => {
                 let rows = length.div_ceil(BLOCKS).next_multiple_of(ALIGNED_ROWS);
@@ -124,9 +124,9 @@ impl<'a> HeadGroups<'a> {
         starts.map(move |start| start..length.min(start + rows))
     }
 
-    /// The keys that some of these rows see; the first where there are none, so that there is a product to write zeros.
-    fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
-        match self.is_cut() {
+    /// Returns the keys that any of these rows attends to; if none, the first key, so that a matmul writes zeros.
+    fn keys_of_rows(&self, rows: &Range<usize>) -> Range<usize> {
+        match self.skips_masked() {
             false => 0..self.keys,
             true => {
                 let end = rows.end as i64 + self.scores().shift();
@@ -135,9 +135,9 @@ impl<'a> HeadGroups<'a> {
         }
     }
 
-    /// The rows that see some of these keys; the last where there are none.
-    fn that_see(&self, keys: &Range<usize>) -> Range<usize> {
-        match self.is_cut() {
+    /// Returns the rows that attend to any of these keys, or the last row if there are none.
+    fn rows_of_keys(&self, keys: &Range<usize>) -> Range<usize> {
+        match self.skips_masked() {
             false => 0..self.rows(),
             true => {
                 let start = keys.start as i64 - self.scores().shift();
@@ -148,24 +148,24 @@ impl<'a> HeadGroups<'a> {
     }
 }
 
-/// `s = x y^T` where the mask leaves something: x (rows, Dh), y (Tk, Dh), s (rows, Tk). The scores of q and k; of d_out
-/// and v, the probabilities' gradients.
-fn compare(
+/// Computes `s = x y^T` except where masked: x (rows, Dh), y (Tk, Dh), s (rows, Tk). These are the scores, from q and
+/// k, or the gradients of the probabilities, from d_out and v.
+fn masked_scores(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
     [x, y]: [Matrix; 2],
     s: Matrix,
 ) -> Result<()> {
     for rows in sizes.blocks(sizes.rows()) {
-        let keys = sizes.seen_by(&rows);
-        let factors = [x.of_rows(rows.clone()), y.of_rows(keys.clone()).t()];
-        multiply(factors, s.part(rows, keys), sizes.kv_heads)?;
+        let keys = sizes.keys_of_rows(&rows);
+        let factors = [x.row_block(rows.clone()), y.row_block(keys.clone()).t()];
+        multiply(factors, s.block(rows, keys), sizes.kv_heads)?;
     }
     Ok(())
 }
 
-/// `y = p x`, where p (rows, Tk) is 0 for what the mask hides; x (Tk, Dh), y (rows, Dh). The output of probabilities
-/// and v; of the scores' gradients and k, those of q.
+/// Computes `y = p x`, where p (rows, Tk) is 0 for masked elements; x (Tk, Dh), y (rows, Dh). This is the output, from
+/// the probabilities and v, or the gradient of q, from the gradients of the scores and k.
 fn weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
@@ -173,15 +173,15 @@ fn weighted_sum(
     y: Matrix,
 ) -> Result<()> {
     for rows in sizes.blocks(sizes.rows()) {
-        let keys = sizes.seen_by(&rows);
-        let factors = [p.part(rows.clone(), keys.clone()), x.of_rows(keys)];
-        multiply(factors, y.of_rows(rows), sizes.kv_heads)?;
+        let keys = sizes.keys_of_rows(&rows);
+        let factors = [p.block(rows.clone(), keys.clone()), x.row_block(keys)];
+        multiply(factors, y.row_block(rows), sizes.kv_heads)?;
     }
     Ok(())
 }
 
-/// `y = p^T x`, of the same: x (rows, Dh), y (Tk, Dh). The gradients of v, of probabilities and d_out; of k, of the
-/// scores' gradients and q.
+/// Computes `y = p^T x`, where p (rows, Tk) is 0 for masked elements; x (rows, Dh), y (Tk, Dh). This is the gradient of
+/// v, from the probabilities and d_out, or that of k, from the gradients of the scores and q.
 fn transposed_weighted_sum(
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
     sizes: &HeadGroups,
@@ -189,69 +189,69 @@ fn transposed_weighted_sum(
     y: Matrix,
 ) -> Result<()> {
     for keys in sizes.blocks(sizes.keys) {
-        let rows = sizes.that_see(&keys);
-        let factors = [p.part(rows.clone(), keys.clone()).t(), x.of_rows(rows)];
-        multiply(factors, y.of_rows(keys), sizes.kv_heads)?;
+        let rows = sizes.rows_of_keys(&keys);
+        let factors = [p.block(rows.clone(), keys.clone()).t(), x.row_block(rows)];
+        multiply(factors, y.row_block(keys), sizes.kv_heads)?;
     }
     Ok(())
 }
 
-/// The heads whose scores are computed together: some of one sequence, or all of several.
-struct Turn<'a> {
+/// The heads whose scores are computed together: some heads of one sequence, or all heads of several sequences.
+struct HeadBatch<'a> {
     sequences: Range<usize>,
-    /// The first head of k and v in each sequence.
+    /// The index of the first head of k and v in each sequence.
     first: usize,
-    /// Their number in each sequence, and sizes.
+    /// The sizes, with the number of heads per sequence of this batch.
     sizes: HeadGroups<'a>,
     /// The number of heads of k and v in a sequence.
-    of_sequence: usize,
+    heads_per_sequence: usize,
 }
 
-/// Splits all heads into turns of as many heads as fit in `scores`, at least one.
-fn turns<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<Turn<'a>> {
-    let at_once = (scores.len / sizes.of_head().max(1)).max(1);
+/// Splits all heads into batches. Each has as many heads as fit in `scores`, at least one.
+fn head_batches<'a>(sizes: &HeadGroups<'a>, sequences: usize, scores: View) -> Vec<HeadBatch<'a>> {
+    let heads_per_batch = (scores.len / sizes.scores_per_head().max(1)).max(1);
     let heads = sizes.kv_heads;
-    let several = (at_once / heads.max(1)).max(1);
-    let mut turns = Vec::new();
-    for start in (0..sequences).step_by(several) {
-        for first in (0..heads).step_by(at_once) {
+    let sequences_per_batch = (heads_per_batch / heads.max(1)).max(1);
+    let mut batches = Vec::new();
+    for start in (0..sequences).step_by(sequences_per_batch) {
+        for first in (0..heads).step_by(heads_per_batch) {
             let some = HeadGroups {
-                kv_heads: at_once.min(heads - first),
+                kv_heads: heads_per_batch.min(heads - first),
                 first_head: sizes.first_head + (start * heads + first) * sizes.group,
                 ..*sizes
             };
-            turns.push(Turn {
-                sequences: start..sequences.min(start + several),
+            batches.push(HeadBatch {
+                sequences: start..sequences.min(start + sequences_per_batch),
                 first,
                 sizes: some,
-                of_sequence: heads,
+                heads_per_sequence: heads,
             });
         }
     }
-    turns
+    batches
 }
 
-impl Turn<'_> {
-    /// Returns the scores of these heads among those of all.
-    fn of_all<'v>(&self, view: View<'v>) -> View<'v> {
-        let first = self.sequences.start * self.of_sequence + self.first;
-        view.part(first * self.sizes.of_head(), self.elements())
+impl HeadBatch<'_> {
+    /// Returns the part of `view`, the scores of all heads, that belongs to these heads.
+    fn in_full_buffer<'v>(&self, view: View<'v>) -> View<'v> {
+        let first = self.sequences.start * self.heads_per_sequence + self.first;
+        view.slice(first * self.sizes.scores_per_head(), self.total_scores())
     }
 
-    /// Returns the scores of these heads in a buffer of their own.
-    fn alone<'v>(&self, view: View<'v>) -> View<'v> {
-        view.part(0, self.elements())
+    /// Returns the part of `view`, a buffer for one batch, that these heads fill.
+    fn in_batch_buffer<'v>(&self, view: View<'v>) -> View<'v> {
+        view.slice(0, self.total_scores())
     }
 
-    fn elements(&self) -> usize {
+    fn total_scores(&self) -> usize {
         self.sequences.len() * self.sizes.elements()
     }
 
-    /// Returns the scores of a sequence.
+    /// Returns the scores of a sequence as matrices.
     fn scores<'v>(&self, view: View<'v>, sequence: usize) -> Matrix<'v> {
         let before = (sequence - self.sequences.start) * self.sizes.elements();
         self.sizes
-            .matrices(view.part(before, self.sizes.elements()))
+            .matrices(view.slice(before, self.sizes.elements()))
     }
 
     /// Returns the heads of a sequence as matrices.
@@ -261,14 +261,14 @@ impl Turn<'_> {
         Matrix {
             row_stride,
             matrix_stride: of_head,
-            ..Matrix::new(x.view.part_from(first), rows, cols)
+            ..Matrix::new(x.view.slice_from(first), rows, cols)
         }
     }
 }
 
 /// Computes `p = softmax(scale q k^T)` and `out = p v`. With N sequences of the heads of `sizes`: q and out (N, Hkv,
-/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in turns, as many as fit
-/// in `scores` (.., rows, Tk) f32, which is p itself if that is f32.
+/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in batches, as many as fit
+/// in `scores` (.., rows, Tk) f32, which is p itself if p is f32.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,
@@ -278,25 +278,29 @@ pub(crate) fn forward(
     p: View,
     out: Heads,
 ) -> Result<()> {
-    let is_apart = scores.pointer != p.pointer;
-    for turn in turns(sizes, q.dims[0], scores) {
-        let (some, p) = (&turn.sizes, turn.of_all(p));
-        let s = if is_apart { turn.alone(scores) } else { p };
-        for n in turn.sequences.clone() {
-            let factors = [turn.heads(q, n), turn.heads(k, n)];
-            compare(multiply, some, factors, turn.scores(s, n))?;
+    let has_own_scores = scores.pointer != p.pointer;
+    for batch in head_batches(sizes, q.dims[0], scores) {
+        let (some, p) = (&batch.sizes, batch.in_full_buffer(p));
+        let s = if has_own_scores {
+            batch.in_batch_buffer(scores)
+        } else {
+            p
+        };
+        for n in batch.sequences.clone() {
+            let factors = [batch.heads(q, n), batch.heads(k, n)];
+            masked_scores(multiply, some, factors, batch.scores(s, n))?;
         }
         softmax::forward(gpu, some.scores(), s, p)?;
-        for n in turn.sequences.clone() {
-            let factors = [turn.scores(p, n), turn.heads(v, n)];
-            weighted_sum(multiply, some, factors, turn.heads(out, n))?;
+        for n in batch.sequences.clone() {
+            let factors = [batch.scores(p, n), batch.heads(v, n)];
+            weighted_sum(multiply, some, factors, batch.heads(out, n))?;
         }
     }
     Ok(())
 }
 
 /// Computes `dv = p^T d_out`, `ds = scale p (dp - sum(dp p))` with `dp = d_out v^T`, `dq = ds k`, `dk = ds^T q`. Heads
-/// are computed in turns, as many as fit in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is dp itself if
+/// are computed in batches, as many as fit in `dp` (.., rows, Tk) f32 and in `ds` of q's dtype, which is dp itself if
 /// that is f32.
 pub(crate) fn backward(
     gpu: &CudaDevice,
@@ -307,19 +311,19 @@ pub(crate) fn backward(
     [dp, ds]: [View; 2],
     [dq, dk, dv]: [Heads; 3],
 ) -> Result<()> {
-    for turn in turns(sizes, q.dims[0], dp) {
-        let (some, p) = (&turn.sizes, turn.of_all(p));
-        let [dp, ds] = [dp, ds].map(|view| turn.alone(view));
-        for n in turn.sequences.clone() {
-            let [d_out, v, dv] = [d_out, v, dv].map(|x| turn.heads(x, n));
-            compare(multiply, some, [d_out, v], turn.scores(dp, n))?;
-            transposed_weighted_sum(multiply, some, [turn.scores(p, n), d_out], dv)?;
+    for batch in head_batches(sizes, q.dims[0], dp) {
+        let (some, p) = (&batch.sizes, batch.in_full_buffer(p));
+        let [dp, ds] = [dp, ds].map(|view| batch.in_batch_buffer(view));
+        for n in batch.sequences.clone() {
+            let [d_out, v, dv] = [d_out, v, dv].map(|x| batch.heads(x, n));
+            masked_scores(multiply, some, [d_out, v], batch.scores(dp, n))?;
+            transposed_weighted_sum(multiply, some, [batch.scores(p, n), d_out], dv)?;
         }
         softmax::backward_from_p(gpu, some.scores(), [dp, p], ds)?;
-        for n in turn.sequences.clone() {
-            let [q, k, dq, dk] = [q, k, dq, dk].map(|x| turn.heads(x, n));
-            weighted_sum(multiply, some, [turn.scores(ds, n), k], dq)?;
-            transposed_weighted_sum(multiply, some, [turn.scores(ds, n), q], dk)?;
+        for n in batch.sequences.clone() {
+            let [q, k, dq, dk] = [q, k, dq, dk].map(|x| batch.heads(x, n));
+            weighted_sum(multiply, some, [batch.scores(ds, n), k], dq)?;
+            transposed_weighted_sum(multiply, some, [batch.scores(ds, n), q], dk)?;
         }
     }
     Ok(())

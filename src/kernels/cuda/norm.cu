@@ -1,26 +1,29 @@
-// RMSNorm and LayerNorm, row by row, with the residual sum in front or without:
+// RMSNorm and LayerNorm, row by row, optionally with the residual sum before:
 //   RMSNorm    y = w s rstd,               rstd = 1 / sqrt(mean(s^2) + eps)
 //   LayerNorm  y = w (s - mean) rstd + b,  rstd = 1 / sqrt(mean((s - mean)^2) + eps)
-// s = x, or x + branch rounded to X. CENTERED, which the source is compiled with, says which of the two. OFFSET has
-// 1 + w in the place of w.
+// s = x, or x + branch rounded to X. The constant CENTERED selects LayerNorm. With OFFSET, w is replaced by 1 + w.
 //
-// x, branch, sum, y (rows, width); w, b (width) f32, b of LayerNorm alone; statistics (rows, STATISTICS) f32: mean, if there is one, and
-// rstd. X is the type of the residual stream, Y of what goes into and comes out of products: equal, or f32 beside half
-// precision. Backward, with h = (s - mean) rstd and g = dy w: dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in
-// RMSNorm; dw = sum over rows of dy h and db = sum over rows of dy, both in two stages.
+// x, branch, sum, y (rows, width); w, b (width) f32, b only for LayerNorm; statistics (rows, STATISTICS) f32: the mean
+// for LayerNorm, then rstd. X is the type of the residual stream, Y that of matmul inputs and outputs. X and Y are
+// equal, or X is f32 and Y half precision.
 //
-// Blocks and columns as in `norm_rows.cuh`; width at most 8192. Grid: forward as many blocks as rows take; backward as
-// many as fit on the GPU at once, each with one row after the other, as the columns' sums and the weights stay in
-// registers. There a thread loads the next row before it works on this one: else loads, reduction and stores wait for
-// each other (55% of the copy rate). Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx
-// in where it is added to, + copy out, + y out, + branch in), and the partial sums, grid SUMS width 4, written once and
-// read once by `sum_partials`. Of the copy rate (RMSNorm, H200, widths 512 to 8192, at least half a gigabyte): forward
-// 93 to 100%; backward 81 to 97%, at width 8192 76%.
+// Backward, with h = (s - mean) rstd and g = dy w: dx = rstd (g - mean(g) - h mean(g h)), without mean(g) for RMSNorm.
+// dw is the sum over rows of dy h, db the sum over rows of dy, both in two stages.
+//
+// Blocks and columns are described in `norm_rows.cuh`; width at most 8192. Forward has as many blocks as the rows need.
+// Backward has as many as run concurrently, each over several rows, so that column sums and weights stay in registers.
+// A thread loads the next row before it computes the current one: otherwise loads, reduction and stores wait for each
+// other (55% of the copy rate).
+//
+// Bytes: forward x in, y out (+ branch in, sum out); backward dy, x in, dx out (+ dx in if added to, + copy out, + y
+// out, + branch in), and the partial sums, 4 grid SUMS width bytes, written once and read once by `sum_partials`.
+// Fraction of the copy rate (RMSNorm, H200, widths 512 to 8192, at least half a gigabyte): forward 93 to 100%; backward
+// 81 to 97%, at width 8192 76%.
 
-const int STATISTICS = CENTERED ? 2 : 1; // a row
-const int SUMS = CENTERED ? 2 : 1;       // a column: of dw, and of db
+const int STATISTICS = CENTERED ? 2 : 1; // per row
+const int SUMS = CENTERED ? 2 : 1;       // per column: dw, db
 
-// What a row's normed elements are multiplied by: w, or 1 + w.
+// Loads the factors of the normalized elements: w, or 1 + w.
 template <bool WHOLE, int N>
 __device__ __forceinline__ void load_factors(const float* weight, int first, int width, float (&w)[N]) {
     load_wide<WHOLE>(weight, first, width, 0.f, w);
@@ -29,7 +32,7 @@ __device__ __forceinline__ void load_factors(const float* weight, int first, int
         if (OFFSET) w[i] += 1.f;
 }
 
-// h, the values of x, becomes x + branch rounded to X, as x does.
+// Overwrites h, the values of x, and x itself with x + branch, rounded to X.
 template <class X, class Y, int N>
 __device__ __forceinline__ void add_branch(Pack<X, N>& x, float (&h)[N], const Pack<Y, N>& branch) {
     float b[N];
@@ -40,24 +43,24 @@ __device__ __forceinline__ void add_branch(Pack<X, N>& x, float (&h)[N], const P
     unpack(x, h);
 }
 
-// y of a pack, which begins at column `first`, from s - mean, or s.
+// Overwrites h, which is s - mean or s, with y. The pack begins at column `first`.
 template <bool WHOLE, int N>
 __device__ __forceinline__ void scale_pack(float (&h)[N], float rstd, const float (&w)[N], const float* bias, int first,
                                            int width) {
     float b[N];
     if (CENTERED) load_wide<WHOLE>(bias, first, width, 0.f, b);
-    // Rounded alike in both passes: the compiler may not choose which sums are fused.
+    // Forward and backward must round alike, so the compiler may not choose which sums are fused.
 #pragma unroll
     for (int i = 0; i < N; i++) h[i] = CENTERED ? fmaf(mul(h[i], rstd), w[i], b[i]) : mul(mul(h[i], rstd), w[i]);
 }
 
-// ---- Forward. sum may be x's buffer, as a thread writes what it alone has read, and so may y where they have one
-// type; sum is null where it is not wanted.
+// ---- Forward. sum may be x's buffer, and so may y if they have one type: a thread reads only elements that it writes.
+// sum may be null.
 
 template <class X, class Y, bool ADD, bool WHOLE>
 __device__ __forceinline__ void forward(const X* x, const Y* branch, const float* weight, const float* bias, float eps,
                                         X* sum, Y* y, float* statistics, long long rows, int width) {
-    const int N = InVector<Y>::COUNT, PACKS = 16 / N; // Y is never the wider one
+    const int N = InVector<Y>::COUNT, PACKS = 16 / N; // Y is never the wider type
     int skew = WHOLE ? 0 : common_skew(y, width);
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
@@ -80,7 +83,7 @@ __device__ __forceinline__ void forward(const X* x, const Y* branch, const float
     }
     if (CENTERED) {
         mean = reduce_row<Sum>(total, 0) / width;
-        // A second pass: the mean of squares minus the square of the mean would cancel.
+        // A second pass, since the mean of squares minus the squared mean would cancel.
         EACH_PACK(k, first, width) {
 #pragma unroll
             for (int i = 0; i < N; i++) {
@@ -134,20 +137,21 @@ FORWARD(f32_bf16, f32, bf16)
 
 // ---- Backward
 
-// add_dx: dx (rows, width) holds a gradient already, which is added to. copy (rows, width), or null: dx once more, in
-// Y. y (rows, width), or null: what forward gave, computed as there, so that it need not be kept. ADD: what was normed
-// is the sum of x and branch (rows, width), added up again as there: a branch in half precision is less to keep than a
-// sum in f32. partials (gridDim.x, SUMS, width): of dw and of db. dx may be x's buffer, y dy's, and dx dy's where they
-// have one type and y is null: a thread writes what it alone has read. total: room of the block for the sums, where it
-// has several rows at a time.
-const int TOTAL = 16 * (CENTERED ? 64 : 128); // columns of such a row's threads
+// add_dx: dx (rows, width) already holds a gradient, to which this one is added. copy (rows, width) or null: dx as Y. y
+// (rows, width) or null: the output of forward, recomputed so that it need not be saved. ADD: the input of the norm is
+// x + branch (rows, width), summed again: a branch in half precision needs less memory than a sum in f32. partials
+// (gridDim.x, SUMS, width): the sums of dw and db.
+//
+// dx may be x's buffer, y dy's, and dx dy's if they have one type and y is null: a thread reads only elements that it
+// writes. total: shared memory for the sums, if a block computes several rows at a time.
+const int TOTAL = 16 * (CENTERED ? 64 : 128); // columns of the threads of such a row
 
 template <class X, class Y, bool ADD, bool WHOLE>
 __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branch, const float* weight,
                                          const float* bias, const float* statistics, X* dx, Y* copy, Y* y,
                                          float* partials, long long rows, int width, int add_dx, float* total) {
     const int N = InVector<Y>::COUNT, PACKS = 16 / N;
-    // The weights, in registers; beside rows in f32 there is no room, nor beside two sums.
+    // Whether weights stay in registers. They do not fit next to rows in f32, nor, with two sums, next to x in f32.
     const bool HELD = CENTERED ? sizeof(X) < 4 : sizeof(Y) < 4;
     int skew = WHOLE ? 0 : common_skew(dy, width);
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, stride = (long long)gridDim.x * blockDim.y;
@@ -178,8 +182,8 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
     }
 
     float share = 1.f / width;
-    // Threads whose rows are beyond the last stay for the barriers, with no columns: a pack may begin N - 1 before the
-    // first.
+    // Threads without a row continue for the barriers, with no columns. -N, because a pack may begin N - 1 before
+    // column 0.
     for (int slot = 0; row - threadIdx.y < rows; row += stride, slot ^= SUMS) {
         int columns = row < rows ? width : -N;
         Pack<Y, N> of_dy[PACKS];
@@ -188,7 +192,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
         EACH_PACK(k, first, columns) {
             float g[N], h[N];
             of_dy[k] = next_dy[k], of_x[k] = next_x[k];
-            unpack(of_dy[k], g); // outside of the row 0, and so is all that is added up
+            unpack(of_dy[k], g); // elements outside of the row are 0, and so are their sums
             unpack(of_x[k], h);
             if (ADD) add_branch(of_x[k], h, next_branch[k]);
             if (!HELD) load_factors<WHOLE>(weight, first, width, w[k]);
@@ -207,7 +211,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
                     sums[0][k][i] += gh * rstd;
                 }
             }
-            if (add_dx) to_level2(dx + row * width + max(first, 0)); // for use after the reduction; costs no register
+            if (add_dx) to_level2(dx + row * width + max(first, 0)); // used after the reduction; needs no register
         }
         long long next = row + stride;
         if (next < rows) {
@@ -234,7 +238,8 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
             for (int i = 0; i < N; i++) {
                 if (CENTERED) {
                     h[i] -= mean;
-                    // Products rounded as they were added up: what cancels, as in a row of one element, cancels to 0.
+                    // Products are rounded as in the sums, so that terms that should cancel, as in a row of one
+                    // element, give 0.
                     g[i] = (mul(g[i], w[k][i]) - g_mean - h[i] * pull) * rstd;
                 } else {
                     g[i] = (g[i] * w[k][i] - h[i] * pull) * rstd;
@@ -254,7 +259,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
         }
     }
 
-    if (blockDim.y > 1) { // one row of threads after the other, so that the order is fixed
+    if (blockDim.y > 1) { // one row of threads after another, so that the order is fixed
         for (int turn = 0; turn < blockDim.y; turn++) {
             if (threadIdx.y == turn) {
 #pragma unroll
@@ -263,7 +268,7 @@ __device__ __forceinline__ void backward(const Y* dy, const X* x, const Y* branc
                     for (int k = 0; k < PACKS; k++) {
 #pragma unroll
                         for (int i = 0; i < N; i++) {
-                            // A thread's own places: no conflicts.
+                            // Each thread has its own elements, so there are no conflicts.
                             int at = s * TOTAL + (k * N + i) * blockDim.x + threadIdx.x;
                             if (turn > 0) sums[s][k][i] += total[at];
                             total[at] = sums[s][k][i];
@@ -322,8 +327,8 @@ BACKWARD(f32_bf16, f32, bf16)
 ADD_BACKWARD(f32_f16, f32, f16)
 ADD_BACKWARD(f32_bf16, f32, bf16)
 
-// dw (width) = the sum over `count` blocks of partials (count, SUMS, width) of dw, and db likewise; added to what they
-// hold where add_dw and add_db say so. Grid (ceil(width / 32), SUMS), block (32, 32).
+// dw (width) = the sum over `count` blocks of partials (count, SUMS, width), and db likewise. The sums are added to dw
+// and db if add_dw and add_db are set. Grid (ceil(width / 32), SUMS), block (32, 32).
 extern "C" __global__ void __launch_bounds__(1024)
     sum_partials(const float* partials, int count, int width, float* dw, float* db, int add_dw, int add_db) {
     __shared__ float sums[32][33];

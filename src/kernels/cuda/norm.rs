@@ -1,6 +1,6 @@
 //! RMSNorm and LayerNorm; see `norm.cu`.
 //!
-//! x may be f32 while y is half precision: the residual stream and the input of a matmul.
+//! x may be f32 while y is half precision: x is then the residual stream and y the input of a matmul.
 
 use super::norm_rows::{ROWS, threads_for_rows};
 use super::source::{PRELUDE, Source};
@@ -11,7 +11,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-/// The kernels of each norm.
+/// The sources of the norms.
 const SOURCES: [Source; 3] = [
     Source {
         name: "rms_norm",
@@ -42,7 +42,7 @@ const SOURCES: [Source; 3] = [
     },
 ];
 
-/// Inputs of both passes.
+/// The inputs of forward and backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Inputs<'a> {
     /// (rows, width).
@@ -51,18 +51,18 @@ pub(crate) struct Inputs<'a> {
     pub branch: Option<View<'a>>,
     /// (width) f32.
     pub weight: View<'a>,
-    /// LayerNorm's: (width) f32.
+    /// LayerNorm's bias: (width) f32.
     pub bias: Option<View<'a>>,
 }
 
-/// Outputs of forward.
+/// The outputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct Outputs<'a> {
     /// x + branch, rounded to x's dtype: (rows, width); may be x's buffer.
     pub sum: Option<View<'a>>,
     /// (rows, width), in x's dtype or in half precision.
     pub y: View<'a>,
-    /// (rows, [`statistics`](Norm::statistics)) f32: mean, if there is one, and rstd.
+    /// (rows, [`statistics`](Norm::statistics)) f32: the mean for LayerNorm, then rstd.
     pub statistics: View<'a>,
 }
 
@@ -106,30 +106,30 @@ pub(crate) fn forward(
     Ok(())
 }
 
-/// Outputs of backward.
+/// The outputs of backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Gradients<'a> {
-    /// (rows, width), in x's dtype; may be x's buffer, or dy's where they have one dtype and y is not wanted.
+    /// (rows, width), in x's dtype. May be x's buffer, or dy's if they have one dtype and `y` is `None`.
     pub dx: View<'a>,
-    /// Whether dx is added to.
+    /// Whether the gradient is added to dx.
     pub add_dx: bool,
     /// dx rounded to dy's dtype.
     pub copy: Option<View<'a>>,
-    /// The norm's output, with the bits of forward; may be dy's buffer.
+    /// The norm's output, with the same bits as in forward. May be dy's buffer.
     pub y: Option<View<'a>>,
     /// (width) f32.
     pub dw: View<'a>,
-    /// Whether dw is added to.
+    /// Whether the gradient is added to dw.
     pub add_dw: bool,
-    /// LayerNorm's: (width) f32.
+    /// LayerNorm's gradient of the bias: (width) f32.
     pub db: Option<View<'a>>,
-    /// Whether db is added to.
+    /// Whether the gradient is added to db.
     pub add_db: bool,
 }
 
 /// Computes the gradients of x, w and b from `dy` (rows, width) in y's dtype and forward's `statistics`. `partials` is
-/// f32 scratch of [`norm_partials`](crate::kernels::workspace::norm_partials) elements. A branch is only taken in half
-/// precision next to x in f32; pass the sum as x otherwise.
+/// f32 scratch of [`norm_partials`](crate::kernels::workspace::norm_partials) elements. A branch is supported only in
+/// half precision with x in f32; otherwise pass the sum as x.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     norm: Norm,
@@ -147,10 +147,10 @@ pub(crate) fn backward(
     let types = suffixes(x.dtype, dy.dtype);
     let mut kernel = source(norm).kernel(gpu, "norm_backward", types)?;
     let mut config = threads_for_rows(dy, weight.len);
-    let at_once = kernel.blocks_at_once(gpu, &config)?;
-    config.grid_dim.0 = config.grid_dim.0.min(at_once.min(NORM_BLOCKS) as u32);
+    let concurrent = kernel.concurrent_blocks(gpu, &config)?;
+    config.grid_dim.0 = config.grid_dim.0.min(concurrent.min(NORM_BLOCKS) as u32);
     if branch.is_some() {
-        // With as many blocks, whatever this one takes: dw's bits depend on that.
+        // The number of blocks is that of the kernel without branch, because the bits of dw depend on it.
         kernel = source(norm).kernel(gpu, "add_norm_backward", types)?;
     }
     let [bias, copy, y, db] = [bias, gradients.copy, gradients.y, gradients.db]

@@ -1,8 +1,9 @@
-// Normal numbers, cut at 3 standard deviations: y = mean + std z, z the quantiles of random words. Behind philox.cuh.
-// kernels/normal.rs has the formula and its coefficients; every operation here is the CPU's, in its order: its bits.
+// Normal numbers truncated at 3 standard deviations: y = mean + std z, z the quantiles of random words. Included after
+// philox.cuh. kernels/normal.rs has the formula and coefficients. The order of operations is the CPU's, and so are the
+// bits.
 //
-// words: key and the upper three words of the counter (philox.rs). y (n), of any size. Grid ceil(n / N / 256), block
-// 256, with N = 16 / size of T. Bytes: n elements; some 20 multiply-adds in f64 an element.
+// words: the key and the upper three words of the counter (philox.rs). y (n), any n. Grid ceil(n / N / 256), block 256,
+// with N = 16 / size of T. Bytes: n elements. About 20 multiply-adds in f64 per element.
 
 __constant__ double P[8] = {4.916153204249713e-8, 4.671128001711748e-5, 0.007041928464515937, 0.2642860993878242,
                             2.7991373176348473,   8.201792099468802,    5.484918260902054,    0.39618923030298564};

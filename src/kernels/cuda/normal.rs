@@ -1,4 +1,4 @@
-//! Normal numbers; see `normal.cu`.
+//! Truncated normal numbers; see `normal.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{PHILOX, View, check_float, in_vector, launch_config, suffix};
@@ -12,14 +12,14 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, PHILOX, include_str!("normal.cu")],
 };
 
-/// As the kernel takes it.
+/// The kernel's struct of this name.
 #[repr(C)]
 struct Words([u32; 5]);
 
-// SAFETY: five words, as the kernel's struct has them.
+// SAFETY: five words, like the kernel's struct.
 unsafe impl DeviceRepr for Words {}
 
-/// `y = mean + std z`, z the quantiles of the stream's words: y (n).
+/// Computes `y = mean + std z`, where z are the quantiles of the stream's words: y (n).
 pub(crate) fn normal(gpu: &CudaDevice, stream: Stream, mean: f64, std: f64, y: View) -> Result<()> {
     check_float("normal", y)?;
     if y.len == 0 {

@@ -1,4 +1,4 @@
-// Philox4x32-10: four random words of a counter and a key. Behind prelude.cuh; kernels/philox.rs has the same.
+// Philox4x32-10: four random words from a counter and a key, as in kernels/philox.rs. Included after prelude.cuh.
 
 __device__ __forceinline__ uint4 philox(uint4 c, unsigned key, unsigned key_high) {
 #pragma unroll

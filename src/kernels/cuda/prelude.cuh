@@ -1,7 +1,7 @@
-// What every kernel of this folder stands on: element types, packs of elements that move as 16 bytes, reductions.
+// Helpers for every kernel of this folder: element types, packs of elements that move as 16 bytes, reductions.
 //
-// Put in front of each source before it is compiled. No #include, no global state, no atomics on floats.
-// sm_80 and later, for the conversions to bf16. Names of types are those of the Rust side.
+// Included before the sources. No #include, no global state, no atomics on floats. Needs sm_80, for the conversions to
+// bf16. Type names are those of the Rust side.
 
 typedef float f32;
 struct f16 {
@@ -16,7 +16,7 @@ struct bf16 {
 #define LOWEST (-3.402823466e38f) // the most negative finite f32
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// ---- One element: widened exactly; rounded to the nearest, ties to even.
+// ---- Single elements: widening is exact; narrowing rounds to nearest even.
 
 __device__ __forceinline__ float widen(f32 value) { return value; }
 __device__ __forceinline__ float widen(bf16 value) { return __uint_as_float((unsigned)value.bits << 16); }
@@ -39,9 +39,9 @@ template <> __device__ __forceinline__ f16 narrow<f16>(float value) {
     return result;
 }
 
-// ---- Packs: N elements of T, as they lie in memory; N * sizeof(T) is a multiple of 16.
+// ---- Packs: N consecutive elements of T; N * sizeof(T) is a multiple of 16.
 
-// Elements in 16 bytes.
+// The number of elements in 16 bytes.
 template <class T> struct InVector {
     static const int COUNT = 16 / sizeof(T);
 };
@@ -100,7 +100,7 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> pack(const float
     return result;
 }
 
-// The largest element of two words.
+// The maximum of two words, element by element.
 __device__ __forceinline__ unsigned larger_words(unsigned a, unsigned b, bf16) {
     unsigned result;
     asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -115,7 +115,7 @@ __device__ __forceinline__ unsigned larger_words(unsigned a, unsigned b, f32) {
     return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// The largest element of a pack of 16 bytes.
+// The largest element of a 16-byte pack.
 template <class T, int N> __device__ __forceinline__ float largest(const Pack<T, N>& pack) {
     const uint4& v = pack.vector[0];
     unsigned word = larger_words(larger_words(v.x, v.y, T()), larger_words(v.z, v.w, T()), T());
@@ -126,22 +126,22 @@ template <class T, int N> __device__ __forceinline__ float largest(const Pack<T,
 
 __device__ __forceinline__ bool at_vector(const void* pointer) { return ((unsigned long long)pointer & 15) == 0; }
 
-// How many elements `row` begins after a place for a vector. Pack k of a row is its elements k N - skew.. (k + 1) N -
-// skew: only the first and the last of them are not whole, whatever the row's width, and the others lie at vectors.
+// The number of elements between the last 16-byte boundary and `row`. Pack k of a row has its elements k N - skew.. (k
+// + 1) N - skew, so it begins at a boundary. Only the first and the last pack are partial, for any width.
 template <class T> __device__ __forceinline__ int skew_of(const T* row) {
     return (int)((unsigned long long)row & 15) / (int)sizeof(T);
 }
 
-// Whether rows of `width` are whole packs of N, at vectors, in every buffer given: kernels have a path for that without
-// the checks, which otherwise are a good part of a row's instructions.
+// Whether rows of `width` consist of full packs of N at 16-byte boundaries in every buffer. Kernels have a path for
+// this case that skips the checks, which are a good part of a row's instructions.
 template <int N>
 __device__ __forceinline__ bool whole_packs(long long width, const void* a, const void* b, const void* c) {
     unsigned long long bits = (unsigned long long)a | (unsigned long long)b | (unsigned long long)c;
     return width % N == 0 && (bits & 15) == 0;
 }
 
-// Elements first.. first + N of a row of `width`; those outside of it read as `outside`. `first` may be negative.
-// WHOLE: all are inside, and lie at a vector.
+// Elements first.. first + N of a row of `width`; those outside of the row are `outside`. `first` may be negative.
+// WHOLE: all are inside, and the pack begins at a 16-byte boundary.
 template <class T, int N, bool WHOLE = false>
 __device__ __forceinline__ Pack<T, N> load(const T* row, int first, int width, float outside) {
     const T* from = row + first;
@@ -156,21 +156,21 @@ __device__ __forceinline__ Pack<T, N> load(const T* row, int first, int width, f
             bool inside = 0 <= first + i && first + i < width;
             values[i] = inside ? widen(from[i]) : outside;
         }
-        result = pack<T, N>(values); // exact: every value came from a T
+        result = pack<T, N>(values); // exact: every value is a T
     }
     return result;
 }
 
-// As `load`, widened.
+// `load`, widened to f32.
 template <bool WHOLE = false, class T, int N>
 __device__ __forceinline__ void load_wide(const T* row, int first, int width, float outside, float (&values)[N]) {
     unpack(load<T, N, WHOLE>(row, first, width, outside), values);
 }
 
-// Asks for the line of memory that holds `address`, and waits for nothing.
+// Prefetches the cache line of `address` into level 2, without waiting.
 __device__ __forceinline__ void to_level2(const void* address) { asm volatile("prefetch.L2 [%0];" ::"l"(address)); }
 
-// Writes those of elements first.. first + N that lie in a row of `width`, each rounded once.
+// Writes elements first.. first + N as far as they are in a row of `width`, each rounded once.
 template <bool WHOLE = false, class T, int N>
 __device__ __forceinline__ void store(T* row, int first, int width, const float (&values)[N]) {
     T* to = row + first;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void store(T* row, int first, int width, const float 
     }
 }
 
-// Four elements, in 16 bytes of f32 or 8 of half precision: for kernels whose other operands are f32.
+// Four elements, in 16 bytes of f32 or 8 of half precision, for kernels that mix both.
 template <class T> __device__ __forceinline__ void load_few(const T* row, int first, int width, float (&values)[4]) {
     const T* from = row + first;
     if (first + 4 <= width && ((unsigned long long)from & (4 * sizeof(T) - 1)) == 0) {
@@ -220,11 +220,11 @@ template <class T> __device__ __forceinline__ void store_few(T* row, int first, 
     }
 }
 
-// ---- Flat buffers, of n elements: grid ceil(packs / 512), block 256.
+// ---- Flat buffers of n elements: grid ceil(packs / 512), block 256.
 
-const int THREAD_PACKS = 2; // packs of a thread, loaded before the first is used
+const int THREAD_PACKS = 2; // packs per thread, loaded before the first is used
 
-// What this block has of a flat buffer of n: at most this many elements, from `start`.
+// The number of elements of this block of a flat buffer of n elements. They begin at `start`.
 template <int N> __device__ __forceinline__ int of_block(long long n, long long* start) {
     const int ELEMENTS = 256 * THREAD_PACKS * N;
     *start = (long long)blockIdx.x * ELEMENTS;
@@ -232,7 +232,7 @@ template <int N> __device__ __forceinline__ int of_block(long long n, long long*
     return left < ELEMENTS ? (int)left : ELEMENTS;
 }
 
-// What this thread has of the block's: every 256th pack.
+// Loads the thread's packs of the block's elements: every 256th pack.
 template <class T, int N>
 __device__ __forceinline__ void load_packs(const T* x, int count, Pack<T, N> (&packs)[THREAD_PACKS]) {
 #pragma unroll
@@ -244,25 +244,26 @@ __device__ __forceinline__ void load_packs(const T* x, int count, Pack<T, N> (&p
 
 // ---- Arithmetic.
 
-// 2^x within 2 ulp; results under 2^-126 are 0.
+// 2^x within 2 ulp. Results under 2^-126 become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// e^x. The product's rounding costs |x| 2^-24 of the value: as nothing where x <= 0 and the values are added up.
+// e^x. Rounding x * LOG2_E costs |x| 2^-24 of the value, which is negligible where x <= 0 and the values are summed.
 __device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * LOG2_E); }
 
-// Never contracted into fused operations: where the CPU's bits are to come out.
+// Never fused into multiply-adds, so that the bits are the CPU's.
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float sub(float a, float b) { return __fsub_rn(a, b); }
 
-// ---- Reductions over the threads of a row: blockDim is (threads of a row, rows), the first a multiple of 32.
+// ---- Reductions over the threads of a row: blockDim is (threads per row, rows), the first a multiple of 32.
 
-// All rows of a block reduce equally often, but for rows whose threads have exited. Not a named barrier for each row:
-// with a number known only at run time a block reserves all 16, and a multiprocessor has 64, so that it holds 4 blocks.
+// All rows of a block reduce equally often, except rows whose threads have exited. Rows have no named barriers: with a
+// barrier number known only at run time a block reserves all 16 of the 64 of a multiprocessor, which then holds 4
+// blocks.
 __device__ __forceinline__ void row_barrier() { __syncthreads(); }
 
 struct Sum {
@@ -282,10 +283,10 @@ template <class Op> __device__ __forceinline__ float reduce_warp(float value) {
     return value;
 }
 
-// `value` of all threads of the row, joined in a fixed order; every thread has the result. A `slot` (under 3) may be
-// used again only once every thread of the row has been at a barrier since: another slot's reduction is one.
+// Reduces `value` over all threads of the row in a fixed order; every thread has the result. A `slot` (under 3) may be
+// reused after every thread of the row has passed another barrier, for example the reduction of another slot.
 template <class Op> __device__ __forceinline__ float reduce_row(float value, int slot) {
-    __shared__ float of_warps[3][32]; // one for each warp of the block
+    __shared__ float of_warps[3][32]; // one per warp of the block
     value = reduce_warp<Op>(value);
     if (blockDim.x == 32) return value;
     int warps = blockDim.x / 32, lane = threadIdx.x % 32;
@@ -295,7 +296,7 @@ template <class Op> __device__ __forceinline__ float reduce_row(float value, int
     return reduce_warp<Op>(lane < warps ? row[lane] : Op::nothing());
 }
 
-// The sums of two values, with one barrier; slots `slot` and `slot + 1`.
+// The sums of two values with one barrier. Uses slots `slot` and `slot + 1`.
 __device__ __forceinline__ void reduce_row_pair(float* a, float* b, int slot) {
     __shared__ float of_warps[4][32];
     *a = reduce_warp<Sum>(*a), *b = reduce_warp<Sum>(*b);

@@ -1,13 +1,12 @@
-// The sum of a buffer, in f64 in a fixed order, and the gradient of that.
+// The sum of a buffer, in f64 in a fixed order, and its gradient.
 //
-// sum_parts: parts (count) f64 = the sums of x (n) in parts, part p from element p `per_part` on. Grid count, block
-// 256.
+// sum_parts: parts (count) f64 = partial sums of x (n); part p begins at element p `per_part`. Grid count, block 256.
 // sum_whole: y (1) = `factor` times the sum of parts (count). One block of 1024.
 // spread: y (n) = dy (1) times `factor`. Grid ceil(n / 2048), block 256.
 //
-// What is multiplied by `factor` in f64 is rounded to f32, and that to y's type.
+// The product with `factor` is f64. It is rounded to f32, then to y's type.
 
-// `value` of all threads of the block, added up in a fixed order; thread 0 has the result.
+// The sum of `value` over the block in a fixed order. Thread 0 has the result.
 template <int THREADS> __device__ __forceinline__ double sum_of_block(double value) {
     __shared__ double sums[THREADS];
     sums[threadIdx.x] = value;

@@ -1,4 +1,4 @@
-//! The sum of a buffer, and the gradient of that; see `reduce.cu`.
+//! The sum of a buffer and its gradient; see `reduce.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, check_float, launch_config, suffix};
@@ -12,7 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("reduce.cu")],
 };
 
-/// y (1) is `factor` times the sum of x (n), in x's dtype; `parts` f64, of [`sum_parts`]'s length, is room to work in.
+/// Computes y (1), `factor` times the sum of x (n), in x's dtype. `parts` is f64 scratch of [`sum_parts`] elements.
 pub(crate) fn sum(gpu: &CudaDevice, x: View, factor: f64, y: View, parts: View) -> Result<()> {
     check_float("sum", x)?;
     let count = sum_parts(x.len);
@@ -37,7 +37,7 @@ pub(crate) fn sum(gpu: &CudaDevice, x: View, factor: f64, y: View, parts: View) 
     Ok(())
 }
 
-/// Every element of y (n) is `factor` times dy (1), in its dtype.
+/// Fills y (n) with `factor` times dy (1), in the same dtype.
 pub(crate) fn spread(gpu: &CudaDevice, dy: View, factor: f64, y: View) -> Result<()> {
     check_float("sum_backward", dy)?;
     if y.len == 0 {

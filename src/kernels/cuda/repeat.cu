@@ -1,9 +1,9 @@
 // Rows repeated, and the sum over repeats.
 //
-// repeat: y (rows times, width) = x (rows, width), each row `times` in a row, in words of 2, 4 or 16 bytes.
+// repeat: y (rows times, width) = x (rows, width), each row `times` consecutive times, in words of 2, 4 or 16 bytes.
 // fold: dx (rows, width) = the sum of each row's `times` repeats in dy (rows times, width), in f32, rounded once.
 //
-// Grid ceil(n / 256) with n the words of y, or the elements of dx; block 256. Pointers at a multiple of the word.
+// Grid ceil(n / 256), block 256, where n is the words of y or the elements of dx. Pointers are multiples of the word.
 
 template <class W> __device__ __forceinline__ void repeat(const W* x, W* y, long long n, long long width, int times) {
     long long i = (long long)blockIdx.x * 256 + threadIdx.x;

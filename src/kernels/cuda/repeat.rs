@@ -11,8 +11,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("repeat.cu")],
 };
 
-/// y (rows * times, width) is x (rows, width) with each row `times` in a row: any dtype of 2 or 4 bytes, the same for
-/// both.
+/// Writes each row of x (rows, width) `times` times to y (rows * times, width), both of any one dtype of 2 or 4 bytes.
 pub(crate) fn repeat(gpu: &CudaDevice, x: View, width: usize, times: usize, y: View) -> Result<()> {
     let size = x.dtype.size_in_bytes();
     let in_vectors =
@@ -26,7 +25,7 @@ pub(crate) fn repeat(gpu: &CudaDevice, x: View, width: usize, times: usize, y: V
     launch(gpu, ("repeat", word), [x, y], [n, width, times])
 }
 
-/// dx (rows, width) is the sum of each row's repeats in dy (rows * times, width), in f32, rounded once.
+/// Computes dx (rows, width), the sum of each row's repeats in dy (rows * times, width), in f32, rounded once.
 pub(crate) fn fold(gpu: &CudaDevice, dy: View, width: usize, times: usize, dx: View) -> Result<()> {
     launch(
         gpu,
@@ -46,7 +45,7 @@ fn launch(
         return Ok(());
     }
     if times > i32::MAX as usize || n.div_ceil(256) > i32::MAX as usize {
-        bail!("{n} words, {times} times: the kernel counts to 2^31 blocks and repeats");
+        bail!("repeat: expected under 2^31 blocks and repeats, got {n} words, {times} times");
     }
     let kernel = SOURCE.kernel(gpu, stem, types)?;
     let config = launch_config((n.div_ceil(256), 1), (256, 1));

@@ -1,18 +1,18 @@
-// Rotary position embedding on adjacent pairs: y[2i] = x[2i] cos - x[2i+1] sin, y[2i+1] = x[2i] sin + x[2i+1] cos.
-// By halves, with h = width / 2: y[i] = x[i] cos - x[i+h] sin, y[i+h] = x[i] sin + x[i+h] cos.
+// Rotary position embedding of adjacent pairs: y[2i] = x[2i] cos - x[2i+1] sin, y[2i+1] = x[2i] sin + x[2i+1] cos. By
+// halves, with h = width / 2: y[i] = x[i] cos - x[i+h] sin, y[i+h] = x[i] sin + x[i+h] cos.
 //
-// x, y (outer, length, heads, width), a position's elements `x_stride` and `y_stride` apart (heads * width if
-// contiguous): (B, H, T, D) is outer B H, heads 1; (B, T, H D) is outer B, heads H; a slice of a fused q, k, v product
-// has a larger stride. y may be x. cos, sin (places, width / 2) f32, the row of position t being t, or positions[t]
-// (length, u32) where that is not null. sign is 1, or -1 to rotate back: the backward. Products and sums are rounded
-// one by one, as on the CPU.
+// x, y (outer, length, heads, width). Positions are `x_stride` and `y_stride` elements apart, heads * width if
+// contiguous: (B, H, T, D) is outer B H, heads 1; (B, T, H D) is outer B, heads H; a slice of a fused q, k, v matmul
+// has a larger stride. y may be x. cos, sin (rows, width / 2) f32. Position t uses row t, or row positions[t] (length,
+// u32) if positions is not null. sign is 1, or -1 for the inverse rotation of backward. Products and sums are rounded
+// separately, as on the CPU.
 //
 // Grid ceil(length * lanes / 256) * ceil(outer * heads / 4), block 256, with lanes = ceil(width / N), N = 16 / size of
-// T; by halves lanes = ceil(width / 2N). Width even. Vectors where width and strides are multiples of N and pointers of
-// 16 bytes; else element by element. A thread has one place of a head and reads its angles once for 4 heads. Bytes: x
-// in, y out.
+// T; by halves lanes = ceil(width / 2N). width is even. Vectors are used if width and strides are multiples of N and
+// pointers of 16 bytes; otherwise single elements. A thread has one pack of a head and reads its angles once for 4
+// heads. Bytes: x in, y out.
 
-const int ITEMS = 4; // heads of a thread
+const int ITEMS = 4; // heads per thread
 
 template <class T> __device__ __forceinline__ void rotate(const T* x, T* y, const float* cos, const float* sin,
                                                           const unsigned* positions, float sign, int outer, int length,
@@ -20,7 +20,7 @@ template <class T> __device__ __forceinline__ void rotate(const T* x, T* y, cons
                                                           long long y_stride) {
     const int N = InVector<T>::COUNT;
     int lanes = (width + N - 1) / N;
-    unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all places
+    unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all packs
     int place = (blockIdx.x - items_before * blocks) * 256 + threadIdx.x;
     int t = place / lanes, first = (place - t * lanes) * N;
     if (t >= length) return;
@@ -59,14 +59,14 @@ template <class T> __device__ __forceinline__ void rotate(const T* x, T* y, cons
     }
 }
 
-// A thread has one place of both halves of a head.
+// A thread has one pack of each half of a head.
 template <class T> __device__ __forceinline__ void rotate_halves(const T* x, T* y, const float* cos, const float* sin,
                                                                  const unsigned* positions, float sign, int outer,
                                                                  int length, int heads, int width, long long x_stride,
                                                                  long long y_stride) {
     const int N = InVector<T>::COUNT;
     int half = width / 2, lanes = (half + N - 1) / N;
-    unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all places
+    unsigned blocks = ((unsigned)length * lanes + 255) / 256, items_before = blockIdx.x / blocks; // of all packs
     int place = (blockIdx.x - items_before * blocks) * 256 + threadIdx.x;
     int t = place / lanes, first = (place - t * lanes) * N;
     if (t >= length) return;

@@ -11,72 +11,72 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("rope.cu")],
 };
 
-/// Heads that lie side by side in the rows of positions, (B, T, H*Dh) or a slice of wider rows.
+/// Adjacent heads in the rows of positions: (B, T, H*Dh), or a slice of wider rows.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Turned {
-    /// B.
+pub(crate) struct PackedHeads {
+    /// B: the batch size.
     pub batch: usize,
-    /// T.
+    /// T: the number of positions.
     pub length: usize,
-    /// H: of q and k together where both are to be turned and lie packed, k behind q.
+    /// H: the number of heads. It counts q and k if both are rotated and k follows q in packed rows.
     pub heads: usize,
-    /// Dh, even.
+    /// Dh: the head dimension, even.
     pub head_dim: usize,
-    /// From a position to the next, in elements: H*Dh, or more where q, k and v lie packed.
+    /// The distance of positions, in elements: H*Dh, or more if q, k and v are packed.
     pub row: usize,
 }
 
-/// Which rotation.
+/// The kind of rotation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Turn {
-    /// Whether element i rotates with element i + Dh / 2, not with its neighbour.
+pub(crate) struct Rotation {
+    /// Whether element i is paired with element i + Dh / 2 instead of its neighbour.
     pub by_halves: bool,
-    /// The other way, as gradients are.
-    pub back: bool,
+    /// Whether the rotation is inverted, as for gradients.
+    pub inverse: bool,
 }
 
-/// Rotates x (outer, length, width) by the tables' angles, cos and sin (length, width / 2) in f32.
+/// Rotates x (outer, length, width) by the angles of the tables, cos and sin (length, width / 2) in f32.
 pub(crate) fn rotate(
     gpu: &CudaDevice,
     x: View,
     tables: [View; 2],
     (length, width): (usize, usize),
-    turn: Turn,
+    rotation: Rotation,
     y: View,
 ) -> Result<()> {
     if y.len == 0 {
         return Ok(());
     }
-    let heads = Turned {
+    let heads = PackedHeads {
         batch: x.len / (length * width),
         length,
         heads: 1,
         head_dim: width,
         row: width,
     };
-    launch(gpu, x, tables, &heads, turn, y)
+    launch(gpu, x, tables, &heads, rotation, y)
 }
 
-/// Rotates the heads that begin at x where they lie, by the angles of their positions: cos and sin (T, Dh / 2) in f32.
+/// Rotates the heads that begin at x in place. `tables` are cos and sin (T, Dh / 2) in f32.
 pub(crate) fn in_place(
     gpu: &CudaDevice,
     x: View,
     tables: [View; 2],
-    heads: &Turned,
-    turn: Turn,
+    heads: &PackedHeads,
+    rotation: Rotation,
 ) -> Result<()> {
-    launch(gpu, x, tables, heads, turn, x)
+    launch(gpu, x, tables, heads, rotation, x)
 }
 
 fn launch(
     gpu: &CudaDevice,
     x: View,
     [cos, sin]: [View; 2],
-    heads: &Turned,
-    turn: Turn,
+    heads: &PackedHeads,
+    rotation: Rotation,
     y: View,
 ) -> Result<()> {
-    let (name, parts) = match turn.by_halves {
+    let (name, parts) = match rotation.by_halves {
         false => ("rope", 1),
         true => ("rope_halves", 2),
     };
@@ -84,7 +84,7 @@ fn launch(
     let lanes = (heads.head_dim / parts).div_ceil(in_vector(x.dtype));
     let places = (heads.length * lanes).div_ceil(256);
     let blocks = places * (heads.batch * heads.heads).div_ceil(4);
-    let (positions, sign) = (0u64, if turn.back { -1f32 } else { 1.0 });
+    let (positions, sign) = (0u64, if rotation.inverse { -1f32 } else { 1.0 });
     let stride = heads.row as i64;
     let [batch, length, heads, width] =
         [heads.batch, heads.length, heads.heads, heads.head_dim].map(|size| size as i32);

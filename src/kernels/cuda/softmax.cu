@@ -1,29 +1,29 @@
-// Softmax of scaled, masked scores: p = softmax(scale x) over the keys that the mask leaves.
+// Softmax of scaled, masked scores: p = softmax(scale x) over the visible keys.
 //
-// x, p, dp, dx (batch, queries, keys), rows = batch * queries. Query q sees the keys under clamp(q + 1 + shift, 0,
-// keys): shift 0 for Causal, keys - queries for CausalEnd, keys for Full. Hidden places, and rows that see nothing,
-// become 0; hidden inputs have no say.
+// x, p, dp, dx (batch, queries, keys), rows = batch * queries. Query q attends to the keys under clamp(q + 1 + shift,
+// 0, keys): shift is 0 for Causal, keys - queries for CausalEnd, keys for Full. Masked elements and rows without keys
+// become 0. Masked inputs have no effect.
 //
-// With FIRST_KEYS=1 query q sees no key before the q-th of its sequence's first keys, too, if there are any:
-// (sequences, queries) u32. `heads` matrices one after another are of one sequence; that of row 0 is the
-// `first_head`-th from the beginning of the first sequence. And if there is a window, no more than so many keys up to
-// its own. Packs that lie before the first key are neither read nor computed.
+// With FIRST_KEYS=1, query q attends to no key before the q-th first key of its sequence either, if `of_sequences`
+// (sequences, queries) u32 is not null. `heads` consecutive matrices belong to one sequence; the matrix of row 0 is the
+// `first_head`-th, counted from the first sequence. If `window` is not 0, a query attends to at most `window` keys up
+// to its own. Packs before the first key are neither read nor computed.
 //
-// Backward: dx = scale p (dp - sum(dp p)); f32 reads p, half precision recomputes it from x, unrounded. p may be x's
-// buffer, dx that of dp or of p: a thread writes what it alone has read, after it has.
+// Backward: dx = scale p (dp - sum(dp p)). f32 reads p; half precision recomputes p from x, without rounding. p may be
+// x's buffer, dx that of dp or of p: a thread reads only elements that it writes, and reads them first.
 //
-// `from_f32`: x and dp are f32, p and dx half precision, and backward reads p: results of products that are rounded
-// once, where they are multiplied next. p and dx are other buffers than x and dp. A row of rounded p does not add up to
-// 1, so its mean of dp is sum(dp p) / sum(p): else dp - mean would be off by |dp| times what is missing, where p is
-// nearly one key's.
+// `from_f32`: x and dp are f32, p and dx half precision, and backward reads p. Matmul results are thus rounded once,
+// before the next matmul. p and dx are other buffers than x and dp. A row of rounded p does not sum to 1, so its mean
+// of dp is sum(dp p) / sum(p). Otherwise dp - mean would be off by |dp| times the missing sum where one key has nearly
+// all of p.
 //
-// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 of f32, else 512; packs = ceil(keys / N),
-// one more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32 forward
-// and 16 backward. Grid ceil(rows / blockDim.y); forward from half precision no more blocks than fit on the GPU at
-// once, each of which loads its next row before it works on this one (f32 has no room for that, and enough bytes to
-// wait for). Any number of keys: what does not fit into the registers of a row's threads is read twice, the second time
-// from the level-2 cache if that holds the rows under way. x and p (dp and dx) begin alike modulo 16. Bytes: forward
-// visible x in, p out; backward visible dp and p (or x) in, dx out.
+// Block (x, max(1, 128 / x)) with x = min(X, 32 ceil(packs N / 32 E)), X 1024 for f32, else 512; packs = ceil(keys /
+// N), one more if rows do not begin at 16 bytes, N = 16 / size of p's T; E, a thread's elements in registers, 32
+// forward and 16 backward. Grid ceil(rows / blockDim.y). Forward from half precision has no more blocks than run
+// concurrently; each loads its next row before it computes the current one. (In f32 there are too few registers for
+// that, and enough bytes in flight.) Any number of keys: what does not fit into the registers of a row's threads is
+// read twice, the second time from the level-2 cache if it holds the current rows. x and p (dp and dx) have the same
+// address modulo 16. Bytes: forward visible x in, p out; backward visible dp and p (or x) in, dx out.
 
 __device__ __forceinline__ int visible_keys(long long row, int queries, int keys, long long shift) {
     long long query = row < 0x100000000 ? (unsigned)row % (unsigned)queries : row % queries; // 64-bit division is slow
@@ -36,10 +36,10 @@ __device__ __forceinline__ int visible_keys(long long row, int queries, int keys
 #endif
 
 struct FirstKeys {
-    const unsigned* of_sequences; // null where a window says it all
+    const unsigned* of_sequences; // may be null if there is a window
     int heads, first_head, window;
 
-    // The first key that a row's query may see.
+    // The first key that the query of a row attends to.
     __device__ __forceinline__ int of(long long row, int queries, int keys) const {
         if (!FIRST_KEYS) return 0;
         bool is_short = row < 0x100000000;
@@ -54,28 +54,28 @@ struct FirstKeys {
     }
 };
 
-// Whether all of elements first.. first + N, or some of them, come before the first visible key, `begin`.
+// Whether all, or some, of elements first.. first + N precede the first visible key, `begin`.
 #define ALL_BEFORE(first) (FIRST_KEYS && (first) + N <= begin)
 #define SOME_BEFORE(first) (FIRST_KEYS && (first) < begin)
 
-// Scores of elements first.. first + N in units of ln 2, minus infinity outside of the visible ones.
+// Scores of elements first.. first + N in units of ln 2; minus infinity for elements that are not visible.
 template <class T, int N> __device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin,
                                                                  int visible, float scale2, float (&t)[N]) {
     unpack(pack, t);
 #pragma unroll
-    for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale is right too
+    for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale works too
     if (first < 0 || SOME_BEFORE(first) || first + N > visible) {
 #pragma unroll
         for (int i = 0; i < N; i++) t[i] = begin <= first + i && first + i < visible ? t[i] : MINUS_INFINITY;
     }
 }
 
-// Of what a thread has seen: the largest score, and the sums of e = 2^(score - top) and of e dp.
+// Of the elements that a thread has read: the largest score, and the sums of e = 2^(score - top) and of e dp.
 struct Statistics {
     float top, total, inner;
 };
 
-// Makes room for these scores.
+// Raises `top` to the largest of these scores and rescales the sums.
 template <int N> __device__ __forceinline__ void raise(Statistics* seen, const float (&t)[N]) {
     float top = t[0];
 #pragma unroll
@@ -116,7 +116,7 @@ template <bool WHOLE, class T> __device__ __forceinline__ void hide(T* row, int 
 
 // ---- Forward
 
-// p from e and the row's 1 / sum.
+// p from e and `share`, 1 / sum of the row.
 template <bool WHOLE, class T, int N>
 __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin, int visible, int keys, float share) {
 #pragma unroll
@@ -125,13 +125,14 @@ __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin
 #pragma unroll
         for (int i = 0; i < N; i++) {
             bool is_seen = !(FIRST_KEYS && first + i < begin) && first + i < visible;
-            e[i] = is_seen ? e[i] : 0.f; // not NaN, where the rest of the row is
+            e[i] = is_seen ? e[i] : 0.f; // 0 even if the rest of the row is NaN
         }
     }
     store<WHOLE>(p, first, keys, e);
 }
 
-// What the thread keeps in registers of row `row`, whose p begins `skew` elements after a place for a vector.
+// Loads the packs of row `row` that the thread keeps in registers. The row of p begins `skew` elements after a 16-byte
+// boundary.
 template <bool WHOLE, class S, int N, int PACKS>
 __device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, long long shift, int queries,
                                           int keys, const FirstKeys& first_keys, Pack<S, N> (&kept)[PACKS]) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
         for (int i = 0; i < N; i++) top = fmaxf(top, t[k][i]);
     }
     prefetch();
-    Statistics seen = {LOWEST, 0.f, 0.f}; // of the rest
+    Statistics seen = {LOWEST, 0.f, 0.f}; // of the packs that are not in registers
     for (int start = rest; start < visible; start += BATCH * stride) {
         Pack<S, N> more[BATCH];
 #pragma unroll
@@ -253,14 +254,14 @@ __device__ __forceinline__ void forward(const S* x, T* p, float scale, long long
 
 // ---- Backward
 
-// Zeros for what is hidden: 0 times NaN is NaN.
+// Sets masked elements to 0, because 0 times NaN is NaN.
 template <int N> __device__ __forceinline__ void clear_hidden(float (&values)[N], int first, int begin, int visible) {
     if (begin <= first && first + N <= visible) return;
 #pragma unroll
     for (int i = 0; i < N; i++) values[i] = begin <= first + i && first + i < visible ? values[i] : 0.f;
 }
 
-// dx = e (dp - inner) factor, where e is p times what `factor` makes up for.
+// dx = e (dp - inner) factor, where e factor is scale p.
 template <bool WHOLE, class S, class T, int N>
 __device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int begin, int visible,
                                        int keys, float inner, float factor) {
@@ -311,7 +312,7 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
             unpack(of_source[k], e[k]);
         }
     }
-    Statistics seen = {LOWEST, 0.f, 0.f}; // of the rest
+    Statistics seen = {LOWEST, 0.f, 0.f}; // of the packs that are not in registers
     for (int start = rest; start < visible; start += BATCH * stride) {
         Pack<T, N> more_source[BATCH];
         Pack<S, N> more_dp[BATCH];

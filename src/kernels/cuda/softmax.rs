@@ -13,28 +13,28 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("softmax.cu")],
 };
 
-/// What a row of scores is: (matrices, queries, keys), scaled and masked.
+/// Scores (matrices, queries, keys), with scale and mask.
 #[derive(Clone, Copy)]
 pub(crate) struct Scores<'a> {
     pub scale: f64,
     pub mask: Mask,
     pub queries: usize,
     pub keys: usize,
-    /// (sequences, queries) u32, contiguous: a query sees no key before the one that its sequence has there.
+    /// (sequences, queries) u32, contiguous: the first key of each query of a sequence.
     pub first_keys: Option<View<'a>>,
-    /// How many matrices in a row are heads of one sequence.
+    /// The number of consecutive matrices that are heads of one sequence.
     pub heads: usize,
-    /// The number of the first matrix, counted from the first head of the first of those sequences.
+    /// The index of the first matrix, counted from the first head of the first sequence of `first_keys`.
     pub first_head: usize,
 }
 
 impl Scores<'_> {
-    /// Query q sees the keys under q + 1 + shift.
+    /// Returns the shift: query q attends to the keys under q + 1 + shift.
     pub(super) fn shift(&self) -> i64 {
         self.mask.offset(self.queries, self.keys)
     }
 
-    /// The kernel called `stem_dtype`; without first keys it has no code for them.
+    /// Returns the kernel `stem_dtype`. The code for first keys and windows is compiled only if there are any.
     fn kernel(&self, gpu: &CudaDevice, stem: &'static str, dtype: DType) -> Result<Kernel> {
         let first_keys: &[_] = match self.first_keys.is_some() || self.mask.window().is_some() {
             true => &[Definition::Size("FIRST_KEYS", 1)],
@@ -43,7 +43,7 @@ impl Scores<'_> {
         SOURCE.kernel_with(gpu, first_keys, stem, suffix(dtype))
     }
 
-    /// `in_registers`: how many elements of a row of `result` a thread holds.
+    /// Returns the launch configuration; a thread holds `in_registers` elements of a row of `result`.
     fn config(&self, rows: usize, result: View, in_registers: usize) -> LaunchConfig {
         let most = if result.dtype == DType::F32 {
             1024
@@ -57,7 +57,7 @@ impl Scores<'_> {
     }
 }
 
-/// What every kernel is told of the scores.
+/// The arguments of the kernels that describe the scores.
 struct Arguments {
     scale: f32,
     shift: i64,
@@ -94,8 +94,8 @@ impl Arguments {
     }
 }
 
-/// `p = softmax(scale x)` over what the mask and first keys leave, both (rows, keys), x in p's dtype or in f32. p may
-/// be x's buffer: a thread writes what it alone reads.
+/// Computes `p = softmax(scale x)` over the visible keys, both (rows, keys), x in p's dtype or in f32. p may be x's
+/// buffer: a thread reads only elements that it writes.
 pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Result<()> {
     if p.len == 0 {
         return Ok(());
@@ -109,9 +109,9 @@ pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Res
     let arguments = Arguments::new(&scores, rows);
     let mut config = scores.config(rows, p, 32);
     if x.dtype != DType::F32 {
-        // Blocks that stay, and load their next row early.
-        let at_once = kernel.blocks_at_once(gpu, &config)?;
-        config.grid_dim.0 = config.grid_dim.0.min(at_once as u32);
+        // Persistent blocks, which load their next row early.
+        let concurrent = kernel.concurrent_blocks(gpu, &config)?;
+        config.grid_dim.0 = config.grid_dim.0.min(concurrent as u32);
     }
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&p.pointer);
@@ -121,8 +121,8 @@ pub(crate) fn forward(gpu: &CudaDevice, scores: Scores, x: View, p: View) -> Res
     Ok(())
 }
 
-/// `dx = scale p (dp - sum(dp p))`; `source` is p in f32, x in half precision, whose p is not rounded so. All (rows,
-/// keys). dx may be the buffer of dp or of `source`.
+/// Computes `dx = scale p (dp - sum(dp p))`, all (rows, keys). `source` is p in f32; in half precision it is x, from
+/// which p is recomputed without rounding. dx may be the buffer of dp or of `source`.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     scores: Scores,
@@ -132,8 +132,8 @@ pub(crate) fn backward(
     launch_backward(gpu, "softmax_backward", scores, [dp, source, dx])
 }
 
-/// As [`backward`] from p (rows, keys) as it was rounded, in every dtype: for a forward that left p alone. dp is f32;
-/// dx, in p's dtype, may be its buffer if that is f32 too.
+/// Like [`backward`], but from the rounded p (rows, keys) in every dtype, for a forward that saved only p. dp is f32;
+/// dx is in p's dtype and may be dp's buffer if p is f32.
 pub(crate) fn backward_from_p(
     gpu: &CudaDevice,
     scores: Scores,
@@ -147,7 +147,7 @@ pub(crate) fn backward_from_p(
     launch_backward(gpu, stem, scores, [dp, p, dx])
 }
 
-/// dp, its source, and dx.
+/// Launches backward. `buffers` are dp, its source, and dx.
 fn launch_backward(
     gpu: &CudaDevice,
     stem: &'static str,

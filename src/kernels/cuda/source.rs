@@ -1,4 +1,4 @@
-//! CUDA sources, compiled for the GPU at run time: once a user, kept on disk.
+//! CUDA sources, compiled for the GPU at run time. The result is cached on disk, once per user.
 
 use crate::kernels::ptx_cache::{PtxCache, hash};
 use candle_core::cuda_backend::cudarc::driver::CudaModule;
@@ -11,35 +11,35 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// What kernels on whole rows stand on.
+/// Helpers for all kernels: element types, 16-byte packs, reductions.
 pub(crate) const PRELUDE: &str = include_str!("prelude.cuh");
 
-/// Kernels that are compiled together.
+/// A CUDA source: kernels that are compiled together.
 pub(crate) struct Source {
-    /// The file's name.
+    /// The file name, without extension.
     pub name: &'static str,
-    /// Its text, part after part.
+    /// The text, in parts that are concatenated.
     pub parts: &'static [&'static str],
 }
 
-/// Whether a GPU can run the kernels: compute capability 8.0, for conversions to bf16.
-pub(crate) fn runs_on(gpu: &CudaDevice) -> bool {
+/// Returns whether a GPU can run the kernels. They need compute capability 8.0, for conversions to bf16.
+pub(crate) fn is_supported(gpu: &CudaDevice) -> bool {
     capability(gpu).is_ok_and(|(major, _)| major >= 8)
 }
 
-/// How many multiprocessors the GPU has.
+/// Returns the number of streaming multiprocessors.
 pub(crate) fn multiprocessors(gpu: &CudaDevice) -> Result<usize> {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
     Ok(gpu.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
-/// The most shared memory that a block may ask for, in bytes.
+/// Returns the most shared memory that a block may request, in bytes.
 pub(crate) fn most_shared_bytes(gpu: &CudaDevice) -> Result<usize> {
     let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     Ok(gpu.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
-/// Whether a GPU has wgmma and the tensor copy engine as Hopper has them.
+/// Returns whether a GPU has Hopper's wgmma and tensor copy engine.
 pub(crate) fn is_hopper(gpu: &CudaDevice) -> bool {
     capability(gpu).is_ok_and(|capability| capability == (9, 0))
 }
@@ -48,7 +48,7 @@ fn capability(gpu: &CudaDevice) -> Result<(i32, i32)> {
     gpu.cuda_stream().context().compute_capability().w()
 }
 
-/// A macro that a source is compiled with, as `NAME=VALUE`.
+/// A macro definition, `NAME=VALUE`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Definition {
     /// A size.
@@ -69,20 +69,20 @@ impl fmt::Display for Definition {
 static COMPILED: AtomicU64 = AtomicU64::new(0);
 static MODULES_LOADED: AtomicU64 = AtomicU64::new(0);
 
-/// How many sources were compiled since the process began, and how many modules of kernels were loaded.
+/// Returns how many sources were compiled and how many modules were loaded since the process began.
 pub(crate) fn counts() -> [u64; 2] {
     [&COMPILED, &MODULES_LOADED].map(|count| count.load(Ordering::Relaxed))
 }
 
 impl Source {
-    /// The source, loaded.
+    /// Returns the loaded module of the source. Compiles and loads it on first use.
     pub(super) fn module(
         &self,
         gpu: &CudaDevice,
         definitions: &[Definition],
     ) -> Result<Arc<CudaModule>> {
         type Key = (usize, &'static str, Vec<Definition>);
-        // A module of its own behind each key, so that several are compiled at once.
+        // Each key has a mutex, so that several sources can compile at the same time.
         type Loaded = HashMap<Key, Arc<Mutex<Option<Arc<CudaModule>>>>>;
         static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
 
@@ -100,7 +100,7 @@ impl Source {
         let ptx = self.ptx(capability(gpu)?, definitions, false)?;
         let module = match context.load_module(Ptx::from_src(ptx)) {
             Ok(module) => module,
-            // The file may be damaged, or of a toolkit that is newer than this driver.
+            // The cached PTX may be damaged, or from a toolkit newer than this driver.
             Err(_) => {
                 let ptx = self.ptx(capability(gpu)?, definitions, true)?;
                 context.load_module(Ptx::from_src(ptx)).w()?
@@ -111,23 +111,23 @@ impl Source {
         Ok(module)
     }
 
-    /// The source in the GPU's assembly, from the disk (unless it is to be compiled `anew`), else from the compiler.
+    /// Returns the source as PTX, from the disk cache or else from the compiler. `anew` skips the cache.
     fn ptx(
         &self,
         (major, minor): (i32, i32),
         definitions: &[Definition],
-        anew: bool,
+        skip_cache: bool,
     ) -> Result<String> {
-        // Hopper's own instructions are in the architecture's variant alone.
+        // Hopper's specific instructions exist only in the variant `a` of the architecture.
         let variant = if major == 9 { "a" } else { "" };
         let architecture = format!("compute_{major}{minor}{variant}");
         let key = self.cache_key(&architecture, definitions);
-        let cache = PtxCache::of_user();
-        let kept = cache.as_ref().filter(|_| !anew);
+        let cache = PtxCache::for_user();
+        let kept = cache.as_ref().filter(|_| !skip_cache);
         if let Some(ptx) = kept.and_then(|cache| cache.read(&key)) {
             return Ok(ptx);
         }
-        // A compiler that is older than the GPU does not know it; the driver takes older assembly.
+        // An NVRTC older than the GPU does not know its architecture. The driver accepts PTX of an older one.
         let ptx = self.compile(&architecture, definitions).or_else(|error| {
             let older = ["compute_90", "compute_80"].iter();
             let mut older = older.filter(|_| major > 9 || (major == 8 && minor > 0));
@@ -136,8 +136,8 @@ impl Source {
         })?;
         COMPILED.fetch_add(1, Ordering::Relaxed);
         if let Some(cache) = &cache {
-            // A disk that refuses costs the next process a second, and is no error.
-            let _ = cache.keep(&key, &ptx);
+            // A failed write is not an error: it costs the next process a second of compiling.
+            let _ = cache.store(&key, &ptx);
         }
         Ok(ptx)
     }
@@ -163,7 +163,7 @@ impl Source {
         }
     }
 
-    /// What the compiled source is kept under: it changes with the source, the GPU's architecture and the compiler.
+    /// Returns the cache key, which depends on the source, the definitions, the architecture and the compiler version.
     fn cache_key(&self, architecture: &str, definitions: &[Definition]) -> String {
         let (major, minor) = compiler_version();
         let compiler = format!("{major}.{minor}");
@@ -175,15 +175,15 @@ impl Source {
     }
 }
 
-/// NVRTC's, 0.0 if it does not say.
+/// Returns NVRTC's version, or 0.0 if it is unknown.
 fn compiler_version() -> (i32, i32) {
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: writes two numbers. What it returns is no matter: without a version the numbers stay 0.
+    // SAFETY: writes two integers. The status is ignored: after a failure they stay 0.
     let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
     (major, minor)
 }
 
-/// What is behind a lock is whole between any two statements, so a panic elsewhere spoils nothing.
+/// Locks a mutex, ignoring poisoning: the data behind these locks is consistent between any two statements.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

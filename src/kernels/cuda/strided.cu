@@ -1,17 +1,18 @@
-// Elements by their places: copies from and to strided places, and sums of those that have one place.
+// Strided copies, and sums of the elements that have the same destination.
 //
-// copy: y[to(i)] = x[from(i)] for each index i of `dims`, in words of 1, 2, 4, 8 or 16 bytes.
-// Grid ceil(n / 256) with n words, block 256. Pointers at a multiple of the word.
+// copy: y[to(i)] = x[from(i)] for each index i of `dims`, in words of 1, 2, 4, 8 or 16 bytes. Grid ceil(n / 256) with n
+// words, block 256. Pointers are multiples of the word.
 //
-// sums: dx[to(i)] = the sum over all r of dy[from(i) + from(r)], in f32: i is an index of `dims` (n), r one of
-// `repeats` (count), whose `to` is not read. Every place is written by one thread, from a sum of fixed order.
-// columns: neighbours in dy have places of their own, and so have a block's threads in x; those in y share a sum. Grid
-// ceil(n / x), block (x, y), x y <= 1024.
-// rows: neighbours in dy have one place. A sum is shared by a block's threads in x, a multiple of 32. Grid ceil(n / y).
+// sums: dx[to(i)] = the sum over all r of dy[from(i) + from(r)], in f32. i is an index of `dims` (n), r one of
+// `repeats` (count), whose `to` is not read. One thread writes each element, from a sum in fixed order.
+// columns: neighbours in dy have different destinations, one for each of a block's threads in x; threads in y share a
+// sum. Grid ceil(n / x), block (x, y), x y <= 1024.
+// rows: neighbours in dy have the same destination. A block's threads in x, a multiple of 32, share a sum. Grid ceil(n
+// / y).
 
 const int RANK = 6; // as in strided.rs
 
-// A shape, and the elements from one index to the next, in what is read and in what is written.
+// A shape with the strides of source and destination, in elements.
 struct Dims {
     long long from[RANK], to[RANK];
     unsigned size[RANK];
@@ -37,7 +38,7 @@ template <class W> __device__ __forceinline__ void copy(const W* x, W* y, unsign
     y[to] = x[from];
 }
 
-// The sum over every `step`th repeat from `first` on.
+// The sum over every `step`th repeat, from `first` on.
 template <class T> __device__ __forceinline__ float sum_of(const T* dy, const Dims& repeats, unsigned count,
                                                            unsigned first, unsigned step) {
     float sum = 0.f;

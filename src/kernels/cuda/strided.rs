@@ -1,4 +1,4 @@
-//! Elements by their places; see `strided.cu`.
+//! Strided copies and sums; see `strided.cu`.
 
 use super::source::{PRELUDE, Source};
 use super::{View, launch_config, set_to_zero, suffix};
@@ -12,7 +12,7 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("strided.cu")],
 };
 
-/// As in the source.
+/// The kernels' struct of this name.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Dims {
@@ -22,13 +22,13 @@ struct Dims {
     rank: i32,
 }
 
-// SAFETY: numbers alone, as the kernels have them.
+// SAFETY: only numbers, like the kernels' struct.
 unsafe impl DeviceRepr for Dims {}
 
 impl Dims {
     fn new(dims: &[Dim]) -> Result<Self> {
         if dims.len() > RANK || count(dims) > i32::MAX as usize {
-            bail!("{dims:?}: kernels take {RANK} dimensions and count to 2^31");
+            bail!("expected at most {RANK} dimensions and under 2^31 elements, got {dims:?}");
         }
         let mut all = Self {
             rank: dims.len() as i32,
@@ -46,10 +46,10 @@ fn count(dims: &[Dim]) -> usize {
     dims.iter().map(|dim| dim.size).product()
 }
 
-/// Copies elements of any dtype, the same for x and y, from x's places to y's; nothing else of y is written.
+/// Copies elements of any dtype, the same for x and y, from x's offsets to y's. Other elements of y are not written.
 ///
 /// # Errors
-/// More than [`RANK`] dimensions, 2^31 words or more, and the driver's.
+/// More than [`RANK`] dimensions; 2^31 words or more; driver errors.
 pub(crate) fn copy(gpu: &CudaDevice, x: View, y: View, dims: &[Dim]) -> Result<()> {
     if count(dims) == 0 {
         return Ok(());
@@ -82,12 +82,12 @@ pub(crate) fn copy(gpu: &CudaDevice, x: View, y: View, dims: &[Dim]) -> Result<(
     let n = n as u32;
     let mut launch = kernel.builder();
     launch.arg(&x.pointer).arg(&y.pointer).arg(&n).arg(&dims);
-    // SAFETY: the arguments are those of the kernel; the caller has buffers with these places.
+    // SAFETY: the arguments are those of the kernel; the caller's buffers contain these offsets.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
 
-/// Whether elements of `size` bytes can be copied as words of so many.
+/// Returns whether elements of `size` bytes can be copied as words of `bytes` bytes.
 fn is_in_words(bytes: usize, size: usize, buffers: [View; 2], dims: &[Dim]) -> bool {
     let Some((last, others)) = dims.split_last() else {
         return false;
@@ -106,12 +106,12 @@ fn is_in_words(bytes: usize, size: usize, buffers: [View; 2], dims: &[Dim]) -> b
             .all(|buffer| is_multiple(&(buffer.pointer as usize)))
 }
 
-/// dx f32, zeros but for the sums of what has one place: each index of `dims` adds its element of dy, in f32, f16 or
-/// bf16, at its place in dx. Dimensions that write one place again and again have `to` 0; in the others each index has
-/// a place of its own. `dx` begins `offset` elements before the first place.
+/// Computes dx, f32: each index of `dims` adds its element of dy, in f32, f16 or bf16, at its destination; the rest of
+/// dx is 0. Dimensions that repeat one destination have `to` 0. Along the others, destinations differ. `dx` begins
+/// `offset` elements before the first destination.
 ///
 /// # Errors
-/// Other dtypes, sizes as for [`copy`], and the driver's.
+/// Other dtypes; sizes as for [`copy`]; driver errors.
 pub(crate) fn sums(
     gpu: &CudaDevice,
     dy: View,
@@ -151,11 +151,11 @@ pub(crate) fn sums(
     };
     let kernel = SOURCE.kernel(gpu, stem, suffix(dy.dtype))?;
     let (places, repeats) = (Dims::new(&places)?, Dims::new(&repeats)?);
-    let (n, times, dx) = (n as u32, times as u32, dx.part_from(offset));
+    let (n, times, dx) = (n as u32, times as u32, dx.slice_from(offset));
     let mut launch = kernel.builder();
     launch.arg(&dy.pointer).arg(&dx.pointer);
     launch.arg(&n).arg(&places).arg(&times).arg(&repeats);
-    // SAFETY: the arguments are those of the kernel; the caller has buffers with these places.
+    // SAFETY: the arguments are those of the kernel; the caller's buffers contain these offsets.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Backward, as [`backward`](crate::backward()) runs it, node by node in candle's order.
+//! Backward as [`backward`](crate::backward()) runs it, node by node in candle's order.
 
 use super::pass::Pass;
 use super::{Buffer, END, Formula, What};
@@ -6,14 +6,14 @@ use crate::graph::{Node, Source, Target, ValueId, ValueRef, View};
 use crate::memory::MemoryKind;
 use crate::op_table::{self, lowering_of};
 use crate::ops::lowering::{Signature, Slot};
-use crate::ops::strided::put_back;
+use crate::ops::strided::contiguous_order;
 use candle_core::DType;
 use std::collections::{BTreeMap, HashSet};
 
 #[derive(Clone, Copy)]
 pub(super) struct Gradient {
     buffer: usize,
-    /// Whether no other gradient has its buffer, so that it can be added to.
+    /// Whether no other gradient uses the buffer, so that gradients can be added in place.
     is_own: bool,
 }
 
@@ -47,7 +47,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The nodes behind `root`, each before all that it depends on, in the order in which candle visits them.
+    /// Returns the nodes that `root` depends on, each before its inputs, in the order in which candle visits them.
     fn order(&self, root: ValueId) -> Vec<usize> {
         let mut order = Vec::new();
         let mut seen = HashSet::new();
@@ -78,8 +78,8 @@ impl<'a> Pass<'a> {
         order
     }
 
-    /// The event behind a value that has one in candle's graph: not behind a variable, which a segment's copy of an
-    /// input is.
+    /// Returns the event that made a value, if candle's graph has a node for it. Variables have none, and a segment's
+    /// copy of an input is a variable.
     fn maker_behind(&self, value: ValueId) -> Option<usize> {
         let event = self.makers[value.0]?;
         let is_leaf = self.node(event).is_some_and(Node::is_leaf);
@@ -94,14 +94,14 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Backward comes to a node, which has had until now what it holds.
+    /// Marks everything that a node holds as needed until now, when backward reaches it.
     fn need_held(&mut self, event: usize) {
         let Some(node) = self.node(event) else {
             return;
         };
-        let operands = self.depends_on(event).iter().chain(&node.reads);
+        let operands = self.depends_on(event).iter().chain(&node.extra_inputs);
         let held = operands.map(|operand| operand.value);
-        let held = held.chain(node.kept.iter().map(|kept| kept.value));
+        let held = held.chain(node.saved.iter().map(|kept| kept.value));
         let held: Vec<ValueId> = held.chain([node.output]).collect();
         held.into_iter().for_each(|value| self.need_value(value));
         if let Some(ids) = self.ids.remove(&event) {
@@ -127,15 +127,15 @@ impl<'a> Pass<'a> {
                     wants,
                     |pass, slot| match slot {
                         Slot::Gradient(i) => Some(pass.make_like(&node.inputs[i], BETWEEN)),
-                        Slot::Read(i) => pass.of[node.reads[i].value.0],
+                        Slot::ExtraInput(i) => pass.of[node.extra_inputs[i].value.0],
                         _ => None,
                     },
                 );
                 let same = Gradient {
-                    is_own: incoming.is_own && calls.same.len() == 1,
+                    is_own: incoming.is_own && calls.aliases.len() == 1,
                     ..incoming
                 };
-                let inputs = calls.same.iter().filter(|(input, _)| wants(*input));
+                let inputs = calls.aliases.iter().filter(|(input, _)| wants(*input));
                 passed_on.extend(inputs.map(|(input, _)| (*input, same)));
             }
             None => {
@@ -204,11 +204,11 @@ impl<'a> Pass<'a> {
         gradients.insert(input.value, sum);
     }
 
-    /// The gradient of a value from that of a view of it: as it is, in another order, or among zeros.
+    /// Returns the gradient of a value from the gradient of a view of it: unchanged, reordered, or padded with zeros.
     fn of_whole(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
         let value = self.graph.value(input.value);
-        let order = put_back(view, &value.shape);
-        // A dimension of 1 has no place.
+        let order = contiguous_order(view, &value.shape);
+        // Dimensions of size 1 can be anywhere in the order.
         let long = |dim: &&usize| view.shape[**dim] != 1;
         if order
             .as_ref()
@@ -217,14 +217,14 @@ impl<'a> Pass<'a> {
             return gradient;
         }
         self.need(gradient.buffer);
-        // Among zeros, half precision is summed in f32 and then rounded.
+        // With zeros around it, a half-precision gradient is summed in f32 and then rounded.
         if order.is_none() && value.dtype.size_in_bytes() < 4 {
             self.make_like_in(&whole(input), "sums in f32", DType::F32);
         }
         Gradient::own(self.make_like(&whole(input), BETWEEN))
     }
 
-    /// The graph inside is made again, and backward comes through it. Gradients found inside are then added outside.
+    /// Runs a segment's forward again, then its backward. Gradients of values outside are added to theirs afterwards.
     fn backward_of_segment(&mut self, index: usize, gradients: &mut Gradients) {
         let segment = &self.segments[index];
         let (end, output, inside) = (segment.end, segment.output, segment.inside.clone());
@@ -267,8 +267,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The graph goes. What is returned beside the first output lives until now, and what nothing has dropped or needed
-    /// since the moment `began`.
+    /// Frees the graph. Outputs other than the first live until now, and so does every value not dropped or needed
+    /// since `began`.
     pub(super) fn end(&mut self, began: usize) {
         for output in self.graph.outputs.iter().skip(1) {
             self.need_value(output.value);
@@ -281,8 +281,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// What comes between backward and the optimizer where the loss was scaled and gradients are f16: each is divided
-    /// by the scale into f32, from the first weight to the last; the f16 one goes when that is done.
+    /// Divides f16 gradients by the loss scale into f32, between backward and the optimizer, from the first weight to
+    /// the last. Each f16 gradient is freed after its division.
     pub(super) fn unscale(&mut self) {
         let in_f16 = self.graph.weights().any(|(id, _)| {
             let weight = self.graph.value(id);
@@ -295,13 +295,13 @@ impl<'a> Pass<'a> {
         let gradients = gradients
             .filter(|(_, buffer)| buffer.kind == MemoryKind::Gradients && buffer.until == END);
         let gradients: Vec<(usize, Buffer)> = gradients.map(|(i, buffer)| (i, *buffer)).collect();
-        // Backward has made them from the last to the first.
+        // Backward makes gradients from the last weight to the first.
         for (place, half) in gradients.into_iter().rev() {
             self.now += 1;
             let wide = self.add(Buffer { width: 4, ..half });
             self.buffers[wide].until = END;
             if self.graph.target == Target::Cuda {
-                // Widened before it is multiplied, and times 0 to find what is not finite.
+                // The kernel widens before it multiplies, and multiplies by 0 to find values that are not finite.
                 let (what, formula) = ("a gradient as it is unscaled", "of the largest");
                 self.add(Buffer::new(
                     MemoryKind::Scratch,

@@ -1,20 +1,21 @@
-//! When each buffer of an eager pass is alive, from its graph alone.
+//! Lifetimes of the buffers of an eager pass, computed from its graph alone.
 //!
-//! Time is counted in moments, one for each call of a kernel and each event of the graph. A buffer is alive from the
-//! moment in which it is made to the last in which something needs it:
+//! Time is counted in ticks: one for each kernel call and one for each event of the graph. A buffer is alive from the
+//! tick that makes it to the last that needs it:
 //!
-//! - **A value** lives until the last of: its last read; its drop, as the trace has recorded it; the backward of every
-//!   op that has it as an input, reads it beside its inputs, has made it or keeps it (candle's nodes hold all of
-//!   these). A cast of a weight that an autocast region holds is dropped where the region ends, if no op holds it.
-//! - **A segment** that is recomputed makes its values again in backward, which live as those of the whole graph do.
-//!   The copies of its inputs, and what it reads from outside and is gone there, live until backward is through the
-//!   segment.
-//! - **A gradient** lives from the first op that makes or passes on a part of it to the backward of the op that has
-//!   made its value; a weight's to the end. The first part is taken as it is, later parts are added to it, so that they
-//!   live for the addition alone. An op that passes its output's gradient on makes nothing: that is one buffer under
-//!   two names, which is not added to in place where several inputs get it.
-//! - **Scratch** of an op lives from the first of its kernels that writes it to the last that reads it, and what a
-//!   kernel takes for itself while it runs. Ids that an op checks are copied, and live as long as what it keeps.
+//! - **A value** lives until the last of: its last read; its drop, as the trace recorded it; the backward of every op
+//!   that has it as an input or extra input, has made it, or has saved it (candle's nodes hold all of these). A cast of
+//!   a weight that an autocast region holds is dropped at the end of the region, unless an op holds it.
+//! - **A recomputed segment** makes its values again in backward, with the lifetimes of a whole graph. The copies of
+//!   its inputs live until the segment's backward is done, and so do values from outside that had been freed and are
+//!   made again.
+//! - **A gradient** lives from the first op that makes or passes on a part of it to the backward of the op that made
+//!   its value; a weight's gradient lives to the end. The first part becomes the sum. Later parts are added to it, so
+//!   they live only for the addition. An op that passes on its output's gradient makes no buffer: two gradients share
+//!   one, which is not added to in place if several inputs get it.
+//! - **Scratch** of an op lives from the first of its kernels that writes it to the last that reads it. A kernel's
+//!   workspace lives while the kernel runs. Ids that an op checks are copied, and the copy lives as long as what the op
+//!   saves.
 
 mod backward;
 mod pass;
@@ -29,25 +30,25 @@ pub(super) struct Buffer {
     pub kind: MemoryKind,
     pub what: What,
     pub formula: Formula,
-    /// In f64: exact to 2^53, and no overflow beyond.
+    /// In f64: exact to 2^53, without overflow beyond.
     pub elements: f64,
     pub width: usize,
-    /// The moment in which it is made,
+    /// The tick that makes it.
     from: usize,
-    /// and the last in which it is needed.
+    /// The last tick that needs it.
     until: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum What {
     Named(&'static str),
-    /// A weight, or what has its size.
+    /// A weight, or a buffer of its size.
     Weight(ValueId),
-    /// The output of the node that is this event.
+    /// The output of the node at this event.
     Output(usize),
 }
 
-/// How many elements a buffer has, as reports write it.
+/// The number of elements of a buffer, as reports write it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Formula {
     Letters(&'static str),
@@ -75,7 +76,7 @@ impl From<ValueId> for Formula {
 const END: usize = usize::MAX;
 
 impl Buffer {
-    /// One that is there before the pass and after it.
+    /// Creates a buffer that is alive before, during and after the pass.
     pub fn new(
         kind: MemoryKind,
         what: impl Into<What>,
@@ -103,18 +104,18 @@ impl Buffer {
     }
 }
 
-/// What is alive in a pass when it matters.
+/// The peak of a pass, and the buffers alive then and after forward.
 pub(super) struct Lifetimes {
-    /// The most that is alive at once, in bytes. In f64, which goes on where bytes in 64 bits end.
+    /// The peak, in f64: sums of bytes beyond 64 bits do not overflow.
     pub peak_bytes: f64,
-    /// What is alive then,
+    /// Buffers alive at the peak.
     pub at_peak: Vec<Buffer>,
-    /// and when forward is done.
+    /// Buffers alive when forward is done.
     pub after_forward: Vec<Buffer>,
 }
 
 impl Lifetimes {
-    /// Of sizes that no graph can have: one tensor alone cannot be addressed.
+    /// Returns lifetimes for sizes that cannot be traced, because one tensor alone exceeds the address space.
     pub fn beyond(mut residents: Vec<Buffer>) -> Self {
         let (kind, what) = (MemoryKind::Activations, "more than can be addressed");
         residents.push(Buffer::new(kind, what, "2^63 and more", f64::INFINITY, 1));
@@ -125,7 +126,7 @@ impl Lifetimes {
         }
     }
 
-    /// Those of `graph`, as far as `mode` goes, with `residents` there from the beginning.
+    /// Computes the lifetimes of `graph` as far as `mode` goes, with `residents` alive from the beginning.
     pub fn of(graph: &Graph, mode: Mode, residents: impl IntoIterator<Item = Buffer>) -> Self {
         let mut pass = Pass::new(graph, residents);
         pass.run(0..graph.events.len(), false);
@@ -138,7 +139,7 @@ impl Lifetimes {
             let mut gradients = Gradients::new();
             let buffer = pass.make_like(output, "the output's gradient");
             if elements(graph.shape_of(output)) <= 1.0 {
-                pass.buffers[buffer].elements = 0.0; // a scalar is less than a tensor's record
+                pass.buffers[buffer].elements = 0.0; // a scalar is smaller than a tensor's record
             }
             gradients.insert(output.value, Gradient::shared(buffer));
             pass.backward(output.value, &mut gradients);
@@ -162,7 +163,7 @@ impl Lifetimes {
     }
 }
 
-/// The most bytes that are alive at once until the moment `last`, and when.
+/// Returns the peak in bytes up to tick `last`, and its tick.
 fn peak(buffers: &[Buffer], last: usize) -> (f64, usize) {
     let mut change = vec![0.0; last + 2];
     for buffer in buffers {
@@ -182,7 +183,7 @@ fn peak(buffers: &[Buffer], last: usize) -> (f64, usize) {
     (peak_bytes, peak)
 }
 
-/// The values that forward makes and that are there when it is done, with the nodes that make or keep them.
+/// Returns the values that forward makes and that are alive when it is done, with the nodes that made or saved them.
 pub(super) fn after_forward(graph: &Graph) -> Vec<(ValueId, &Node)> {
     let mut pass = Pass::new(graph, []);
     pass.run(0..graph.events.len(), false);
@@ -192,7 +193,7 @@ pub(super) fn after_forward(graph: &Graph) -> Vec<(ValueId, &Node)> {
     there.collect()
 }
 
-/// In f64: no overflow.
+/// Returns the number of elements in f64, which does not overflow.
 pub(super) fn elements(shape: &[usize]) -> f64 {
     shape.iter().map(|dim| *dim as f64).product()
 }

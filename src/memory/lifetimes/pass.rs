@@ -1,4 +1,4 @@
-//! Forward, event by event, and what a pass makes and needs.
+//! Forward, event by event, and the buffers that a pass makes and needs.
 
 use super::{Buffer, Formula, What, elements};
 use crate::graph::{Graph, Node, Target, TraceEvent, ValueId, ValueRef};
@@ -13,14 +13,14 @@ use std::ops::Range;
 pub(super) struct Pass<'a> {
     pub graph: &'a Graph,
     pub makers: Vec<Option<usize>>,
-    /// What somebody reads beside the op that keeps it.
+    /// Whether an op reads a value, or it is an output. (An op's read of what it saved itself does not count.)
     pub is_read: Vec<bool>,
     pub segments: Vec<Segment>,
     pub buffers: Vec<Buffer>,
     pub now: usize,
-    /// Each value's buffer, from when it is made until it is dropped.
+    /// The buffer of each value, from when it is made until it is dropped.
     pub of: Vec<Option<usize>>,
-    /// The copy of the ids that the node that is this event checks.
+    /// The copies of the ids that nodes check, by the node's event.
     pub ids: HashMap<usize, usize>,
 }
 
@@ -29,7 +29,7 @@ impl<'a> Pass<'a> {
         let mut is_read = vec![false; graph.values.len()];
         let read = graph
             .nodes()
-            .flat_map(|node| node.inputs.iter().chain(&node.reads));
+            .flat_map(|node| node.inputs.iter().chain(&node.extra_inputs));
         for operand in read.chain(&graph.outputs) {
             is_read[operand.value.0] = true;
         }
@@ -49,7 +49,7 @@ impl<'a> Pass<'a> {
         node(self.graph, event)
     }
 
-    /// The segment that the node stands for which is this event.
+    /// Returns the segment whose node is this event.
     pub fn segment_ended_by(&self, event: usize) -> Option<usize> {
         self.segments.binary_search_by_key(&event, |s| s.end).ok()
     }
@@ -95,13 +95,13 @@ impl<'a> Pass<'a> {
             true => Logits,
             false => Activations,
         };
-        match node.kept.iter().find(|kept| kept.value == id) {
+        match node.saved.iter().find(|kept| kept.value == id) {
             Some(kept) => (kind, What::Named(kept.name)),
             None => (kind, What::Output(event)),
         }
     }
 
-    /// Makes scratch with as many elements as `like`, in its dtype.
+    /// Makes a scratch buffer with as many elements as `like`, in its dtype.
     pub fn make_like(&mut self, like: &ValueRef, what: &'static str) -> usize {
         self.make_like_in(like, what, self.graph.value(like.value).dtype)
     }
@@ -127,8 +127,8 @@ impl<'a> Pass<'a> {
         ))
     }
 
-    /// Forward of these events: of all, or of a segment's again, for which what is gone outside is made again and
-    /// returned.
+    /// Runs forward of these events: of the whole graph, or of a segment again. Again, values from outside that had
+    /// been freed are made again, and returned.
     pub fn run(&mut self, events: Range<usize>, is_again: bool) -> Vec<ValueId> {
         let mut made_again = Vec::new();
         let end = events.end;
@@ -148,10 +148,10 @@ impl<'a> Pass<'a> {
         made_again
     }
 
-    /// Makes what a node reads and is gone.
+    /// Makes what a node reads and has been freed.
     pub fn make_again(&mut self, node: &Node) -> Vec<ValueId> {
         let mut made = Vec::new();
-        for operand in node.inputs.iter().chain(&node.reads) {
+        for operand in node.inputs.iter().chain(&node.extra_inputs) {
             let value = operand.value;
             if let (None, Some(maker)) = (self.of[value.0], self.makers[value.0]) {
                 self.make(maker, value);
@@ -161,7 +161,7 @@ impl<'a> Pass<'a> {
         made
     }
 
-    /// The last tensor of a value goes, and the node behind it.
+    /// Frees a value with its last tensor, and the node that made it.
     fn drop_value(&mut self, value: ValueId) {
         self.need_value(value);
         self.of[value.0] = None;
@@ -173,9 +173,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// What an op keeps goes with it, but for what others read.
+    /// Frees what an op saved, except what others read.
     fn drop_node(&mut self, event: usize, node: &Node) {
-        for kept in &node.kept {
+        for kept in &node.saved {
             if !self.is_read[kept.value.0] {
                 self.need_value(kept.value);
                 self.of[kept.value.0] = None;
@@ -202,33 +202,33 @@ impl<'a> Pass<'a> {
                 |_| true,
                 |pass, slot| match slot {
                     Slot::Output => Some(pass.make(event, node.output)),
-                    Slot::Kept(i) => Some(pass.make(event, node.kept[i].value)),
-                    Slot::Read(i) => pass.of[node.reads[i].value.0],
+                    Slot::Saved(i) => Some(pass.make(event, node.saved[i].value)),
+                    Slot::ExtraInput(i) => pass.of[node.extra_inputs[i].value.0],
                     _ => None,
                 },
             );
         }
-        let slots = (0..node.kept.len()).map(Slot::Kept).chain([Slot::Output]);
+        let slots = (0..node.saved.len()).map(Slot::Saved).chain([Slot::Output]);
         for slot in slots {
             let value = match slot {
-                Slot::Kept(i) => node.kept[i].value,
+                Slot::Saved(i) => node.saved[i].value,
                 _ => node.output,
             };
             match made.iter().find(|(other, _)| *other == slot) {
                 Some((_, buffer)) => self.need(*buffer),
                 None => {
-                    self.make(event, value); // a copy, or of an op that is composed
+                    self.make(event, value); // a copy, or output of a composed op
                 }
             }
         }
-        // What is read beside goes when it was read last, if nobody else has it.
+        // An extra input is freed at its last read if nothing else holds it.
         let drops = self.graph.events[event + 1..end].iter();
         let drops = drops.map_while(|event| match event {
             TraceEvent::Drop(value) => Some(*value),
             _ => None,
         });
         let dropped: Vec<ValueId> = drops.collect();
-        for operand in &node.reads {
+        for operand in &node.extra_inputs {
             match calls.is_some() && dropped.contains(&operand.value) {
                 true => self.of[operand.value.0] = None,
                 false => self.need_value(operand.value),
@@ -240,14 +240,14 @@ impl<'a> Pass<'a> {
         if !self.graph.value(node.output).tracked {
             self.drop_node(event, node);
         }
-        // A segment's node has copied what was made inside.
+        // A segment's node has copied the output made inside.
         if let Some(segment) = self.segment_ended_by(event) {
             self.drop_value(self.segments[segment].output);
         }
     }
 
-    /// Calls the kernels of a pass, a moment each. `find` makes or finds what is no scratch; `made` is what was
-    /// written.
+    /// Runs the kernels of a pass, one tick each. `find` makes or finds buffers that are not scratch; `made` collects
+    /// the buffers written.
     pub fn call(
         &mut self,
         signature: &Signature<'_>,
@@ -286,17 +286,17 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// A function that backward recomputes, where a gradient reaches what it returns.
+/// A function that backward recomputes, where a gradient reaches its output.
 pub(super) struct Segment {
-    /// Its events, but the drops at its end with which its graph goes.
+    /// Its events, without the drops at its end that free its graph.
     pub inside: Range<usize>,
-    /// The node that stands for it outside.
+    /// The event of the node that stands for it in the outer graph.
     pub end: usize,
-    /// The copies of its inputs that it works on,
+    /// The copies of its inputs that it works on.
     pub copies: Vec<ValueId>,
-    /// and what they are copies of.
+    /// The inputs that were copied.
     pub inputs: Vec<ValueRef>,
-    /// The last that is made inside.
+    /// The last value made inside.
     pub output: ValueId,
 }
 
@@ -318,7 +318,7 @@ fn segments(graph: &Graph) -> Vec<Segment> {
                 let Some(begin) = open.pop() else {
                     continue;
                 };
-                // Without a gradient there is no node, and no graph.
+                // Without a gradient there is neither a node nor a graph.
                 let mut after = graph.events.iter().enumerate().skip(i + 1);
                 let Some((end, TraceEvent::Node(last))) = after.find(|(_, event)| !is_drop(event))
                 else {

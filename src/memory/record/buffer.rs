@@ -1,4 +1,4 @@
-//! Events on their way out of the allocator: written without asking for memory.
+//! The event buffer of a recording, written to without allocating.
 
 use super::RecordConfig;
 use crate::memory::tracker;
@@ -31,17 +31,17 @@ pub(in crate::memory) enum What {
 pub(super) struct Event {
     pub at_ns: u64,
     pub what: What,
-    /// Of the block, as `bytes`; 0 without one.
+    /// Address of the block that `bytes` is the size of; 0 without a block.
     pub address: usize,
     pub bytes: usize,
-    /// All that was alive, small blocks too.
+    /// All bytes alive, including small blocks.
     pub current_bytes: usize,
     pub path: Path,
     pub phase: &'static str,
     pub thread: u32,
 }
 
-/// Room for a fixed number of events. It is taken from the system, past the tracker, which would count it.
+/// A buffer of fixed capacity. Its memory comes from the system allocator, since the tracker would count it.
 struct Buffer {
     start: Instant,
     events: NonNull<Event>,
@@ -50,7 +50,7 @@ struct Buffer {
     lost: u64,
 }
 
-// SAFETY: the only pointer to the events.
+// SAFETY: this is the only pointer to the events.
 unsafe impl Send for Buffer {}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,11 +59,11 @@ pub(in crate::memory) enum Place {
     Gpu,
 }
 
-/// Blocks from this size on are recorded, by [`Place`]; the largest number while none are.
+/// The smallest block that is recorded, by [`Place`]; `usize::MAX` without a recording.
 static THRESHOLD_BYTES: [AtomicUsize; 2] = [const { AtomicUsize::new(usize::MAX) }; 2];
 pub(super) static GPU_BYTES: AtomicUsize = AtomicUsize::new(0);
-/// The recording that runs. An event's count and its place are taken under one lock: counts are then those of the
-/// events before, whatever threads do. Nothing under it takes a block or gives one back.
+/// The running recording. Counting a block and writing its event happen under one lock, so that counts match the order
+/// of events whatever other threads do. Nothing is allocated or freed under the lock.
 static BUFFER: Mutex<Option<Buffer>> = Mutex::new(None);
 
 fn buffer() -> MutexGuard<'static, Option<Buffer>> {
@@ -86,7 +86,7 @@ fn thread_number() -> u32 {
     }
 }
 
-/// A block was allocated, or is about to be freed; `count` counts it, and returns the bytes alive.
+/// Reports a block that was allocated or is about to be freed. `count` updates the counter and returns the bytes alive.
 #[inline]
 pub(in crate::memory) fn change(
     place: Place,
@@ -108,7 +108,7 @@ fn current_bytes() -> usize {
     }
 }
 
-/// A phase or an op begins or ends at `path`, or the recording does.
+/// Writes an event for the begin or end of a phase, of an op, or of the recording.
 pub(super) fn mark(what: What, path: Path, phase: &'static str) {
     write(what, [0, 0], path, phase, current_bytes);
 }
@@ -120,7 +120,7 @@ fn push(what: What, address: usize, bytes: usize, count: impl FnOnce() -> usize)
     write(what, [address, bytes], path, phase, count);
 }
 
-/// Counts, and writes the event of this time and this count if a recording runs and has room.
+/// Updates the count, then writes the event with its time and count if a recording runs and has capacity left.
 fn write(
     what: What,
     [address, bytes]: [usize; 2],
@@ -148,7 +148,7 @@ fn write(
         phase,
         thread,
     };
-    // SAFETY: inside of the buffer.
+    // SAFETY: `written` is less than the capacity.
     unsafe { buffer.events.add(buffer.written).write(event) };
     buffer.written += 1;
 }
@@ -158,7 +158,7 @@ pub(super) fn start(place: Place, config: &RecordConfig) -> Result<()> {
     let layout = Layout::array::<Event>(capacity)
         .ok()
         .filter(|layout| layout.size() > 0);
-    // SAFETY: not of size zero.
+    // SAFETY: the size is not zero.
     let events = layout.and_then(|layout| NonNull::new(unsafe { System.alloc(layout) }));
     let events = events.ok_or_else(|| {
         let wanted_bytes = capacity.saturating_mul(size_of::<Event>()) as u64;
@@ -186,7 +186,7 @@ pub(super) fn start(place: Place, config: &RecordConfig) -> Result<()> {
     Ok(())
 }
 
-/// Ends the recording: what was recorded, and how many events found no room.
+/// Ends the recording and returns its events, and the number of events lost because the buffer was full.
 pub(super) fn stop() -> (Vec<Event>, u64) {
     for threshold in &THRESHOLD_BYTES {
         threshold.store(usize::MAX, SeqCst);
@@ -194,7 +194,7 @@ pub(super) fn stop() -> (Vec<Event>, u64) {
     let Some(buffer) = buffer().take() else {
         return Default::default();
     };
-    // SAFETY: so many have been written.
+    // SAFETY: `written` events have been written.
     let events = unsafe { std::slice::from_raw_parts(buffer.events.as_ptr(), buffer.written) };
     (events.to_vec(), buffer.lost)
 }
@@ -206,7 +206,7 @@ pub(super) fn position() -> usize {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Ok(layout) = Layout::array::<Event>(self.capacity) {
-            // SAFETY: taken in `start` with this layout.
+            // SAFETY: allocated in `start` with this layout.
             unsafe { System.dealloc(self.events.as_ptr().cast(), layout) };
         }
     }

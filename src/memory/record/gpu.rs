@@ -1,4 +1,4 @@
-//! A GPU's blocks, counted as the driver is asked for them: what the tracker is to the host's memory.
+//! Counts and records a GPU's blocks, from the driver's calls: what the tracker does for the host's memory.
 
 use super::buffer::{self, GPU_BYTES, Place, What};
 use crate::Result;
@@ -11,26 +11,26 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// The context whose blocks are counted; 0 while none's are.
+/// The CUDA context whose blocks are counted; 0 means none.
 static CONTEXT: AtomicUsize = AtomicUsize::new(0);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 static UNKNOWN_BLOCKS: AtomicU64 = AtomicU64::new(0);
-/// By address: the driver is not told the size of what is given back.
+/// Sizes by address: the driver's free has no size.
 static SIZES: LazyLock<Mutex<HashMap<usize, usize>>> = LazyLock::new(Mutex::default);
 
 fn sizes() -> MutexGuard<'static, HashMap<usize, usize>> {
     SIZES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// While it lasts, a GPU's blocks are counted, and written to the recording that runs.
+/// Guard: while it is alive, a GPU's blocks are counted and written to the running recording.
 pub(super) struct Watch {
     _subscription: Subscription,
 }
 
-/// Counts the blocks of `device` from what its pool has given out by now.
+/// Starts to count the blocks of `device`. The count begins with what its pool has allocated.
 pub(super) fn watch(device: &Device) -> Result<Watch> {
     let context = device.as_cuda_device()?.cuda_stream().context().cu_ctx();
-    device.synchronize()?; // what was dropped is given back
+    device.synchronize()?; // finish pending frees
     let current_bytes = pool_bytes(device, Counter::Used).unwrap_or_default();
     GPU_BYTES.store(current_bytes as usize, Relaxed);
     UNKNOWN_BLOCKS.store(0, Relaxed);
@@ -76,13 +76,13 @@ pub(super) fn allocations() -> u64 {
     ALLOCATIONS.load(Relaxed)
 }
 
-/// How many blocks were given back that were taken before they were watched, and that [`register_block`] was not told
-/// of.
+/// Returns the number of freed blocks of unknown size: allocated before the watch, and not passed to
+/// [`register_block`].
 pub(super) fn unknown_blocks() -> u64 {
     UNKNOWN_BLOCKS.load(Relaxed)
 }
 
-/// Says how large a block is that was taken before it was watched.
+/// Registers the size of a block that was allocated before the watch.
 pub(super) fn register_block(address: usize, bytes: usize) {
     sizes().entry(address).or_insert(bytes);
 }
@@ -101,6 +101,6 @@ pub(super) fn block_of(storage: &CudaStorage) -> Option<(usize, usize)> {
         Slice::F16(x) => Some(extent(storage, x)),
         Slice::F32(x) => Some(extent(storage, x)),
         Slice::F64(x) => Some(extent(storage, x)),
-        _ => None, // types that nothing here computes in
+        _ => None, // types that this crate does not compute in
     }
 }

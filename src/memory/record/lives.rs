@@ -1,4 +1,4 @@
-//! From events to blocks: who took each, where, for how long, and what for.
+//! Turns events into blocks: each with its origin, lifetime and use.
 
 use super::buffer::{Event, What};
 use super::{Label, MemoryKind};
@@ -7,31 +7,33 @@ use crate::ops::{self, WEIGHT_CAST};
 use crate::probe::Path;
 use std::collections::HashMap;
 
-/// A block of memory that was alive while it was recorded.
+/// A block of memory that was alive during the recording.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Block {
-    /// Where it was.
+    /// Its address.
     pub address: usize,
-    /// How large it was.
+    /// Its size.
     pub bytes: u64,
-    /// What it was there for.
+    /// Its use.
     pub kind: MemoryKind,
-    /// What [`Recorder::label`](crate::memory::Recorder::label) has called it, if it has.
+    /// The name that [`Recorder::label`](crate::memory::Recorder::label) gave it, if any.
     pub name: Option<String>,
-    /// Where it was taken: an op's path, or the range around candle's own work; the root if before the recording.
+    /// The path at its allocation: an op's path, or the range around candle's own work; the root if it was allocated
+    /// before the recording.
     pub path: Path,
-    /// The phase in which it was taken; empty if in none.
+    /// The phase at its allocation; empty if none.
     pub phase: &'static str,
-    /// The thread that took it, counted as they come, from 1; 0 for what was there before.
+    /// Number of the thread that allocated it, from 1 in the order of their first event; 0 if it was allocated before
+    /// the recording.
     pub thread: u32,
-    /// The event with which it came; `None` if it was there before.
+    /// The event of its allocation; `None` if it was allocated before the recording.
     pub taken_at: Option<usize>,
-    /// The event with which it went; `None` if it was there at the end.
+    /// The event at which it was freed; `None` if it was alive at the end.
     pub given_back_at: Option<usize>,
 }
 
 impl Block {
-    /// Whether it was alive just after this event.
+    /// Returns whether it was alive just after this event.
     pub fn is_alive_at(&self, event: usize) -> bool {
         self.taken_at.is_none_or(|taken| taken <= event)
             && self
@@ -43,15 +45,15 @@ impl Block {
 /// A phase, from its first event to its last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseSpan {
-    /// `forward`, `backward`, `optimizer`, or what a caller has called it.
+    /// `forward`, `backward`, `optimizer`, or a caller's name.
     pub name: &'static str,
-    /// The event with which it began.
+    /// The event at which it began.
     pub begins_at: usize,
-    /// The event with which it ended; the recording's last if it did not.
+    /// The event at which it ended; the recording's last event if it did not end.
     pub ends_at: usize,
 }
 
-/// What a block's [`MemoryKind`] follows from, in addition to the block.
+/// Facts that determine a block's [`MemoryKind`], in addition to the block itself.
 #[derive(Clone, Copy, Default)]
 struct Circumstances {
     phase: Option<usize>,
@@ -61,7 +63,7 @@ struct Circumstances {
 
 struct Open {
     thread: u32,
-    /// The how-manieth of its kind.
+    /// Index among all ops, or among all phases.
     number: usize,
     path: Path,
     phase: &'static str,
@@ -75,7 +77,8 @@ struct Around {
 }
 
 impl Around {
-    /// The op that an event belongs to, and the place: the thread's own, or for a thread that is nowhere the latest.
+    /// Returns the op, path and phase that an event belongs to: the thread's own, or for a thread in no range the
+    /// latest.
     fn owner(&self, event: &Event) -> (Option<usize>, Path, &'static str, Option<usize>) {
         let is_nowhere = event.path == Path::ROOT && event.phase.is_empty();
         let of = |open: &&Open| is_nowhere || open.thread == event.thread;
@@ -88,7 +91,7 @@ impl Around {
                 let phase = phase.map(|open| open.number);
                 (Some(op.number), op.path, op.phase, phase)
             }
-            // Not the worker of an op: of nothing that is known, but in the phase that runs.
+            // Not a worker of an op: no known op, but the phase that runs.
             None if is_nowhere => {
                 let name = self.phases.last().map_or("", |open| open.phase);
                 (None, Path::ROOT, name, phase)
@@ -104,7 +107,7 @@ fn close(open: &mut Vec<Open>, event: &Event) -> Option<Open> {
     Some(open.remove(place))
 }
 
-/// The blocks, in the order in which they were allocated, and the phases.
+/// Returns the blocks in the order of allocation, and the phases.
 pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<PhaseSpan>) {
     let mut around = Around::default();
     let mut phases: Vec<PhaseSpan> = Vec::new();
@@ -185,7 +188,7 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<Phase
         block
     });
     let mut blocks: Vec<Block> = blocks.collect();
-    blocks.sort_by_key(|block| block.taken_at); // stable; none comes first
+    blocks.sort_by_key(|block| block.taken_at); // stable; None comes first
     (blocks, phases)
 }
 
@@ -204,15 +207,15 @@ fn before(address: usize, bytes: usize) -> (Block, Circumstances) {
     (block, Circumstances::default())
 }
 
-/// Returns what a block is there for, by rules of which the first that applies holds; a label comes before all of them.
+/// Returns the use of a block. The first rule that applies decides; a label overrides all rules.
 ///
-/// - Taken before the recording, or outside of every phase: of no kind.
-/// - Taken by a weight's cast: a weight cast.
-/// - Forward: scratch, if given back in the same call of the same op; else a cross-entropy's, and those of the product
-///   in [`TransformerLM`](crate::model::TransformerLM)'s head, are logits, all others activations. Without a graph they
-///   come and go, and are activations all the same.
-/// - Backward: a gradient, if it is there when backward is done; else scratch: gradients on their way.
-/// - Optimizer: its state, if it is there when the optimizer is done; else scratch.
+/// - Allocated before the recording, or outside of every phase: [`MemoryKind::Other`].
+/// - Allocated by the cast of a weight: weight cast.
+/// - Forward: scratch if freed in the same call of the same op. Otherwise logits for a cross-entropy and for the matmul
+///   of [`TransformerLM`](crate::model::TransformerLM)'s head, and activations for everything else. Without a graph
+///   such blocks are short-lived, and still count as activations.
+/// - Backward: a gradient if alive when backward is done; otherwise scratch (gradients between ops).
+/// - Optimizer: its state if alive when the optimizer is done; otherwise scratch.
 fn kind_of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> MemoryKind {
     let Some(phase) = of.phase.map(|number| &phases[number]) else {
         return MemoryKind::Other;

@@ -1,4 +1,4 @@
-//! Every block of memory with its origin: recorded while a step runs, summed, drawn, and written for PyTorch's viewers.
+//! Recording of every block of memory with its origin, while a step runs; sums, charts and PyTorch's snapshot of it.
 
 pub(super) mod buffer;
 #[cfg(feature = "cuda")]
@@ -25,19 +25,21 @@ use candle_core::{CpuStorage, Device, Storage, Tensor};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-/// How a recording is made.
+/// The configuration of a recording.
+///
+/// [`record_on()`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordConfig {
-    /// Blocks from this size on are recorded; what is smaller is in the sums only, as [`MemoryKind::Other`].
+    /// Blocks from this size on are recorded. Smaller ones are in the sums only, as [`MemoryKind::Other`].
     pub threshold_bytes: usize,
-    /// Room for so many events, 64 bytes each, of which the system gives only what is written to. A block is two
-    /// events, so is an op, so is a phase. What finds no room is counted, and lost.
+    /// Number of events that the recording can hold, 64 bytes each; memory that is not written to stays uncommitted. A
+    /// block needs two events, as does an op or a phase. Events beyond the capacity are counted and lost.
     pub capacity: usize,
-    /// What was alive before anything of interest was: subtracted from every sum.
+    /// Bytes that were alive before the work of interest: subtracted from every sum.
     pub baseline_bytes: u64,
 }
 
-/// Blocks of 4 KiB and more, a million events.
+/// Records blocks of 4 KiB and more, up to 2^20 events.
 impl Default for RecordConfig {
     fn default() -> Self {
         Self {
@@ -48,44 +50,44 @@ impl Default for RecordConfig {
     }
 }
 
-/// A recording under way, until it is [finished](Recorder::finish) or dropped.
+/// A running recording, until it is [finished](Recorder::finish) or dropped.
 #[must_use = "the recording ends when this is dropped"]
 pub struct Recorder {
     config: RecordConfig,
     began: SystemTime,
     labels: Vec<Label>,
-    /// While it lasts, a GPU's blocks are counted; `None` where the host's are recorded.
+    /// Guard of a GPU's recording; `None` when the host's blocks are recorded.
     gpu: Option<gpu::Watch>,
-    /// While it lasts, threads know where they are.
+    /// Guard: keeps threads' paths up to date.
     _listening: Listening,
 }
 
-/// What is known of a block from outside.
+/// The use and name of a block, given by the caller.
 struct Label {
     address: usize,
     bytes: usize,
     kind: MemoryKind,
     name: String,
-    /// Said after this many events.
+    /// Number of events before the label.
     position: usize,
 }
 
-/// What was recorded.
+/// A finished recording.
 #[derive(Clone, Debug)]
 pub struct MemoryRecording {
-    // Not public: their events are within `curve`, which sums and pictures rely on.
+    // Not public: sums and charts rely on event indices being within `curve`.
     pub(super) blocks: Vec<Block>,
     pub(super) phases: Vec<PhaseSpan>,
-    /// Events that found no room: if there are any, blocks are missing, and sums are too small or too large.
+    /// Number of events beyond the capacity. If there are any, blocks are missing and sums by origin are wrong.
     pub lost_events: u64,
-    /// Blocks of a GPU that were given back and had been taken before the recording, so that their size was not known
-    /// ([`Recorder::label`] tells it): sums after them are too large.
+    /// Number of a GPU's blocks that were freed, but allocated before the recording and of unknown size
+    /// ([`Recorder::label`] makes it known). Sums after them are too large.
     pub unknown_blocks: u64,
     /// When it began.
     pub began: SystemTime,
-    /// How it was made.
+    /// Its configuration.
     pub config: RecordConfig,
-    /// By event: when it was, and what was alive then, the baseline subtracted.
+    /// For each event its time and the bytes alive then, minus the baseline.
     pub(super) curve: Vec<Sample>,
 }
 
@@ -95,11 +97,12 @@ pub(super) struct Sample {
     pub bytes: u64,
 }
 
-/// Begins to record every block of a tensor's size that the process takes or gives back, on all threads.
+/// Starts to record the process's allocations and frees on all threads, of blocks of at least
+/// [`RecordConfig::threshold_bytes`].
 ///
-/// A block belongs to the path and phase of the thread that takes it ([`probe`]). A thread that is nowhere, a kernel's
-/// worker, works for the op that runs: that which began last, on whatever thread, if several do.
-/// A block that the allocator resizes counts as freed and allocated.
+/// A block belongs to the path and phase of the thread that allocates it ([`probe`]). A thread in no range, such as a
+/// kernel's worker, works for the running op; if several run, for the one that began last on any thread. A block that
+/// the allocator resizes counts as freed and allocated.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -126,23 +129,44 @@ pub(super) struct Sample {
 /// ```
 ///
 /// # Errors
-/// No [`Tracker`](tracker::Tracker) is installed; another recording is running; no memory for the events.
+/// [`Error::Order`] if no [`Tracker`](tracker::Tracker) is installed or another recording runs; [`Error::Config`] for a
+/// capacity of 0; [`Error::OutOfMemory`] if there is no memory for the events.
 pub fn record(config: RecordConfig) -> Result<Recorder> {
     record_on(&Device::Cpu, config)
 }
 
-/// As [`record()`], the blocks of `device`: on a GPU of NVIDIA's, those that its memory pool gives out, which all of
-/// candle's tensors there are in.
+/// Like [`record()`], for the blocks of `device`. On an NVIDIA GPU these are the blocks of its memory pool, which holds
+/// all of candle's tensors there.
 ///
-/// The driver's calls are listened to through CUPTI, a library of the CUDA toolkit, which has one listener in a
-/// process: no other profiler can run meanwhile. Sizes are those asked for; the pool rounds them up
-/// ([`Meter`](crate::memory::Meter) has its counters). A block is there from the call that asks for it to the one that
-/// gives it back, and times are the host's, which runs ahead of the GPU. What libraries take past the pool, cuBLAS's
-/// own workspace, is not seen.
+/// CUPTI, a library of the CUDA toolkit, reports the driver's calls. A process can have only one CUPTI subscriber, so
+/// no other profiler can run meanwhile. Sizes are those requested; the pool rounds them up
+/// ([`Meter`](crate::memory::Meter) reads its counters). A block lives from the call that allocates it to the call that
+/// frees it. Times are the host's, which runs ahead of the GPU. Allocations outside of the pool, such as cuBLAS's
+/// workspace, are not seen.
+///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use std::alloc::System;
+/// use tallow::memory::{self, RecordConfig, tracker::Tracker};
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Tracker<System> = Tracker::new(System); // a GPU needs none
+///
+/// let device = tallow::device("cpu")?;
+/// let config = RecordConfig { threshold_bytes: 1 << 20, ..Default::default() };
+/// let recorder = memory::record_on(&device, config)?;
+/// let large = Tensor::zeros((512, 1024), DType::F32, &device)?; // 2 MiB
+/// let small = Tensor::zeros(1024, DType::F32, &device)?; // 4 KiB, in the sums only
+/// let recording = recorder.finish();
+/// assert_eq!(recording.blocks().len(), 1);
+/// assert_eq!(recording.blocks()[0].bytes, 2 << 20);
+/// # drop((large, small));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// As [`record()`]; on a GPU, no CUPTI, or another tool that has it; a device that is neither the CPU nor a GPU of
-/// NVIDIA's.
+/// Those of [`record()`], except that a GPU needs no tracker; on a GPU also a missing CUPTI, or one that another tool
+/// uses; a device that is neither the CPU nor an NVIDIA GPU.
 pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
     if device.is_cpu() && tracker::current_bytes().is_none() {
         return Err(Error::Order {
@@ -155,7 +179,7 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         return Err(Error::config("RecordConfig", "capacity", "0")
             .must_be("at least 1", "a block is two events"));
     }
-    // The listener first: what it takes is no part of the recording.
+    // The listener first: its own allocations are not part of the recording.
     let listening = probe::listen(Arc::new(Marks));
     let began = SystemTime::now();
     let place = match device.is_cpu() {
@@ -173,14 +197,14 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
     if place == Place::Gpu {
         recorder.gpu = Some(gpu::watch(device)?);
     }
-    // The first event says what is alive.
+    // The first event has the bytes alive at the start.
     buffer::mark(What::Begins, probe::current(), probe::current_phase());
     Ok(recorder)
 }
 
 impl Recorder {
-    /// Says what the block of `tensor`'s elements is there for: parameters, the optimizer's state, inputs. It may have
-    /// been taken before the recording began. Tensors elsewhere than on the device that is recorded are passed over.
+    /// Sets the use and name of the block that holds `tensor`'s elements: parameters, optimizer state, inputs. It may
+    /// have been allocated before the recording. Tensors on another device than the recorded one are ignored.
     pub fn label(&mut self, kind: MemoryKind, name: impl Into<String>, tensor: &Tensor) {
         if tensor.device().is_cpu() != self.gpu.is_none() {
             return;
@@ -199,7 +223,7 @@ impl Recorder {
         }
     }
 
-    /// Ends the recording.
+    /// Ends the recording and returns it.
     pub fn finish(mut self) -> MemoryRecording {
         let (events, lost_events) = buffer::stop();
         let unknown_blocks = self.gpu.take().map_or(0, |_| gpu::unknown_blocks());
@@ -222,14 +246,14 @@ impl Recorder {
     }
 }
 
-/// A recording that is dropped does not go on running.
+/// Stops the recording.
 impl Drop for Recorder {
     fn drop(&mut self) {
         buffer::stop();
     }
 }
 
-/// How many blocks have been taken on `device`; a GPU's are counted while they are recorded.
+/// Returns the number of blocks allocated on `device` so far; those of a GPU are counted only while recorded.
 pub(crate) fn blocks_taken(device: &Device) -> u64 {
     match device.is_cpu() {
         true => tracker::allocations().unwrap_or_default(),
@@ -237,7 +261,7 @@ pub(crate) fn blocks_taken(device: &Device) -> u64 {
     }
 }
 
-/// Address and size of the elements of a tensor's storage, if it is on the CPU or a GPU of NVIDIA's.
+/// Returns the address and size of a tensor's storage, on the CPU or an NVIDIA GPU.
 pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
     fn extent<T>(elements: &[T]) -> (usize, usize) {
         (elements.as_ptr().addr(), size_of_val(elements))
@@ -252,7 +276,7 @@ pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
             CpuStorage::F16(x) => Some(extent(x)),
             CpuStorage::F32(x) => Some(extent(x)),
             CpuStorage::F64(x) => Some(extent(x)),
-            _ => None, // types that nothing here computes in
+            _ => None, // types that this crate does not compute in
         },
         #[cfg(feature = "cuda")]
         Storage::Cuda(storage) => gpu::block_of(storage),

@@ -1,4 +1,4 @@
-//! [`super::gpu`] in a build without CUDA, where there is none.
+//! [`super::gpu`] in a build without CUDA.
 
 use crate::{Error, Result};
 use candle_core::Device;

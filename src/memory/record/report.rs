@@ -1,4 +1,4 @@
-//! A recording as tables, and as a picture.
+//! A recording as tables, and as a chart.
 
 use super::{Block, Holdings, MemoryKind, MemoryRecording};
 use crate::probe::Path;
@@ -7,8 +7,7 @@ use crate::report::{Column, Report, bytes_to_mib};
 use serde_json::json;
 
 impl Block {
-    /// Where it came from, as tables name it: what it is labelled, its path, or `candle` for what candle does between
-    /// ops.
+    /// Returns its origin, for tables: its label, its path, or `candle` for what candle allocates between ops.
     pub fn origin(&self) -> String {
         match (&self.name, self.path) {
             (Some(name), _) => name.clone(),
@@ -20,7 +19,7 @@ impl Block {
 }
 
 impl MemoryRecording {
-    /// The peak of each phase, and what was alive then, by what it was there for.
+    /// Returns the peak of each phase as a table, and the bytes alive then by use.
     pub fn phase_report(&self) -> Report {
         let holdings = self
             .phases
@@ -48,7 +47,7 @@ impl MemoryRecording {
         }
     }
 
-    /// The `count` largest blocks that were taken, with their origin; blocks that are alike are one row.
+    /// Returns the `count` largest blocks allocated during the recording, with their origin; equal blocks are one row.
     pub fn largest_report(&self, count: usize) -> Report {
         let mut alike: Vec<(&Block, usize)> = Vec::new();
         for block in self.largest(usize::MAX) {
@@ -84,7 +83,7 @@ impl MemoryRecording {
         }
     }
 
-    /// What a reader must know to judge the sums.
+    /// Returns caveats about the sums: lost events and blocks of unknown size.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if self.lost_events > 0 {
@@ -105,7 +104,7 @@ impl MemoryRecording {
     }
 }
 
-/// The colour of a kind in every timeline, by its number in an [`AreaLayer`]; a plan's memory map has the same.
+/// Returns the colour of a kind in every timeline, as an [`AreaLayer`] index; a plan's memory map uses the same.
 fn colour(kind: MemoryKind) -> usize {
     match kind {
         MemoryKind::Other => 0,
@@ -120,14 +119,31 @@ fn colour(kind: MemoryKind) -> usize {
     }
 }
 
-/// At most so many moments are drawn: of those between, the one with the most alive.
+/// The most points in time drawn. Each is the one with the most bytes alive in its stretch of events.
 const MOMENTS: usize = 1200;
 
-/// What was alive over time, stacked by what it was there for, with the phases marked:
-/// [`save`](AreaChart::save) writes it.
+/// Returns a chart of the bytes alive over time, stacked by use, with the phases marked. [`save`](AreaChart::save)
+/// writes it.
 ///
-/// A chart has room for about a thousand moments. Where there were more, each that is drawn stands for a stretch of
-/// events, and is the worst one in it: the peak is always drawn.
+/// The chart has at most 1,200 points in time. With more events, each point stands for a stretch of events and shows
+/// its worst, so the peak is always drawn.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use std::alloc::System;
+/// use tallow::memory::{self, RecordConfig, tracker::Tracker};
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Tracker<System> = Tracker::new(System);
+///
+/// let recorder = memory::record(RecordConfig::default())?;
+/// let x = Tensor::zeros((512, 1024), DType::F32, &Device::Cpu)?;
+/// drop(x);
+/// let chart = memory::timeline(&recorder.finish(), "A tensor");
+/// assert_eq!(chart.y_label, "memory in use (MiB)");
+/// assert!(chart.to_svg()?.contains("A tensor"));
+/// # Ok::<(), tallow::Error>(())
+/// ```
 pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaChart {
     let holdings = recording.holdings();
     let stretch = holdings.len().div_ceil(MOMENTS).max(1);
@@ -145,7 +161,7 @@ pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaCh
             .get(event)
             .map_or(0.0, |sample| sample.at_ns as f64 / 1e6)
     };
-    // The lasting at the bottom, what comes and goes on top.
+    // Long-lived memory at the bottom, short-lived memory on top.
     let order = [
         MemoryKind::Other,
         MemoryKind::Weights,

@@ -9,17 +9,16 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
 
-/// A [`MemoryRecording`] as PyTorch's CUDA allocator would have written it: for the viewer at pytorch.org/memory_viz,
-/// and for `torch/cuda/_memory_viz.py`.
+/// A [`MemoryRecording`] in the format of PyTorch's CUDA allocator, for the viewer at pytorch.org/memory_viz and for
+/// `torch/cuda/_memory_viz.py`.
 ///
-/// There is one device, the host or the GPU that was recorded, with one segment. Blocks get addresses of their own in
-/// it, as an allocator would give them out that always takes the smallest gap; the process's real ones lie too far
-/// apart to be looked at. Each block's frames are its path, the innermost first: `linear` in `layers.0/attn/q_proj`,
-/// `q_proj` in `layers.0/attn`, and so on to the phase. What was there before the recording is drawn as alive from the
-/// start, if it is known of.
+/// There is one device, the host or the GPU that was recorded, with one segment. Blocks get new addresses in it, from
+/// an allocator that always uses the smallest gap: the process's real addresses are too far apart to draw. The frames
+/// of a block are its path, the innermost first: `linear` in `layers.0/attn/q_proj`, `q_proj` in `layers.0/attn`, and
+/// so on to the phase. Known blocks from before the recording are drawn as alive from the start.
 ///
-/// Only blocks from the recording's threshold on are in it, and their requested sizes: what an allocator rounds up or
-/// keeps for later is not.
+/// Only blocks from the recording's threshold on are included, with the sizes requested: rounding and caches of an
+/// allocator are not.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     segments: Vec<Segment>,
@@ -71,7 +70,7 @@ struct Frame {
 const BASE: u64 = 1 << 32;
 
 impl Snapshot {
-    /// The snapshot at the end of a recording, with all that led to it.
+    /// Creates the snapshot at the end of a recording, with the trace of all allocations before it.
     pub fn new(recording: &MemoryRecording) -> Self {
         let mut arena = Arena::default();
         let mut addresses = vec![0; recording.blocks.len()];
@@ -113,7 +112,8 @@ impl Snapshot {
         }
     }
 
-    /// Writes it as pickle, protocol 3, as `torch.cuda.memory._dump_snapshot` does: what all of PyTorch's tools read.
+    /// Writes the snapshot as pickle, protocol 3, as `torch.cuda.memory._dump_snapshot` does; all of PyTorch's tools
+    /// read it.
     ///
     /// # Errors
     /// [`Error::Io`] with the path if it cannot be written.
@@ -125,7 +125,7 @@ impl Snapshot {
         })
     }
 
-    /// Writes it as JSON, which newer viewers take too.
+    /// Writes the snapshot as JSON, which newer viewers read too.
     ///
     /// # Errors
     /// [`Error::Io`] with the path if it cannot be written.
@@ -137,7 +137,7 @@ impl Snapshot {
     }
 }
 
-/// The segment: what is alive, and gaps, which together cover it. None where there never was a block.
+/// Returns the segment: live blocks and the gaps between them. `None` if there never was a block.
 fn segment(mut alive: Vec<(&Block, &u64)>, end: u64) -> Option<Segment> {
     alive.sort_by_key(|(_, address)| **address);
     let mut blocks = Vec::new();
@@ -178,7 +178,7 @@ fn segment(mut alive: Vec<(&Block, &u64)>, end: u64) -> Option<Segment> {
     })
 }
 
-/// The innermost first: the op, the modules around it, the phase.
+/// Returns the frames of a block, the innermost first: the op, the modules around it, the phase.
 fn frames(block: &Block) -> Vec<Frame> {
     let frame = |name: &str, filename: &str| Frame {
         filename: filename.into(),
@@ -211,10 +211,10 @@ fn frames(block: &Block) -> Vec<Frame> {
     frames
 }
 
-/// Addresses from 0 up, given out from the smallest gap that is large enough.
+/// Allocates addresses from 0 up, from the smallest gap that is large enough.
 #[derive(Default)]
 struct Arena {
-    /// By address, their sizes; no two meet.
+    /// Sizes of gaps by address; adjacent gaps are merged.
     gaps: BTreeMap<u64, u64>,
     end: u64,
 }
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(arena.take(30), 150); // the smaller gap
         assert_eq!(arena.take(60), 0);
         arena.give_back(b, 50);
-        assert_eq!(arena.take(90), 60); // 40 and 50 together
+        assert_eq!(arena.take(90), 60); // 40 and 50 merged
         assert_eq!(arena.end, 180);
     }
 }

@@ -1,4 +1,4 @@
-//! Elementwise arithmetic in a plan: broadcast inputs are repeated, and their gradients summed.
+//! Lowering of elementwise arithmetic: broadcast inputs are repeated, and their gradients are summed.
 
 use crate::kernels::cpu::{arithmetic as kernel, reduce};
 #[cfg(feature = "cuda")]
@@ -10,7 +10,7 @@ use crate::ops::lowering::{
 use crate::ops::strided;
 use candle_core::WithDType;
 
-/// Reads a and b; writes y: an elementwise kernel of two.
+/// An elementwise kernel of two inputs: reads a and b; writes y.
 macro_rules! elementwise {
     ($name:literal, $kernel:path) => {
         map(kernel!($name, |T, _, s| {
@@ -86,7 +86,7 @@ pub(super) const DIV: Lowering = Lowering {
     },
 };
 
-/// Reads x; writes y, which x is copied or added to.
+/// Reads x; copies it to y, or adds it.
 pub(crate) fn accumulated(accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("accumulate", |T, k, s| {
         let x = s.x::<T>("x")?;
@@ -102,7 +102,6 @@ pub(crate) fn accumulated(accumulate: Accumulate) -> Kernel {
     kernel.summing("y", accumulate)
 }
 
-/// Writes zeros to y.
 pub(crate) fn zeros() -> Kernel {
     let kernel = kernel!("zeros", of "y", |T, _, s| {
         s.y::<T>("y")?.fill(WithDType::from_f64(0.0));
@@ -110,7 +109,7 @@ pub(crate) fn zeros() -> Kernel {
     on_gpu!(kernel, |_, l| set_to_zero(l.gpu, l.y("y")?))
 }
 
-/// `f` of both inputs in the output's shape, rounded where the output is.
+/// Applies `kernel` to both inputs, repeated to the output's shape, and rounds if the output's dtype differs.
 fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {
     let mut calls = Calls::default();
     let [a, b] = [0, 1].map(|input| repeated(&mut calls, signature, input));
@@ -125,12 +124,12 @@ fn forward(signature: &Signature<'_>, kernel: Kernel) -> Calls {
     }
 }
 
-/// Whether the result is rounded from what it is computed in.
+/// Returns whether the output is rounded to a dtype other than the compute dtype.
 fn is_rounded(signature: &Signature<'_>) -> bool {
     signature.output.dtype != signature.inputs[0].dtype
 }
 
-/// An input in the output's shape.
+/// Returns an input repeated to the output's shape.
 fn repeated(calls: &mut Calls, signature: &Signature<'_>, input: usize) -> Slot {
     let (x, shape) = (&signature.inputs[input], signature.output.dims);
     if x.dims == shape {
@@ -142,11 +141,10 @@ fn repeated(calls: &mut Calls, signature: &Signature<'_>, input: usize) -> Slot 
     copy
 }
 
-/// A backward in the making.
 struct Backward<'a> {
     signature: &'a Signature<'a>,
     calls: Calls,
-    /// The output's gradient, in the dtype that is computed in.
+    /// The output's gradient, in the compute dtype.
     dy: Slot,
 }
 
@@ -168,12 +166,11 @@ impl<'a> Backward<'a> {
         }
     }
 
-    /// Both inputs in the output's shape.
     fn repeated(&mut self) -> [Slot; 2] {
         [0, 1].map(|input| repeated(&mut self.calls, self.signature, input))
     }
 
-    /// What `kernel` makes of these, in the output's shape.
+    /// Applies `kernel` to two operands of the output's shape; returns the result.
     fn step(&mut self, kernel: Kernel, [a, b]: [Slot; 2]) -> Slot {
         let (shape, dtype) = (self.signature.output.dims, self.signature.inputs[0].dtype);
         let made = self.calls.scratch(shape, dtype);
@@ -181,7 +178,7 @@ impl<'a> Backward<'a> {
         made
     }
 
-    /// What `kernel` makes of these is the gradient of an input, summed where that was repeated.
+    /// Applies `kernel` and makes the result the gradient of an input, summed if that input was repeated.
     fn gradient(&mut self, input: usize, kernel: Kernel, reads: [Slot; 2]) {
         if self.is_repeated(input) {
             let made = self.step(kernel, reads);
@@ -192,7 +189,7 @@ impl<'a> Backward<'a> {
         }
     }
 
-    /// The output's gradient is that of an input.
+    /// Makes the output's gradient the gradient of an input.
     fn pass_on(&mut self, input: usize) {
         if self.is_repeated(input) {
             self.sum(input, self.dy);
@@ -200,7 +197,7 @@ impl<'a> Backward<'a> {
             let (x, y) = (Slot::OutputGradient, Slot::Gradient(input));
             self.calls.push(converted(), [("x", x)], [("y", y)]);
         } else {
-            self.calls.same.push((input, Slot::OutputGradient));
+            self.calls.aliases.push((input, Slot::OutputGradient));
         }
     }
 

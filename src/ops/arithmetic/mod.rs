@@ -1,4 +1,4 @@
-//! Sums, differences, products and quotients, of mixed dtypes too.
+//! Elementwise sums, differences, products and quotients, with broadcasting and dtype promotion.
 
 pub(crate) mod lowering;
 
@@ -18,13 +18,14 @@ use crate::probe::{Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
-/// `a + b`, elementwise.
+/// Computes `a + b`, elementwise, with broadcasting.
 ///
-/// As the other three: dtypes are promoted as in PyTorch, inside and outside of autocast regions (f16 + f32 is f32,
-/// f16 + bf16 is f32, anything + f64 is f64, an integer takes the float's; a tensor without dimensions takes the dtype
-/// of one with dimensions, unless that is an integer), shapes broadcast to each other, and each operand's gradient has
-/// its own dtype and shape. candle's own `+` takes one dtype only. Half precision is computed in f32 and rounded once,
-/// and so are the sums of a broadcast operand's gradient.
+/// The following also holds for [`sub`], [`mul`] and [`div`]. Dtypes are promoted as in PyTorch, inside and outside of
+/// autocast regions: f16 + f32 is f32, f16 + bf16 is f32, anything + f64 is f64, and an integer takes the float's
+/// dtype. A tensor without dimensions takes the dtype of one with dimensions, unless that is an integer. Each operand's
+/// gradient has its own dtype and shape. Half precision is computed in f32 and rounded once, and so are the sums of a
+/// broadcast operand's gradient. candle's own `+` needs equal dtypes. Saved for backward: nothing for `add` and `sub`;
+/// a and b for `mul` and `div`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -36,12 +37,20 @@ use candle_core::{DType, Shape, Tensor};
 /// ```
 ///
 /// # Errors
-/// Shapes that do not broadcast, different devices, two integers.
+/// Shapes that do not broadcast to each other, different devices, or two integers.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&ADD_INFO, a, b, Tensor::broadcast_add)
 }
 
-/// `a - b`, elementwise; otherwise as [`add`].
+/// Computes `a - b`, elementwise; otherwise like [`add`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?;
+/// let b = Tensor::new(&[1f32, 0.5], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::sub(&a, &b)?.to_vec2::<f32>()?, [[0.0, 1.5], [2.0, 3.5]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`add`].
@@ -49,7 +58,15 @@ pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&SUB_INFO, a, b, Tensor::broadcast_sub)
 }
 
-/// `a * b`, elementwise; otherwise as [`add`].
+/// Computes `a * b`, elementwise; otherwise like [`add`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?;
+/// let b = Tensor::new(10f32, &Device::Cpu)?; // a scalar
+/// assert_eq!(tallow::ops::mul(&a, &b)?.to_vec2::<f32>()?, [[10.0, 20.0], [30.0, 40.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`add`].
@@ -57,7 +74,15 @@ pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&MUL_INFO, a, b, Tensor::broadcast_mul)
 }
 
-/// `a / b`, elementwise; otherwise as [`add`].
+/// Computes `a / b`, elementwise; otherwise like [`add`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let sums = Tensor::new(&[6f32, 9.0], &Device::Cpu)?;
+/// let counts = Tensor::new(&[4u32, 2], &Device::Cpu)?; // takes the float's dtype
+/// assert_eq!(tallow::ops::div(&sums, &counts)?.to_vec1::<f32>()?, [1.5, 4.5]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`add`].
@@ -65,9 +90,10 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&DIV_INFO, a, b, Tensor::broadcast_div)
 }
 
-/// `a + scale * b`, elementwise: a residual sum of which one branch is scaled, PyTorch's `add` with `alpha`.
+/// Computes `a + scale * b`, elementwise: a residual sum with a scaled branch, PyTorch's `add` with `alpha`.
 ///
-/// Otherwise as [`add`]; half precision is rounded once. Backward: `da = dy`, `db = scale dy`. Nothing is kept for it.
+/// Otherwise like [`add`]; half precision is rounded once. Backward: `da = dy`, `db = scale dy`. Saved for backward:
+/// nothing.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -80,10 +106,10 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`add`].
 pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    of_two(&ADD_SCALED_INFO, a, b, Some(scale), |a, b| {
+    apply_binary(&ADD_SCALED_INFO, a, b, Some(scale), |a, b| {
         let (a, b) = (widen(a)?, widen(b)?);
         let branch = match scale {
-            0.0 => (&b * b.zeros_like()?)?, // of a product by the number 0 candle forgets where it came from
+            0.0 => (&b * b.zeros_like()?)?, // candle drops the graph of a product with the number 0
             _ => (b * scale)?,
         };
         a.broadcast_add(&branch)
@@ -140,7 +166,7 @@ const DIV_INFO: OpInfo = per_element!(
 
 pub(super) const INFOS: &[OpInfo] = &[ADD_INFO, SUB_INFO, MUL_INFO, ADD_SCALED_INFO, DIV_INFO];
 
-/// The output's gradient is the first input's, and the second's with another sign or a factor.
+/// The cost of a backward where the first gradient is dy itself, and the second is dy with a factor.
 fn second_scaled(o: &Operands<'_>) -> Option<Cost> {
     let bytes = o.output.bytes();
     cost(0.0, o.output.elements(), bytes, bytes)
@@ -152,11 +178,11 @@ fn binary(
     b: &Tensor,
     apply: fn(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    of_two(op, a, b, None, apply)
+    apply_binary(op, a, b, None, apply)
 }
 
-/// `op` of a and b, with a `scale` if it has one: by its kernel, else by `apply` on operands of one dtype.
-fn of_two(
+/// Applies an op to a and b, with a `scale` if it has one: by its kernel, else by `apply` on operands of one dtype.
+fn apply_binary(
     info: &'static OpInfo,
     a: &Tensor,
     b: &Tensor,
@@ -164,7 +190,7 @@ fn of_two(
     apply: impl FnOnce(&Tensor, &Tensor) -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
     let op = info.op;
-    let (a, b) = (operand_once(op, a)?, operand_once(op, b)?);
+    let (a, b) = (unrepeated(op, a)?, unrepeated(op, b)?);
     let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
         return Err(Error::DType {
             op,
@@ -186,11 +212,11 @@ fn of_two(
         });
     };
     check_size(op, shape.dims(), dtype, a.view.device())?;
-    // The gradient of a broadcast is a sum, and candle's sums of half precision run out of digits; its quotients have a
-    // backward of three roundings.
+    // The gradient of a broadcast is a sum, for which candle's half precision has too few digits. Its division rounds
+    // three times in backward. So both are computed in f32.
     let broadcasts = [&a, &b].iter().any(|x| x.view.shape() != &shape);
     let in_f32 = is_half(dtype) && (broadcasts || op == "div");
-    let cast_operand = |x: &Once| -> Result<Tensor> {
+    let cast_operand = |x: &Unrepeated| -> Result<Tensor> {
         let wide = match (in_f32, x.view.rank()) {
             (false, _) => cast(&x.view, dtype)?,
             (true, 0) => cast(&x.view, DType::F32)?, // PyTorch does not round a scalar to the others' dtype either
@@ -211,24 +237,25 @@ fn of_two(
     }
 }
 
-/// An operand, and the shape that it stands for.
-struct Once {
-    /// In half precision, a broadcast view with each element once: its gradient is summed here, not by candle.
+/// An operand, and the shape that it represents.
+struct Unrepeated {
+    /// The operand. For a broadcast view in half precision, each element occurs once: its gradient is summed here, not
+    /// by candle.
     view: Tensor,
     shape: Shape,
 }
 
-fn operand_once(op: &'static str, x: &Tensor) -> Result<Once> {
+fn unrepeated(op: &'static str, x: &Tensor) -> Result<Unrepeated> {
     let shape = x.shape().clone();
     check_size(op, x.dims(), x.dtype(), x.device())?;
     let view = match sums_in_half(x) {
         true => without_repeats(x)?,
         false => operand(op, x)?,
     };
-    Ok(Once { view, shape })
+    Ok(Unrepeated { view, shape })
 }
 
-/// What PyTorch returns for these, after the casts of an autocast policy.
+/// Returns PyTorch's result dtype, after the casts of an autocast policy.
 fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
     let mut operands = [Operand::from(a), Operand::from(b)];
     if let Some(target) = precision::decide(op, &operands) {

@@ -1,4 +1,4 @@
-//! Cross-entropy in a plan: as an op, and where it is the loss of a step.
+//! Lowering of cross-entropy, as an op and as the loss of a step.
 
 #[cfg(feature = "cuda")]
 use super::cuda_kernel;
@@ -13,13 +13,12 @@ use crate::ops::lowering::{
 };
 use candle_core::{DType, WithDType};
 
-/// In a plan.
 pub(super) const LOWERING: Lowering = Lowering {
     forward: |signature| {
         let operands = PlannedLoss {
             logits: Slot::Input(0),
             targets: 0,
-            statistics: Slot::Kept(0),
+            statistics: Slot::Saved(0),
             loss: Slot::Output,
         };
         planned_loss(signature, operands, Calls::default())
@@ -27,26 +26,26 @@ pub(super) const LOWERING: Lowering = Lowering {
     backward: |signature| {
         let reads = [
             ("logits", Slot::Input(0)),
-            ("targets", Slot::Read(0)),
-            ("statistics", Slot::Kept(0)),
+            ("targets", Slot::ExtraInput(0)),
+            ("statistics", Slot::Saved(0)),
             ("dloss", Slot::OutputGradient),
         ];
         planned_gradient(signature, reads, Slot::Gradient(0), Calls::default())
     },
 };
 
-/// What the loss of logits (N, V) reads and writes.
+/// The operands of the loss of logits (N, V).
 pub(in crate::ops) struct PlannedLoss {
     pub logits: Slot,
-    /// Which of the op's reads.
+    /// The index of the targets among the op's extra inputs.
     pub targets: usize,
     /// (top, total) of each row, (N, 2).
     pub statistics: Slot,
-    /// (1).
+    /// The loss, (1).
     pub loss: Slot,
 }
 
-/// The mean loss of the rows of `logits`, and their statistics.
+/// Plans the mean loss of the rows of `logits`, and their statistics.
 pub(in crate::ops) fn planned_loss(
     signature: &Signature<'_>,
     operands: PlannedLoss,
@@ -57,7 +56,7 @@ pub(in crate::ops) fn planned_loss(
         bound: planned_classes(signature),
         ignore: planned_ignore(signature),
     };
-    let rows = signature.reads[read].dims.iter().product();
+    let rows = signature.extra_inputs[read].dims.iter().product();
     let losses = calls.scratch(&[rows], signature.output.dtype);
     let kernel = kernel!("cross_entropy", |T, k, s| {
         let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
@@ -74,7 +73,7 @@ pub(in crate::ops) fn planned_loss(
             Some(sum) => {
                 cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
                 cuda_kernel::mean(l.gpu, losses, None, 1, sum, false)?;
-                cuda_kernel::share(l.gpu, targets, sum, mean)
+                cuda_kernel::divide_by_counted(l.gpu, targets, sum, mean)
             }
         }
     });
@@ -85,19 +84,24 @@ pub(in crate::ops) fn planned_loss(
         ("statistics", operands.statistics),
     ];
     if counts_on_gpu(signature) {
-        writes.push(("sum", calls.scratch(&[1], DType::F64))); // of all losses
+        writes.push(("sum", calls.scratch(&[1], DType::F64))); // the sum of all losses
     }
-    let reads = [("logits", operands.logits), ("targets", Slot::Read(read))];
+    let reads = [
+        ("logits", operands.logits),
+        ("targets", Slot::ExtraInput(read)),
+    ];
     calls.checked(read, ids).call(kernel, reads, writes)
 }
 
-/// Whether a GPU counts the targets of a run: those of an eager call are counted on the host, and a sum needs no count.
+/// Returns whether a GPU counts the targets in each run. Those of an eager call are counted on the host, and a sum
+/// needs no count.
 fn counts_on_gpu(signature: &Signature<'_>) -> bool {
     let has_divisor = signature.attribute("divisor").is_some();
     signature.target == Target::Cuda && planned_ignore(signature).is_some() && !has_divisor
 }
 
-/// Reads logits, targets, statistics and dloss; writes dlogits, on a GPU in the logits' place if that is where they go.
+/// Plans dlogits. Reads logits, targets, statistics and dloss; writes dlogits. On a GPU dlogits may overwrite the
+/// logits.
 pub(in crate::ops) fn planned_gradient(
     signature: &Signature<'_>,
     reads: [(&'static str, Slot); 4],
@@ -107,7 +111,7 @@ pub(in crate::ops) fn planned_gradient(
     let kernel = kernel!("cross_entropy_backward", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
         let target = |row| targets.get(row);
-        let weight = targets.share(s.x::<<T as Stored>::Wide>("dloss")?[0]);
+        let weight = targets.divide_by_divisor(s.x::<<T as Stored>::Wide>("dloss")?[0]);
         let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
         let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
         kernel::backward(logits, classes, target, statistics, weight, dlogits);
@@ -118,14 +122,14 @@ pub(in crate::ops) fn planned_gradient(
         let mut targets = targets_on_gpu(k, l.x("targets")?);
         let (statistics, mut dloss) = (l.x("statistics")?, l.x("dloss")?);
         if let Some(share) = l.some_y("share") {
-            cuda_kernel::share(l.gpu, targets, dloss, share)?;
+            cuda_kernel::divide_by_counted(l.gpu, targets, dloss, share)?;
             (dloss, targets.divisor) = (share, 1);
         }
         cuda_kernel::backward(l.gpu, logits, targets, statistics, dloss, dlogits)
     });
     let mut writes = vec![("dlogits", dlogits)];
     if counts_on_gpu(signature) {
-        writes.push(("share", calls.scratch(&[1], DType::F32))); // each target's, of dloss
+        writes.push(("share", calls.scratch(&[1], DType::F32))); // of dloss, per target
     }
     let kernel = with_classes(signature, kernel);
     let [(_, logits), others @ ..] = reads;
@@ -135,7 +139,7 @@ pub(in crate::ops) fn planned_gradient(
     }
 }
 
-/// The targets of a run. Without a divisor among the call's attributes it is their number.
+/// Returns the targets of a run. Without a divisor among the call's attributes, it is the number of targets.
 #[cfg(feature = "cuda")]
 fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
     cuda_kernel::Targets {
@@ -150,7 +154,7 @@ fn with_classes(signature: &Signature<'_>, kernel: Kernel) -> Kernel {
     kernel.with_all(signature.attributes)
 }
 
-/// V: of logits, or of the head's weight.
+/// Returns V, from the logits or the weight of the head.
 fn planned_classes(signature: &Signature<'_>) -> usize {
     let dims = match &signature.inputs[..] {
         [logits] => logits.dims.last(),
@@ -167,7 +171,7 @@ fn planned_ignore(signature: &Signature<'_>) -> Option<i64> {
     }
 }
 
-/// The targets of a run, of which some count, and what the sum of their losses is divided by.
+/// The targets of a run, the id that is ignored, and the divisor of the sum of losses.
 pub(in crate::ops) struct CheckedIds<'a> {
     ids: &'a [u32],
     ignore: Option<u32>,
@@ -175,11 +179,12 @@ pub(in crate::ops) struct CheckedIds<'a> {
 }
 
 impl<'a> CheckedIds<'a> {
-    /// Without a divisor it is the number of targets that count.
+    /// Creates the targets. Without `divisor`, it is the number of targets that count.
     ///
     /// # Errors
     /// A mean of no targets.
     pub(in crate::ops) fn new(
+        op: &'static str,
         ids: &'a [u32],
         ignore: Option<i64>,
         divisor: Option<usize>,
@@ -190,7 +195,7 @@ impl<'a> CheckedIds<'a> {
             None => ids.iter().filter(|id| Some(**id) != ignore).count(),
         };
         match divisor {
-            0 => Err(nothing_counts("cross_entropy", ids.len())),
+            0 => Err(nothing_counts(op, ids.len())),
             _ => Ok(Self {
                 ids,
                 ignore,
@@ -201,50 +206,52 @@ impl<'a> CheckedIds<'a> {
 
     fn of(k: &Kernel, ids: &'a [u32]) -> candle_core::Result<Self> {
         Ok(Self::new(
+            k.name(),
             ids,
             k.some_integer("ignore"),
             k.some_count("divisor"),
         )?)
     }
 
-    /// The class of row `row`, unless it is ignored.
+    /// Returns the class of row `row`, unless it is ignored.
     #[inline(always)]
     pub(in crate::ops) fn get(&self, row: usize) -> Option<usize> {
         let id = self.ids[row];
         (Some(id) != self.ignore).then_some(id as usize)
     }
 
-    /// The sum of the rows' losses over the divisor, those of ignored rows being 0.
+    /// Returns the sum of the rows' losses over the divisor; ignored rows must have a loss of 0.
     pub(in crate::ops) fn mean<T: Real>(&self, losses: &[T]) -> T {
-        // In f64: the mean of a large batch keeps its last digits, and one thread keeps its order.
+        // In f64 and on one thread: a large batch keeps its digits, and the order is fixed.
         let total: f64 = losses.iter().map(|loss| WithDType::to_f64(*loss)).sum();
         T::real(total / self.divisor as f64)
     }
 
-    /// The factor of a row's gradient, for the gradient `dloss` of the loss.
-    pub(in crate::ops) fn share<T: Real>(&self, dloss: T) -> T {
+    /// Returns the factor of a row's gradient, given the gradient `dloss` of the loss.
+    pub(in crate::ops) fn divide_by_divisor<T: Real>(&self, dloss: T) -> T {
         T::real(WithDType::to_f64(dloss) / self.divisor as f64)
     }
 }
 
-/// The gradient of a sum of losses whose mean is taken over those that count, but for a factor. Reads `targets` (all
-/// rows); writes `dloss` (1): the step's loss gradient over how many count.
+/// Computes the gradient of a mean over the targets that count, up to a factor. Reads `targets` (all rows); writes
+/// `dloss` (1): the step's loss gradient, divided by the number of targets that count.
 pub(crate) fn gradient_of_counted(ignore: i64) -> Kernel {
-    let kernel = kernel!("loss_share", of "dloss", |T, k, s| {
+    let kernel = kernel!("divide_by_counted", of "dloss", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
         let share = s.step.loss_gradient / targets.divisor as f64;
         s.y::<T>("dloss")?[0] = WithDType::from_f64(share);
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let targets = targets_on_gpu(k, l.x("targets")?);
-        cuda_kernel::share(l.gpu, targets, l.loss_gradient, l.y("dloss")?)
+        cuda_kernel::divide_by_counted(l.gpu, targets, l.loss_gradient, l.y("dloss")?)
     });
     with_ignored(kernel, Some(ignore))
 }
 
-/// Losses and gradients of some rows, where the step's loss is the sum of all losses over `divisor`. Reads `targets`
-/// (rows) and optionally `dloss` (1), the gradient of that loss, which is the step's loss gradient otherwise; writes
-/// `logits` (rows, V), whose rows are `row_stride` elements apart and become their gradient, and `losses` (rows).
+/// Computes the losses and gradients of some rows; the step's loss is the sum of all losses over `divisor`. Reads
+/// `targets` (rows) and optionally `dloss` (1), the gradient of the loss, which otherwise is the step's loss gradient.
+/// Writes `logits` (rows, V), which become their gradient and whose rows are `row_stride` elements apart, and `losses`
+/// (rows).
 pub(crate) fn in_place(
     [rows, classes, row_stride]: [usize; 3],
     divisor: usize,
@@ -280,7 +287,7 @@ pub(crate) fn in_place(
     with_ignored(kernel.in_place(), ignore)
 }
 
-/// V, and from a row of logits to the next, in elements.
+/// Returns V and the row stride of the logits, in elements.
 fn dims_in_place(k: &Kernel) -> candle_core::Result<[usize; 2]> {
     let classes = k.count("classes")?;
     Ok([classes, k.some_count("row_stride").unwrap_or(classes)])
@@ -293,8 +300,8 @@ fn with_ignored(kernel: Kernel, ignore: Option<i64>) -> Kernel {
     }
 }
 
-/// The sum of the rows' losses over `divisor`. Reads `losses` (rows); writes `loss` (1), in f64, or adds to it. With an
-/// id that is ignored it reads `targets` (rows) too, and the divisor is multiplied by how many of them count.
+/// Computes the sum of the rows' losses over `divisor`. Reads `losses` (rows); writes `loss` (1) in f64, or adds to it.
+/// With an ignored id it also reads `targets` (rows) and multiplies the divisor by the number of targets that count.
 pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulate) -> Kernel {
     let kernel = kernel!("mean_loss", |T, k, s| {
         let losses = s
@@ -302,7 +309,9 @@ pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulat
             .iter()
             .map(|loss| WithDType::to_f64(*loss));
         let counting = match s.has_x("targets") {
-            true => CheckedIds::new(s.x("targets")?, k.some_integer("ignore"), None)?.divisor,
+            true => {
+                CheckedIds::new(k.name(), s.x("targets")?, k.some_integer("ignore"), None)?.divisor
+            }
             false => 1,
         };
         let share = losses.sum::<f64>() / (k.count("divisor")? * counting) as f64;
@@ -318,8 +327,8 @@ pub(crate) fn mean_of(divisor: usize, ignore: Option<i64>, accumulate: Accumulat
     with_ignored(kernel, ignore).summing("loss", accumulate)
 }
 
-/// The gradient of a loss that no op differentiates at once. Writes `dloss` (1): the step's loss gradient over
-/// `divisor`, the number of losses that the step's loss is the mean of.
+/// Computes the gradient of a loss that is not fused with its gradient. Writes `dloss` (1): the step's loss gradient
+/// over `divisor`, the number of losses whose mean the step's loss is.
 pub(crate) fn gradient_of_mean(divisor: usize) -> Kernel {
     let kernel = kernel!("loss_gradient", of "dloss", |T, k, s| {
         let share = s.step.loss_gradient / k.count("divisor")? as f64;

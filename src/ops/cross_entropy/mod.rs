@@ -30,13 +30,13 @@ use crate::{Error, Result};
 use candle_core::{D, DType, Shape, Tensor};
 use lowering::CheckedIds;
 
-/// The mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64, the loss a
-/// scalar.
+/// Computes the mean over all targets of `-log softmax(logits)[target]`: logits (..., V), targets (...) u32 or i64. The
+/// loss is a scalar.
 ///
-/// The loss is f32 for logits in f32 or half precision, f64 for f64. Backward:
-/// `dlogits = (softmax(logits) - onehot) / n`. Kept for backward: the logits, and two numbers a row, the largest logit
-/// (top) and the sum of `exp(logit - top)`; no probabilities. Autocast: f32 under both policies; half-precision logits
-/// are widened inside, not copied.
+/// The loss is f32 for logits in f32 or half precision, and f64 for f64. Backward:
+/// `dlogits = (softmax(logits) - onehot) / n`. Saved for backward: the logits, and two numbers per row, the largest
+/// logit (top) and the sum of `exp(logit - top)`; no probabilities. Autocast: f32 under both policies; half-precision
+/// logits are widened inside the kernel, not copied.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -48,18 +48,31 @@ use lowering::CheckedIds;
 /// ```
 ///
 /// # Errors
-/// Targets of another shape than the logits' leading dimensions, targets of another dtype or that are no classes, no
+/// Targets of another shape than the logits' leading dimensions; targets of another dtype, or that are not classes; no
 /// targets.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     reduced(logits, targets, None, Reduction::Mean)
 }
 
-/// [`cross_entropy()`], leaving out the targets that equal `ignore_index`: the mean is over the others.
+/// Computes [`cross_entropy()`] without the targets that equal `ignore_index`: the mean is over the others.
 ///
-/// `ignore_index` may be a class, or an id that is none. Negative ones (PyTorch's default is -100) need targets in i64.
+/// `ignore_index` may be a class, or an id outside the classes. A negative one (PyTorch's default is -100) needs
+/// targets in i64.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let logits = Tensor::new(&[[2f32, 0.0, 0.0], [0.0, 5.0, 1.0]], &Device::Cpu)?; // (N, V)
+/// let targets = Tensor::new(&[0i64, -100], &Device::Cpu)?; // (N)
+/// let loss = ops::cross_entropy_ignoring(&logits, &targets, -100)?;
+/// let of_first = ops::cross_entropy(&logits.narrow(0, 0, 1)?, &targets.narrow(0, 0, 1)?)?;
+/// assert!((loss - of_first)?.to_scalar::<f32>()?.abs() < 1e-6);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// As [`cross_entropy()`]; also where every target is ignored, since a mean of nothing is no number.
+/// As [`cross_entropy()`]; also if every target is ignored, because the mean would be NaN.
 pub fn cross_entropy_ignoring(
     logits: &Tensor,
     targets: &Tensor,
@@ -68,10 +81,10 @@ pub fn cross_entropy_ignoring(
     reduced(logits, targets, Some(ignore_index), Reduction::Mean)
 }
 
-/// The mean or the sum of the losses of targets other than `ignore`.
+/// Computes the mean or the sum of the losses of targets other than `ignore`.
 ///
 /// # Errors
-/// As [`cross_entropy_ignoring`]; a sum may be one of no targets.
+/// As [`cross_entropy_ignoring`]; a sum of no targets is allowed.
 pub(crate) fn reduced(
     logits: &Tensor,
     targets: &Tensor,
@@ -81,20 +94,20 @@ pub(crate) fn reduced(
     let logits = &autocast_logits(logits)?;
     let targets = check(logits, targets, ignore, reduction)?;
     let op = CrossEntropy(targets.clone());
-    run(&INFO, op, [logits], || plain(logits, &targets))
+    run(&INFO, op, [logits], || composed_loss(logits, &targets))
 }
 
-/// [`cross_entropy_ignoring`] (or, with `None`, [`cross_entropy()`]) in plain candle ops.
+/// Computes [`cross_entropy_ignoring`], or with `None` [`cross_entropy()`], in plain candle ops.
 ///
 /// # Errors
 /// As those.
 pub fn reference(logits: &Tensor, targets: &Tensor, ignore_index: Option<i64>) -> Result<Tensor> {
     let targets = check(logits, targets, ignore_index, Reduction::Mean)?;
-    plain(logits, &targets)
+    composed_loss(logits, &targets)
 }
 
-/// Logits as the policy wants them. f32 of half precision is what the op computes in anyway: a copy would only cost
-/// memory.
+/// Casts logits as the policy demands. Half precision is not cast to f32: the op computes in f32 anyway, and a copy
+/// would only cost memory.
 fn autocast_logits(logits: &Tensor) -> Result<Tensor> {
     match decide("cross_entropy", &[logits.into()]) {
         None | Some(DType::F32) => operand("cross_entropy", logits),
@@ -120,17 +133,15 @@ fn check(
     )
 }
 
-/// Shape and dtype of the loss.
-pub(super) fn loss_of(logits: &Tensor) -> (Shape, DType) {
+pub(super) fn output_of(logits: &Tensor) -> (Shape, DType) {
     (().into(), Operand::from(logits).wide_dtype())
 }
 
-/// The loss of checked targets in plain candle ops.
-pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
+pub(super) fn composed_loss(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     let device = logits.device();
     let ids = targets.ids.to_vec1::<u32>()?;
-    let checked = CheckedIds::new(&ids, targets.ignore, targets.divisor)?;
-    // The rows that count, and their classes; the others are left out, so that not even a NaN in them counts.
+    let checked = CheckedIds::new("cross_entropy", &ids, targets.ignore, targets.divisor)?;
+    // The rows that count, and their classes. Other rows are left out, so that not even NaN in them has an effect.
     let (rows, classes): (Vec<u32>, Vec<u32>) = (0..ids.len())
         .filter_map(|row| Some((row as u32, checked.get(row)? as u32)))
         .unzip();
@@ -147,29 +158,30 @@ pub(super) fn plain(logits: &Tensor, targets: &Targets) -> Result<Tensor> {
     Ok((losses.sum_all()? / checked.divisor as f64)?)
 }
 
-/// How the losses of the targets that count become one loss.
+/// The reduction of the losses of targets that count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Reduction {
-    /// Their mean: an error where no target counts.
+    /// The mean; an error if no target counts.
     #[default]
     Mean,
-    /// Their sum: 0, with gradients of 0, where no target counts.
+    /// The sum; 0, with gradients of 0, if no target counts.
     Sum,
 }
 
-/// Class ids, and what the sum of their losses is divided by.
+/// Class ids, and the divisor of the sum of their losses.
 #[derive(Clone)]
 pub(super) struct Targets {
-    /// Checked, on the host; in a trace as they came, which is what it knows them by.
+    /// The ids, checked and on the host; in a trace the caller's tensor, by which the trace identifies it.
     pub(super) ids: Tensor,
     ignore: Option<i64>,
-    /// 1 for a sum; for a mean the number of targets that count, `None` in a trace, which does not read them.
+    /// 1 for a sum; for a mean the number of targets that count; `None` for a mean in a trace, which does not read
+    /// them.
     divisor: Option<usize>,
     reduction: Reduction,
 }
 
 impl Targets {
-    /// The attributes of a call: the id that is ignored, and the divisor where it is not the number of rows.
+    /// Returns the attributes of a call: the ignored id, and the divisor unless it is the number of rows.
     pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let ignore = self.ignore.iter();
         let ignore = ignore.map(|id| ("ignore", Attribute::Integer(*id)));
@@ -179,7 +191,7 @@ impl Targets {
         ignore.chain(divisor).collect()
     }
 
-    /// For rows of logits of shape (`leading`, `classes`).
+    /// Checks targets for rows of logits of shape (`leading`, `classes`).
     pub(super) fn check(
         op: &'static str,
         leading: &[usize],
@@ -206,7 +218,7 @@ impl Targets {
         let divisor = match reduction {
             Reduction::Sum => Some(1),
             Reduction::Mean if graph::is_tracing() => None,
-            Reduction::Mean => Some(CheckedIds::new(&ids.to_vec1()?, ignore, None)?.divisor),
+            Reduction::Mean => Some(CheckedIds::new(op, &ids.to_vec1()?, ignore, None)?.divisor),
         };
         Ok(Self {
             ids,
@@ -217,7 +229,7 @@ impl Targets {
     }
 }
 
-/// Whether an op of this name takes the cross-entropy of logits.
+/// Returns whether an op of this name computes the cross-entropy of logits.
 pub(crate) fn is_cross_entropy(op: &str) -> bool {
     [INFO.op, super::linear_cross_entropy::INFO.op].contains(&op)
 }
@@ -251,12 +263,12 @@ impl Spec for CrossEntropy {
         self.0.attributes()
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         vec![self.0.ids.clone()]
     }
 
-    /// Not the log-sum-exp of a row: one number has no room for the digits of both.
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    /// Saves top and total separately: their log-sum-exp as one number would lose the digits of the smaller.
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let logits = &inputs[0];
         vec![(
             "top and total",

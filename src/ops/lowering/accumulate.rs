@@ -1,21 +1,21 @@
-//! Sums over micro-batches.
+//! Accumulation over micro-batches.
 
 use std::fmt;
 
-/// Whether a call adds to what it writes.
+/// Whether a call overwrites its output or adds to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Accumulate {
-    /// It is overwritten.
+    /// Overwrites the output.
     #[default]
     Never,
-    /// Overwritten by the first micro-batch, added to by the others.
+    /// Overwrites it in the first micro-batch, and adds to it in the others.
     AfterFirst,
-    /// Added to.
+    /// Adds to the output.
     Always,
 }
 
 impl Accumulate {
-    /// Whether to add, in micro-batch `micro_batch` of a step.
+    /// Returns whether to add in micro-batch `micro_batch` of a step.
     pub fn adds(self, micro_batch: usize) -> bool {
         match self {
             Self::Never => false,

@@ -1,4 +1,4 @@
-//! Conversions between dtypes, which lowerings of other ops need too.
+//! Conversion between dtypes, for casts and for the lowerings of other ops.
 
 use super::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use crate::kernels::cpu::{Stored, cast as kernel};
@@ -7,7 +7,7 @@ use crate::kernels::cuda::cast as cuda_kernel;
 use crate::ops::cpu::for_stored;
 use candle_core::{DType, WithDType};
 
-/// Its input in the output's dtype.
+/// The lowering of a cast: the input in the output's dtype.
 pub(crate) const CONVERTED: Lowering = Lowering {
     forward: |_| Calls::default().call(converted(), [("x", Slot::Input(0))], [("y", Slot::Output)]),
     backward: |_| {
@@ -16,7 +16,7 @@ pub(crate) const CONVERTED: Lowering = Lowering {
     },
 };
 
-/// Reads x; writes y, which is x in another dtype.
+/// Reads x; writes y, x in another dtype.
 pub(crate) fn converted() -> Kernel {
     fn from<T: WithDType>(s: &Slices<'_>) -> candle_core::Result<()> {
         let written = s.dtype_of("y")?;

@@ -1,17 +1,17 @@
-//! A kernel as a planned call has it.
+//! Kernels of planned calls: name, parameters, and the functions that run them.
 
 #[cfg(feature = "cuda")]
 use super::Operands;
 use super::{Accumulate, Slices};
 use crate::graph::{self, Attribute};
 use crate::kernels::Mask;
-use crate::ops::operand::check_granted;
-use crate::ops::{product, reserve_scratch};
+use crate::ops::operand::{check_granted, is_half};
+use crate::ops::{matmul_kernel, reserve_scratch};
 use candle_core::{DType, Result, bail};
 use std::fmt;
 
-/// A kernel by name, of what it does with its parameters and slices; `$T` is the type of the elements of its first
-/// operand, or of the one named `$of`.
+/// Builds a kernel from a name and its body, given parameters and slices. `$T` is the element type of the first
+/// operand, or of the operand `$of`.
 macro_rules! kernel {
     ($name:expr, |$T:ident, $k:pat_param, $s:ident| $body:expr) => {
         $crate::ops::lowering::kernel!(@ $name, dtype(), |$T, $k, $s| $body)
@@ -30,7 +30,7 @@ macro_rules! kernel {
 }
 pub(crate) use kernel;
 
-/// A kernel with what launches it on a GPU; `$l` are its operands there, and what launches take.
+/// Adds a GPU launch to a kernel; `$l` are the operands on the GPU.
 macro_rules! on_gpu {
     ($kernel:expr, |$k:pat_param, $l:ident| $body:expr) => {{
         let kernel = $kernel.with_gpu_kernel();
@@ -44,24 +44,24 @@ macro_rules! on_gpu {
 }
 pub(crate) use on_gpu;
 
-/// The name of a matrix product.
-pub(crate) const PRODUCT: &str = "matmul";
+/// The name of a matmul kernel.
+pub(crate) const MATMUL: &str = "matmul";
 
-/// What computes a call.
+/// A function that computes a call on the CPU.
 type Run = fn(&Kernel, &Slices<'_>) -> Result<()>;
 
-/// What launches a kernel on a GPU.
+/// A function that launches a call on a GPU.
 #[cfg(feature = "cuda")]
 type Launch = fn(&Kernel, &Operands<'_>) -> Result<()>;
 
-/// A kernel as a planned call has it: its name, its parameters, and the function that runs it on the CPU, and where it
-/// has one, what launches it on a GPU.
+/// The kernel of a planned call: its name, its parameters, the function that runs it on the CPU and, if it has one, the
+/// function that launches it on a GPU.
 #[derive(Clone)]
 pub struct Kernel {
     name: &'static str,
     attributes: Vec<(&'static str, Attribute)>,
     view: Option<graph::View>,
-    /// The outputs that it can add to, and whether it does.
+    /// The outputs that it can add to, and whether it adds.
     sums: Vec<(&'static str, Accumulate)>,
     is_in_place: bool,
     flops: f64,
@@ -91,7 +91,7 @@ impl Kernel {
         }
     }
 
-    /// One that only GPUs have.
+    /// Creates a kernel that exists only on GPUs.
     pub(crate) fn of_gpus(name: &'static str) -> Self {
         Self::new(name, |k, _| bail!("{} was planned for a GPU", k.name))
     }
@@ -101,7 +101,7 @@ impl Kernel {
         Self { name, ..self }
     }
 
-    /// Of which a GPU has one too: see [`on_gpu`].
+    /// Marks the kernel as available on GPUs; see [`on_gpu`].
     pub(crate) fn with_gpu_kernel(self) -> Self {
         Self {
             is_on_gpu: true,
@@ -109,7 +109,7 @@ impl Kernel {
         }
     }
 
-    /// With what launches it there.
+    /// Sets the function that launches it on a GPU.
     #[cfg(feature = "cuda")]
     pub(crate) fn launched_by(self, launch: Launch) -> Self {
         Self {
@@ -118,30 +118,28 @@ impl Kernel {
         }
     }
 
-    /// Whether a GPU has this kernel.
+    /// Returns whether the kernel exists on GPUs.
     pub fn is_on_gpu(&self) -> bool {
         self.is_on_gpu
     }
 
-    /// With a parameter.
     pub(crate) fn with(mut self, name: &'static str, value: Attribute) -> Self {
         self.attributes.push((name, value));
         self
     }
 
-    /// With all of these.
     pub(crate) fn with_all(mut self, attributes: &[(&'static str, Attribute)]) -> Self {
         self.attributes.reserve_exact(attributes.len());
         self.attributes.extend(attributes);
         self
     }
 
-    /// With sizes.
+    /// Adds sizes as parameters.
     pub(crate) fn sized<const N: usize>(self, sizes: [(&'static str, usize); N]) -> Self {
         self.with_all(&sizes.map(|(name, size)| (name, Attribute::Count(size))))
     }
 
-    /// With the places of elements.
+    /// Sets the view that it reads or writes.
     pub(crate) fn viewing(self, view: graph::View) -> Self {
         Self {
             view: Some(view),
@@ -149,17 +147,17 @@ impl Kernel {
         }
     }
 
-    /// With what its matrix products cost.
+    /// Sets the FLOPs of its matmuls.
     pub(crate) fn costing(self, flops: f64) -> Self {
         Self { flops, ..self }
     }
 
-    /// With how many scores it computes, and does not write.
+    /// Sets the number of scores that it computes but does not write.
     pub(crate) fn scoring(self, scores: f64) -> Self {
         Self { scores, ..self }
     }
 
-    /// With what it takes for itself on the CPU, beside what it writes.
+    /// Sets the scratch memory that it needs on the CPU.
     pub(crate) fn with_workspace(self, workspace: Workspace) -> Self {
         Self {
             workspace: Some(workspace),
@@ -167,7 +165,7 @@ impl Kernel {
         }
     }
 
-    /// Which reads what it writes: elements that it changes in place.
+    /// Declares that it changes its outputs in place, and so reads them.
     pub(crate) fn in_place(self) -> Self {
         Self {
             is_in_place: true,
@@ -191,22 +189,22 @@ impl Kernel {
         self
     }
 
-    /// As reports call it.
+    /// Returns the name in reports.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Its parameters.
+    /// Returns the parameters.
     pub fn attributes(&self) -> &[(&'static str, Attribute)] {
         &self.attributes
     }
 
-    /// Whether it is a matrix product and nothing else.
-    pub fn is_product(&self) -> bool {
-        self.name == PRODUCT
+    /// Returns whether it is a single matmul.
+    pub fn is_matmul(&self) -> bool {
+        self.name == MATMUL
     }
 
-    /// Its parameters in words, as `explain` prints them.
+    /// Returns the parameters in words, as `explain` prints them.
     pub fn sizes(&self) -> String {
         let attributes = self.attributes.iter();
         let words = attributes.filter_map(|(name, value)| match value {
@@ -220,21 +218,21 @@ impl Kernel {
         words.chain(sums).collect::<Vec<_>>().join(", ")
     }
 
-    /// FLOPs of its matrix products: the model's work, as [`flops`](crate::model::flops) counts it, whatever the kernel
-    /// leaves out or does twice.
+    /// Returns the FLOPs of its matmuls: the model's work, as [`flops`](crate::model::flops) counts it, regardless of
+    /// what the kernel skips or computes twice.
     pub fn flops(&self) -> f64 {
         self.flops
     }
 
-    /// What it takes for itself on the CPU, beside what it writes, where its first operand is in this dtype.
+    /// Returns the scratch memory that it needs on the CPU, if its first operand is in `dtype`.
     pub(crate) fn workspace(&self, dtype: Option<DType>) -> Option<Workspace> {
-        match (self.is_product(), dtype) {
-            (true, Some(dtype)) => product::packed(self, dtype).ok(),
+        match (self.is_matmul(), dtype) {
+            (true, Some(dtype)) => matmul_kernel::packed(self, dtype).ok(),
             _ => self.workspace,
         }
     }
 
-    /// How many scores it computes and does not write, as attention does.
+    /// Returns the number of scores that it computes but does not write, as attention does.
     pub(crate) fn scores(&self) -> f64 {
         self.scores
     }
@@ -245,13 +243,13 @@ impl Kernel {
         sums.find_map(|(name, accumulate)| (*name == operand).then_some(*accumulate))
     }
 
-    /// Whether the kernel adds to `operand` in this micro-batch of a step.
+    /// Returns whether the kernel adds to `operand` in this micro-batch of a step.
     pub(crate) fn adds(&self, operand: &str, micro_batch: usize) -> bool {
         let accumulate = self.accumulate(operand);
         accumulate.is_some_and(|accumulate| accumulate.adds(micro_batch))
     }
 
-    /// Whether what it writes is also read: what is added to or changed in place.
+    /// Returns whether it also reads an output: one that it adds to or changes in place.
     pub fn reads_what_it_writes(&self) -> bool {
         let mut sums = self.sums.iter();
         self.is_in_place || sums.any(|(_, accumulate)| *accumulate != Accumulate::Never)
@@ -271,7 +269,7 @@ impl Kernel {
         }
     }
 
-    /// A count that not every such kernel has. An error of candle's allocates, so [`count`](Self::count) does not ask.
+    /// Returns a count that is optional. It returns no error, because candle's errors allocate.
     pub(crate) fn some_count(&self, name: &str) -> Option<usize> {
         match find(&self.attributes, name)? {
             Attribute::Count(count) => Some(count),
@@ -293,7 +291,6 @@ impl Kernel {
         }
     }
 
-    /// A number that not every such kernel has.
     pub(crate) fn some_number(&self, name: &str) -> Option<f64> {
         match find(&self.attributes, name) {
             Some(Attribute::Number(number)) => Some(number),
@@ -312,7 +309,6 @@ impl Kernel {
         self.some_flag(name) == Some(true)
     }
 
-    /// A flag that not every such kernel has.
     pub(crate) fn some_flag(&self, name: &str) -> Option<bool> {
         match find(&self.attributes, name) {
             Some(Attribute::Flag(flag)) => Some(flag),
@@ -335,13 +331,13 @@ impl Kernel {
     /// Computes a call.
     ///
     /// # Errors
-    /// Those of the kernel; [`Error::OutOfMemory`](crate::Error::OutOfMemory) where the allocator does not grant what
-    /// it needs for itself.
+    /// Those of the kernel; [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the allocator refuses its scratch
+    /// memory.
     pub(crate) fn run(&self, slices: &Slices<'_>) -> Result<()> {
         let mut dtype = None;
-        if self.is_product() {
+        if self.is_matmul() {
             dtype = Some(slices.dtype()?);
-            reserve_scratch(dtype != Some(DType::F32))?;
+            reserve_scratch(dtype.is_some_and(is_half))?;
         }
         if let Some(workspace) = self.workspace(dtype) {
             check_granted(workspace.what, workspace.bytes() as u64)?;
@@ -350,16 +346,16 @@ impl Kernel {
     }
 }
 
-/// Memory that a kernel takes for itself while it runs.
+/// Scratch memory of a kernel while it runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workspace {
-    /// What it is for.
+    /// The purpose of the memory.
     pub what: &'static str,
-    /// How many elements, in letters.
+    /// The number of elements, as a formula.
     pub formula: &'static str,
-    /// How many elements. In f64: exact to 2^53, and no overflow beyond.
+    /// The number of elements. f64 is exact to 2^53 and does not overflow.
     pub elements: f64,
-    /// Bytes an element.
+    /// The bytes per element.
     pub element_bytes: usize,
 }
 
@@ -369,13 +365,12 @@ impl Workspace {
     }
 }
 
-/// The attribute with this name.
 pub(super) fn find(attributes: &[(&'static str, Attribute)], name: &str) -> Option<Attribute> {
     let mut attributes = attributes.iter();
     attributes.find_map(|(other, value)| (*other == name).then_some(*value))
 }
 
-/// By name and parameters: the function follows from these.
+/// Compares name and parameters, which determine the function.
 impl PartialEq for Kernel {
     fn eq(&self, other: &Self) -> bool {
         let parameters = |x: &Self| (x.name, x.is_in_place);

@@ -1,21 +1,21 @@
-//! Maps of elements, as calls.
+//! Calls of elementwise kernels.
 
 use super::{Calls, Kernel, Slot, on_gpu};
 #[cfg(feature = "cuda")]
 use crate::{graph::Attribute, kernels::cuda::elementwise as cuda_kernel};
 
-/// A map of x.
+/// Returns the call of an elementwise kernel of x.
 pub(in crate::ops) fn map_forward(kernel: Kernel) -> Calls {
     Calls::default().call(map(kernel), [("x", Slot::Input(0))], [("y", Slot::Output)])
 }
 
-/// A map of dy and of what is read beside it.
-pub(in crate::ops) fn map_backward(kernel: Kernel, beside: (&'static str, Slot)) -> Calls {
-    let reads = [("dy", Slot::OutputGradient), beside];
+/// Returns the call of an elementwise kernel of dy and an extra operand.
+pub(in crate::ops) fn map_backward(kernel: Kernel, extra: (&'static str, Slot)) -> Calls {
+    let reads = [("dy", Slot::OutputGradient), extra];
     Calls::default().call(map(kernel), reads, [("dx", Slot::Gradient(0))])
 }
 
-/// With the GPU's elementwise kernel of the same name, and the number that it takes, if it takes one.
+/// Adds the GPU's elementwise kernel of the same name, with the first number among the parameters, if there is one.
 pub(in crate::ops) fn map(kernel: Kernel) -> Kernel {
     on_gpu!(kernel, |k, l| {
         let numbers = k.attributes().iter();

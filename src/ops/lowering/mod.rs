@@ -12,7 +12,7 @@ mod slices;
 
 pub use accumulate::Accumulate;
 pub(crate) use convert::{CONVERTED, converted};
-pub(super) use kernel::PRODUCT;
+pub(super) use kernel::MATMUL;
 pub use kernel::{Kernel, Workspace};
 pub(crate) use kernel::{kernel, on_gpu};
 pub(super) use map::{map, map_backward, map_forward};
@@ -29,22 +29,22 @@ use std::ops::Range;
 /// The lowering of an op.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lowering {
-    /// Its output, and what it keeps.
+    /// Computes the output and what is saved for backward.
     pub forward: fn(&Signature<'_>) -> Calls,
-    /// The gradients of its inputs, from that of its output.
+    /// Computes the gradients of the inputs from that of the output.
     pub backward: fn(&Signature<'_>) -> Calls,
 }
 
-/// What a lowering knows of a call: attributes, shapes and dtypes.
+/// The attributes, shapes and dtypes of a call, from which its lowering is planned.
 pub(crate) struct Signature<'a> {
     pub attributes: &'a [(&'static str, Attribute)],
     pub inputs: Vec<Operand<'a>>,
-    pub reads: Vec<Operand<'a>>,
+    pub extra_inputs: Vec<Operand<'a>>,
     pub output: Operand<'a>,
-    pub kept: Vec<Operand<'a>>,
-    /// Whose kernels run.
+    pub saved: Vec<Operand<'a>>,
+    /// The device whose kernels run.
     pub target: graph::Target,
-    /// Set for calls in a plan.
+    /// The context in a plan; `None` for eager calls.
     pub plan: Option<PlanContext<'a>>,
 }
 
@@ -52,17 +52,17 @@ pub(crate) struct Signature<'a> {
 pub(crate) struct NodeOperands<'a> {
     pub attributes: &'a [(&'static str, Attribute)],
     pub inputs: &'a [graph::ValueRef],
-    pub reads: &'a [graph::ValueRef],
+    pub extra_inputs: &'a [graph::ValueRef],
     pub output: ValueId,
-    pub kept: &'a [graph::Kept],
+    pub saved: &'a [graph::Saved],
 }
 
-/// What a lowering knows of a call in a plan. There, backward may overwrite the output's gradient with the output.
+/// The context of a call in a plan. In a plan, backward may overwrite the output's gradient with the output.
 #[derive(Clone, Copy)]
 pub(crate) struct PlanContext<'a> {
     /// Whether the output and the second output have gradients, in backward.
     pub has_grad: [bool; 2],
-    /// By input: whether backward has to compute its gradient.
+    /// Whether backward has to compute the gradient of each input.
     pub needs_grad: &'a [bool],
 }
 
@@ -72,9 +72,9 @@ impl<'g> Signature<'g> {
         let call = NodeOperands {
             attributes: &node.attributes,
             inputs: &node.inputs,
-            reads: &node.reads,
+            extra_inputs: &node.extra_inputs,
             output: node.output,
-            kept: &node.kept,
+            saved: &node.saved,
         };
         Self::of_values(&graph.values, call, graph.target, None)
     }
@@ -100,47 +100,50 @@ impl<'g> Signature<'g> {
         Self {
             attributes: node.attributes,
             inputs: operands(node.inputs),
-            reads: operands(node.reads),
+            extra_inputs: operands(node.extra_inputs),
             output: of_value(node.output),
-            kept: node.kept.iter().map(|kept| of_value(kept.value)).collect(),
+            saved: node
+                .saved
+                .iter()
+                .map(|saved| of_value(saved.value))
+                .collect(),
             target,
             plan,
         }
     }
 
-    /// Whether backward has to compute the gradient of an input. True outside of plans, where this is not known.
+    /// Returns whether backward has to compute the gradient of an input. True outside of plans, where it is unknown.
     pub fn needs_grad(&self, input: usize) -> bool {
         self.plan.is_none_or(|plan| plan.needs_grad[input])
     }
 
-    /// The attribute with this name.
     pub fn attribute(&self, name: &str) -> Option<Attribute> {
         kernel::find(self.attributes, name)
     }
 }
 
-/// What a kernel reads or writes, in terms of the op's call.
+/// An operand of a kernel, in terms of the op's call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Slot {
     /// An input of the op.
     Input(usize),
-    /// What the op reads beside its inputs.
-    Read(usize),
+    /// An extra input of the op.
+    ExtraInput(usize),
     /// The op's output.
     Output,
-    /// What the op keeps for backward.
-    Kept(usize),
+    /// A value saved for backward.
+    Saved(usize),
     /// The gradient of the output.
     OutputGradient,
     /// The gradient of an input, in its shape and dtype.
     Gradient(usize),
-    /// What [`Calls::scratch`] has made.
+    /// A buffer from [`Calls::scratch`].
     Scratch(usize),
     /// A range of another slot ([`Calls::part`]). This and the slots below occur only in plans.
     Part(usize),
     /// The second output of a fused node.
     Second,
-    /// Its gradient.
+    /// The gradient of the second output.
     SecondGradient,
     /// A constant that the plan stores as a table: in f32, rounded to the dtype of the first input.
     Table(usize),
@@ -148,26 +151,25 @@ pub(crate) enum Slot {
     StepLoss,
 }
 
-/// What the elements of a read must be, checked before a run.
+/// A condition on the elements of an extra input, checked before a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Check {
-    /// All are under the bound, but those that are to be ignored.
+    /// All ids are under the bound or equal to `ignore`.
     Ids { bound: usize, ignore: Option<i64> },
-    /// They never fall along a sequence.
+    /// First keys never decrease along a sequence.
     FirstKeys,
 }
 
-/// A forward or a backward.
+/// The calls of a forward or a backward.
 #[derive(Default)]
 pub(crate) struct Calls {
     pub calls: Vec<KernelCall>,
-    /// Buffers for these calls alone.
     pub scratch: Vec<Scratch>,
     /// Ranges of slots.
     pub parts: Vec<(Slot, Range<usize>)>,
     /// Aliases. Forward: the output is this input. Backward: the gradient of this input is the other slot.
-    pub same: Vec<(usize, Slot)>,
-    /// Of which of the op's [`reads`](Signature::reads).
+    pub aliases: Vec<(usize, Slot)>,
+    /// A check of the extra input with this [index](Signature::extra_inputs).
     pub check: Option<(usize, Check)>,
 }
 
@@ -179,7 +181,6 @@ pub(crate) struct Scratch {
     pub dtype: DType,
 }
 
-/// A kernel, and its operands.
 pub(crate) struct KernelCall {
     pub kernel: Kernel,
     pub reads: Named<Slot>,
@@ -187,7 +188,6 @@ pub(crate) struct KernelCall {
 }
 
 impl Calls {
-    /// With one more call.
     pub fn call(
         mut self,
         kernel: Kernel,
@@ -198,14 +198,14 @@ impl Calls {
         self
     }
 
-    /// As [`call`](Self::call), in place.
+    /// Adds a call to `self` in place.
     pub fn push(
         &mut self,
         kernel: Kernel,
         reads: impl Into<Named<Slot>>,
         writes: impl Into<Named<Slot>>,
     ) {
-        self.calls.reserve_exact(1); // few: their records count beside small tensors
+        self.calls.reserve_exact(1); // exact: there are few calls, but their records matter next to small tensors
         self.calls.push(KernelCall {
             kernel,
             reads: reads.into(),
@@ -213,9 +213,10 @@ impl Calls {
         });
     }
 
-    /// With input `input` passed on as it is.
-    pub fn same(mut self, input: usize) -> Self {
-        self.same.push((input, Slot::OutputGradient));
+    /// Declares that input `input` is passed on unchanged: in forward the output is the input, in backward its gradient
+    /// is the output's.
+    pub fn alias(mut self, input: usize) -> Self {
+        self.aliases.push((input, Slot::OutputGradient));
         self
     }
 
@@ -233,7 +234,7 @@ impl Calls {
         }
     }
 
-    /// With a read to be checked.
+    /// Adds a check of an extra input.
     pub fn checked(self, read: usize, check: Check) -> Self {
         Self {
             check: Some((read, check)),
@@ -241,7 +242,8 @@ impl Calls {
         }
     }
 
-    /// Input `input` in f32 where a GPU's kernel takes it in nothing else: the CPU's widen it as they read.
+    /// Returns input `input`, converted to f32 for GPU kernels, which support no other dtype here. CPU kernels widen it
+    /// as they read.
     pub fn widened_on_gpu(&mut self, signature: &Signature<'_>, input: usize) -> Slot {
         let (from, x) = (Slot::Input(input), &signature.inputs[input]);
         if signature.target == graph::Target::Cpu || x.dtype == x.wide_dtype() {
@@ -252,8 +254,9 @@ impl Calls {
         wide
     }
 
-    /// With a backward of one kernel, which writes dx, the gradient of input 0, in its dtype, and those of the inputs
-    /// `wide` in the one that is computed in: rounded after, where these are half precision. It works in `partials`.
+    /// Adds the call of a backward with one kernel. It writes dx, the gradient of input 0, in x's dtype, and the
+    /// gradients of the inputs `wide` in the compute dtype; those of half-precision inputs are rounded afterwards.
+    /// `partials` is its scratch.
     pub fn wide_gradients(
         mut self,
         signature: &Signature<'_>,
@@ -283,8 +286,8 @@ impl Calls {
         })
     }
 
-    /// The calls, but those that nothing comes of but gradients of inputs that want none; and what each is the last to
-    /// read or write.
+    /// Returns the calls, except those that only compute gradients nobody needs, each with the slots that no later call
+    /// reads or writes.
     pub fn needed(&self, wants: impl Fn(usize) -> bool) -> Vec<(&KernelCall, Vec<Slot>)> {
         let mut needed: Vec<(&KernelCall, Vec<Slot>)> = Vec::new();
         let mut later: Vec<Slot> = Vec::new(); // read or written by the calls after
@@ -305,19 +308,19 @@ impl Calls {
         needed
     }
 
-    /// Whether a call reads this.
+    /// Returns whether a call reads `slot`.
     pub fn reads(&self, slot: Slot) -> bool {
         let mut read = self.calls.iter().flat_map(|call| call.reads.iter());
         read.any(|other| *other == slot)
     }
 
-    /// Whether a backward writes over what forward has left.
-    pub fn writes_over_kept(&self) -> bool {
+    /// Returns whether the calls overwrite a value saved for backward.
+    pub fn overwrites_saved(&self) -> bool {
         let mut written = self.calls.iter().flat_map(|call| call.writes.iter());
-        written.any(|slot| matches!(slot, Slot::Kept(_)))
+        written.any(|slot| matches!(slot, Slot::Saved(_)))
     }
 
-    /// What a kernel of these calls takes for itself on the CPU.
+    /// Returns the scratch memory that a kernel of these calls needs on the CPU.
     pub fn workspace(&self, call: &KernelCall, signature: &Signature<'_>) -> Option<Workspace> {
         let first = call.reads.first();
         let first = first.and_then(|slot| self.operand(*slot, signature));
@@ -329,8 +332,8 @@ impl Calls {
         match slot {
             Slot::Input(i) | Slot::Gradient(i) => signature.inputs.get(i).copied(),
             Slot::Output | Slot::OutputGradient => Some(signature.output),
-            Slot::Read(i) => signature.reads.get(i).copied(),
-            Slot::Kept(i) => signature.kept.get(i).copied(),
+            Slot::ExtraInput(i) => signature.extra_inputs.get(i).copied(),
+            Slot::Saved(i) => signature.saved.get(i).copied(),
             Slot::Scratch(i) => self.scratch.get(i).map(|scratch| Operand {
                 dims: &scratch.shape,
                 dtype: scratch.dtype,
@@ -339,20 +342,20 @@ impl Calls {
         }
     }
 
-    /// The copy of the ids that are checked, which an eager op keeps on the host.
+    /// Returns the memory of the copy of checked ids, which an eager op keeps on the host.
     pub fn checked_ids(&self, signature: &Signature<'_>) -> Option<Workspace> {
         match self.check {
             Some((read, Check::Ids { .. })) => Some(Workspace {
-                what: "ids that ops keep",
+                what: "saved ids",
                 formula: "BT",
-                elements: signature.reads[read].elements(),
+                elements: signature.extra_inputs[read].elements(),
                 element_bytes: size_of::<u32>(),
             }),
             _ => None,
         }
     }
 
-    /// A buffer for these calls.
+    /// Adds a buffer for these calls.
     pub fn scratch(&mut self, shape: &[usize], dtype: DType) -> Slot {
         self.buffer(None, shape, dtype)
     }

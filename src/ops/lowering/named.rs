@@ -1,34 +1,34 @@
-//! Operands by name.
+//! Named operands of calls.
 
-/// The operands of a call, each with its name in the formula of the op or kernel (`x`, `weight`, `dy`), in the order in
-/// which that has them. One that a call does without is not there. Several may share a name, where a kernel takes any
-/// number of them.
+/// The operands of a call, each with its name in the formula of the op or kernel (`x`, `weight`, `dy`), in that order.
+/// An operand that the call does not have is missing. Several may share a name, for kernels with any number of inputs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Named<T>(Vec<(&'static str, T)>);
 
 impl<T> Named<T> {
-    /// The first with this name.
+    /// Returns the first operand with this name.
     pub fn get(&self, name: &str) -> Option<&T> {
         let mut entries = self.0.iter();
         entries.find_map(|(other, operand)| (*other == name).then_some(operand))
     }
 
-    /// The first of all.
+    /// Returns the first operand.
     pub fn first(&self) -> Option<&T> {
         self.iter().next()
     }
 
-    /// The operands, in order.
+    /// Returns the operands, in order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &T> + Clone {
         self.0.iter().map(|(_, operand)| operand)
     }
 
-    /// Names and operands, in order.
+    /// Returns names and operands, in order.
     pub fn entries(&self) -> &[(&'static str, T)] {
         &self.0
     }
 
-    /// The operand that every call of its kind has. Panics if this call has none: a bug of the code that made it.
+    /// Returns an operand that every call of this kind has. Panics if it is missing: a bug of the code that built the
+    /// call.
     pub(crate) fn operand(&self, name: &str) -> &T {
         match self.get(name) {
             Some(operand) => operand,
@@ -44,13 +44,13 @@ impl<T> Named<T> {
         self.0.push((name, operand));
     }
 
-    /// With one more.
+    /// Adds an operand.
     pub(crate) fn with(mut self, name: &'static str, operand: T) -> Self {
         self.push(name, operand);
         self
     }
 
-    /// With one more, if it is there.
+    /// Adds an operand, if it is `Some`.
     pub(crate) fn with_some(self, name: &'static str, operand: Option<T>) -> Self {
         match operand {
             Some(operand) => self.with(name, operand),
@@ -58,20 +58,20 @@ impl<T> Named<T> {
         }
     }
 
-    /// With these after them.
+    /// Appends operands.
     pub(crate) fn and(mut self, others: impl Into<Self>) -> Self {
         self.0.extend(others.into().0);
         self
     }
 
-    /// What `f` makes of each, if it makes something of all.
+    /// Applies `f` to each operand; `None` if it returns `None` for any.
     pub(crate) fn try_map<U>(&self, mut f: impl FnMut(&T) -> Option<U>) -> Option<Named<U>> {
         let entries = self.0.iter();
         let made = entries.map(|(name, operand)| Some((*name, f(operand)?)));
         made.collect::<Option<_>>().map(Named)
     }
 
-    /// What `f` makes of each.
+    /// Applies `f` to each operand.
     pub(crate) fn map<U>(&self, mut f: impl FnMut(&T) -> U) -> Named<U> {
         let entries = self.0.iter();
         Named(entries.map(|(name, operand)| (*name, f(operand))).collect())

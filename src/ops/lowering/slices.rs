@@ -8,32 +8,32 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// Elements that one call reads or writes, of a dtype.
+/// The elements of an operand of a call, with their dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Slice<'a> {
     start: *mut u8,
     count: usize,
     dtype: DType,
-    /// Of four dimensions that are not one after another: all elements from the first of theirs on are here.
+    /// The strides of four dimensions that are not contiguous; the elements are then all those from the first on.
     strides: Option<&'a [usize; 4]>,
-    lent: PhantomData<&'a ()>,
+    borrow: PhantomData<&'a ()>,
 }
 
 impl<'a> Slice<'a> {
     /// # Safety
-    /// So many initialised elements of the dtype are there for as long as `'a`; what is handed to [`Slices::new`] to be
-    /// written, nothing else uses.
+    /// `count` initialised elements of the dtype must be alive for `'a`. If the slice is passed to [`Slices::new`] as
+    /// an output, nothing else may use its elements.
     pub unsafe fn new(start: *mut u8, count: usize, dtype: DType) -> Self {
         Self {
             start,
             count,
             dtype,
             strides: None,
-            lent: PhantomData,
+            borrow: PhantomData,
         }
     }
 
-    /// With heads, (B, H, T, Dh), by these strides.
+    /// Sets the strides of heads (B, H, T, Dh).
     pub fn by_strides(self, strides: &'a [usize; 4]) -> Self {
         Self {
             strides: Some(strides),
@@ -43,7 +43,11 @@ impl<'a> Slice<'a> {
 
     fn check<T: WithDType>(&self) -> Result<*mut T> {
         if self.dtype != T::DTYPE {
-            bail!("planned as {:?}, used as {:?}", self.dtype, T::DTYPE);
+            bail!(
+                "kernel expected {:?}, got an operand planned in {:?}",
+                T::DTYPE,
+                self.dtype
+            );
         }
         Ok(self.start.cast())
     }
@@ -51,23 +55,23 @@ impl<'a> Slice<'a> {
     fn as_slice<T: WithDType>(&self) -> Result<&'a [T]> {
         match self.strides {
             None => self.elements(),
-            Some(strides) => bail!("a kernel of elements in order was handed strides {strides:?}"),
+            Some(strides) => bail!("kernel expected contiguous elements, got strides {strides:?}"),
         }
     }
 
     fn elements<T: WithDType>(&self) -> Result<&'a [T]> {
         let start = self.check::<T>()?;
-        // SAFETY: by `new`; nothing that is read is written by the same call.
+        // SAFETY: by `new`; a call does not write what it reads.
         Ok(unsafe { std::slice::from_raw_parts(start, self.count) })
     }
 }
 
-/// Of a step, what its calls are told.
+/// The state of a step that its calls depend on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepState {
-    /// Of its micro-batches, the one whose calls these are.
+    /// The index of the micro-batch in its step.
     pub micro_batch: usize,
-    /// What the gradient of a step's loss begins with: the loss scale, over the targets of a loss that is a sum.
+    /// The initial gradient of a step's loss: the loss scale, divided by the number of targets if the loss is a sum.
     pub loss_gradient: f64,
 }
 
@@ -75,7 +79,7 @@ pub(crate) struct StepState {
 pub(crate) struct Slices<'a> {
     pub step: StepState,
     reads: Named<Slice<'a>>,
-    /// Empty where it was handed out: a second time it would be written twice at once.
+    /// The outputs; a cell is empty once its slice was returned, so that it cannot be borrowed mutably twice.
     writes: Named<Cell<Option<Slice<'a>>>>,
 }
 
@@ -89,17 +93,17 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// Whether a call adds to what it writes as `name`.
+    /// Returns whether a call adds to its output `name`.
     pub fn adds(&self, kernel: &Kernel, name: &str) -> bool {
         kernel.adds(name, self.step.micro_batch)
     }
 
-    /// Whether the call reads it.
+    /// Returns whether the call has an input `name`.
     pub fn has_x(&self, name: &str) -> bool {
         self.reads.get(name).is_some()
     }
 
-    /// Of what is read first.
+    /// Returns the dtype of the first input.
     pub fn dtype(&self) -> Result<DType> {
         match self.reads.first() {
             Some(slice) => Ok(slice.dtype),
@@ -107,7 +111,7 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// Of what is read as `name`, or written, before it is.
+    /// Returns the dtype of the input `name`, or of the output `name` if it was not yet returned.
     pub fn dtype_of(&self, name: &str) -> Result<DType> {
         let written = || self.writes.get(name).and_then(Cell::get);
         match self.reads.get(name).copied().or_else(written) {
@@ -116,20 +120,20 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// All that is read, in order.
+    /// Returns all inputs, in order.
     pub fn all_x<T: WithDType>(&self) -> Result<Vec<&'a [T]>> {
         self.reads.iter().map(Slice::as_slice).collect()
     }
 
-    /// All that is written, in order, once.
+    /// Returns all outputs, in order; each can be returned once.
     pub fn all_y<T: WithDType>(&self) -> Result<Vec<&'a mut [T]>> {
         self.writes
             .iter()
-            .map(|slice| taken("operand", slice))
+            .map(|slice| take_output("operand", slice))
             .collect()
     }
 
-    /// What is read as `name`.
+    /// Returns the input `name`, which must be contiguous.
     pub fn x<T: WithDType>(&self, name: &str) -> Result<&'a [T]> {
         match self.reads.get(name) {
             Some(slice) => slice.as_slice(),
@@ -137,34 +141,35 @@ impl<'a> Slices<'a> {
         }
     }
 
-    /// As [`x`](Self::x), with the strides of heads, (B, H, T, Dh), that are not one after another.
-    pub fn lying<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<&'a [usize; 4]>)> {
+    /// Returns the input `name`, with its strides if it is heads (B, H, T, Dh) that are not contiguous.
+    pub fn strided<T: WithDType>(&self, name: &str) -> Result<(&'a [T], Option<&'a [usize; 4]>)> {
         match self.reads.get(name) {
             Some(slice) => Ok((slice.elements()?, slice.strides)),
             None => bail!("{name} is not read"),
         }
     }
 
-    /// What is written as `name`, once.
+    /// Returns the output `name`; only once.
     pub fn y<T: WithDType>(&self, name: &str) -> Result<&'a mut [T]> {
         match self.writes.get(name) {
-            Some(slice) => taken(name, slice),
+            Some(slice) => take_output(name, slice),
             None => bail!("{name} is not written"),
         }
     }
 
-    /// What is read as `name`, if the call has it.
+    /// Returns the input `name`, if the call has it.
     pub fn some_x<T: WithDType>(&self, name: &str) -> Result<Option<&'a [T]>> {
         self.reads.get(name).map(Slice::as_slice).transpose()
     }
 
-    /// What is written as `name`, once, if the call has it.
+    /// Returns the output `name`, if the call has it; only once.
     pub fn some_y<T: WithDType>(&self, name: &str) -> Result<Option<&'a mut [T]>> {
         let slice = self.writes.get(name);
-        slice.map(|slice| taken(name, slice)).transpose()
+        slice.map(|slice| take_output(name, slice)).transpose()
     }
 
-    /// As [`x`](Self::x), in the type computed in: for small operands, which half precision is widened to as a whole.
+    /// Returns the input `name` in the compute type; half precision is widened into a copy, so it is for small
+    /// operands.
     pub fn wide_x<R: Real>(&self, name: &str) -> Result<Cow<'a, [R]>> {
         fn widened<T: WithDType, R: Real>(elements: &[T]) -> Vec<R> {
             elements.iter().map(|x| R::real(x.to_f64())).collect()
@@ -177,11 +182,14 @@ impl<'a> Slices<'a> {
     }
 }
 
-fn taken<'a, T: WithDType>(name: &str, slice: &Cell<Option<Slice<'a>>>) -> Result<&'a mut [T]> {
+fn take_output<'a, T: WithDType>(
+    name: &str,
+    slice: &Cell<Option<Slice<'a>>>,
+) -> Result<&'a mut [T]> {
     let Some(slice) = slice.take() else {
         bail!("{name} is written already");
     };
     let start = slice.check::<T>()?;
-    // SAFETY: by `Slice::new`; handed out this once.
+    // SAFETY: by `Slice::new`; each output is returned once.
     Ok(unsafe { std::slice::from_raw_parts_mut(start, slice.count) })
 }

@@ -17,7 +17,7 @@ use crate::kernels::{Norm, limits, workspace};
 use crate::probe::Operand;
 use candle_core::{DType, Result, Shape, WithDType};
 
-/// A call of a norm as an op. The graph of a model keeps many of them, so they are small.
+/// A call of a norm as an op. It is small, because the graph of a model keeps many of them.
 pub(super) struct NormCall {
     pub norm: Norm,
     pub eps: f64,
@@ -28,8 +28,8 @@ impl Spec for NormCall {
         vec![("eps", Attribute::Number(self.eps))]
     }
 
-    /// Of each row 1 / sqrt(mean(x^2) + eps), or the mean and 1 / sqrt(var(x) + eps).
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    /// Saves for each row 1 / sqrt(mean(x^2) + eps), or the mean and 1 / sqrt(var(x) + eps).
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (rows, dtype) = (inputs[0].rows(), inputs[0].wide_dtype());
         match self.norm {
             Norm::Rms | Norm::OffsetRms => vec![("rstd", rows.into(), dtype)],
@@ -47,7 +47,7 @@ pub(super) fn forward(norm: Norm, signature: &Signature<'_>) -> Calls {
     if norm == Norm::Layer {
         reads.push("bias", affine(&mut calls, 2));
     }
-    let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
+    let writes = [("y", Slot::Output), ("statistics", Slot::Saved(0))];
     let kernel = forward_kernel(norm, signature.inputs[1].dims[0]);
     calls.call(kernel.with_all(signature.attributes), reads, writes)
 }
@@ -59,7 +59,7 @@ pub(super) fn backward(norm: Norm, signature: &Signature<'_>) -> Calls {
         ("dy", Slot::OutputGradient),
         ("x", Slot::Input(0)),
         ("weight", calls.widened_on_gpu(signature, 1)),
-        ("statistics", Slot::Kept(0)),
+        ("statistics", Slot::Saved(0)),
     ];
     let (rows, width) = (signature.inputs[0].rows(), signature.inputs[1].dims[0]);
     let partials = partials(norm, signature, &mut calls, [rows, width]);
@@ -90,8 +90,8 @@ fn partials(
     calls.scratch(&[elements], signature.inputs[0].wide_dtype())
 }
 
-/// A kernel of one norm, which `$on_cpu` computes in the dtype of the operand `$of`, with x in that dtype or in the one
-/// computed in, and `$on_gpu` where rows are not too wide for GPUs.
+/// Builds the kernel of one norm. `$on_cpu` computes it in the dtype of the operand `$of`, with x in that dtype or in
+/// the compute dtype; `$on_gpu` is added if rows are not too wide for GPUs.
 macro_rules! kernel_of {
     ($norm:ident, $name:literal of $of:literal, $width:expr, $on_cpu:ident, $on_gpu:ident) => {{
         let kernel = kernel!($name, of $of, |T, k, s| match s.dtype_of("x")? == T::DTYPE {
@@ -230,7 +230,7 @@ fn backward_on_gpu(norm: Norm, k: &Kernel, l: &Operands<'_>) -> Result<()> {
         dx: l.y("dx")?,
         add_dx: l.adds(k, "dx"),
         copy: l.some_y("copy"),
-        y: becomes, // where dy lies
+        y: becomes, // in the place of dy
         dw: l.y("dweight")?,
         add_dw: l.adds(k, "dweight"),
         db: l.some_y("dbias"),

@@ -31,7 +31,6 @@ impl ResidualNorm {
         1 + usize::from(self.adds)
     }
 
-    /// Returns N and D.
     fn sizes(&self, signature: &Signature<'_>) -> [usize; 2] {
         let width = signature.inputs[self.weight()].dims[0];
         [signature.inputs[0].rows(), width]
@@ -57,7 +56,7 @@ impl ResidualNorm {
         let writes = Named::from([]).with_some("sum", sum);
         let writes = writes
             .with("y", Slot::Output)
-            .with("statistics", Slot::Kept(0));
+            .with("statistics", Slot::Saved(0));
         let kernel = match (self.norm, self.adds) {
             (_, false) => self.kernel(signature),
             (Norm::Rms, true) => self.kernel(signature).named("add_rms_norm"),
@@ -78,7 +77,7 @@ impl ResidualNorm {
     /// Recomputes y and the statistics from what is saved.
     pub fn recompute_output(&self, signature: &Signature<'_>) -> Calls {
         let reads = self.normed().and(self.affine());
-        let writes = [("y", Slot::Output), ("statistics", Slot::Kept(0))];
+        let writes = [("y", Slot::Output), ("statistics", Slot::Saved(0))];
         Calls::default().call(self.kernel(signature), reads, writes)
     }
 
@@ -116,13 +115,13 @@ impl ResidualNorm {
             let copy = copies.then_some(Slot::Gradient(1));
             let kernel = backward_kernel(self.norm, width).in_place();
             let kernel = kernel.sized([("rows", rows), ("width", width)]);
-            let reads = reads.with("statistics", Slot::Kept(0));
+            let reads = reads.with("statistics", Slot::Saved(0));
             calls.push(kernel, reads, writes.with_some("copy", copy));
         }
         if self.adds {
-            calls.same.push((0, dx));
+            calls.aliases.push((0, dx));
             match is_half {
-                false => calls.same.push((1, dx)),
+                false => calls.aliases.push((1, dx)),
                 true if copies => {}
                 true => calls.push(converted(), [("x", dx)], [("y", Slot::Gradient(1))]),
             }

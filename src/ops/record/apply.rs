@@ -1,5 +1,5 @@
-//! Ops as custom ops of candle's, in its graph and on the tape or outside of both under `no_grad`, with a range around
-//! their passes.
+//! Ops as custom ops of candle: nodes of its graph that are also on the tape, or neither under `no_grad`. Both passes
+//! report a range to the profiler.
 
 use super::spec::{CallSpec, Spec};
 use crate::grad::is_grad_enabled;
@@ -15,57 +15,59 @@ use candle_core::{
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-/// The inputs of a forward, where they lie.
+/// The inputs of a forward: storage and layout.
 pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
 
-pub(crate) type Made<S> = Result<(S, Shape)>;
+pub(crate) type ForwardResult<S> = Result<(S, Shape)>;
 
-/// What computes an op of one, two or three inputs, all on one device.
+/// The computation of an op of one, two or three inputs, all on one device.
 pub(crate) trait Op: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
-    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage>;
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> ForwardResult<CpuStorage>;
 
-    fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+    fn cuda_fwd(&self, _inputs: Storages<'_, CudaStorage>) -> ForwardResult<CudaStorage> {
         bail!("{} has no kernel for NVIDIA GPUs", self.name())
     }
 
-    fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+    fn metal_fwd(&self, _inputs: Storages<'_, MetalStorage>) -> ForwardResult<MetalStorage> {
         bail!("{} has no kernel for Metal GPUs", self.name())
     }
 
-    /// A gradient for each input, from the output and its gradient.
+    /// Returns a gradient for each input, from the output and its gradient.
     fn bwd(&self, inputs: &[&Tensor], y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// As many as an op has of each: inputs, gradients.
-pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]>) -> Result<[T; N]> {
+/// Converts a list of inputs or gradients to the number that an op has.
+pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]> + AsRef<[T]>) -> Result<[T; N]> {
+    let got = all.as_ref().len();
     match all.try_into() {
         Ok(all) => Ok(all),
-        Err(_) => bail!("an op of {N} inputs was given another number of operands"),
+        Err(_) => bail!("expected {N} operands, got {got}"),
     }
 }
 
 pub(crate) trait Node: Send + Sync {
     fn inputs(&self) -> Vec<Tensor>;
 
-    /// A gradient for each input, from the output and its gradient: of a storage of its own, or `dy` itself.
+    /// Returns a gradient for each input, from the output and its gradient. A gradient has its own storage, or is `dy`
+    /// itself.
     fn backward(&self, y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// The nodes of outputs that are alive, by the outputs' ids.
+/// The nodes of the outputs that are alive, by the ids of the outputs.
 static NODES: LazyLock<Mutex<HashMap<TensorId, Weak<dyn Node>>>> = LazyLock::new(Mutex::default);
 
 fn nodes() -> MutexGuard<'static, HashMap<TensorId, Weak<dyn Node>>> {
     NODES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A node's place on the tape. The node has it, so that both go together.
+/// The entry of a node on the tape. The node owns it, so that both are dropped together.
 #[derive(Default)]
 pub(crate) struct Entry(OnceLock<TensorId>);
 
 impl Entry {
-    /// Says that `node`, whose entry this is, made `y`.
+    /// Records that `node`, which owns this entry, computed `y`.
     pub fn write(&self, y: &Tensor, node: &Arc<impl Node + 'static>) {
         if y.track_op() && self.0.set(y.id()).is_ok() {
             let node: Weak<dyn Node> = Arc::downgrade(node) as Weak<dyn Node>;
@@ -82,16 +84,16 @@ impl Drop for Entry {
     }
 }
 
-/// The node behind `y`, if it is one of this crate's.
+/// Returns the node that computed `y`, if it is this crate's.
 pub(crate) fn node_of(y: &Tensor) -> Option<Arc<dyn Node>> {
     nodes().get(&y.id())?.upgrade()
 }
 
-/// An op that says when it runs, forward and backward, and where it was put into the graph.
+/// An op with its inputs and tape entry, which reports a range when its forward and backward run.
 struct Ranged<C> {
     op: C,
     path: Path,
-    /// Of the node, for as long as candle has them too; none where there is no graph.
+    /// The inputs, which live as long as candle's references to them; empty without a graph.
     inputs: Box<[Tensor]>,
     entry: Entry,
 }
@@ -100,8 +102,8 @@ impl<C: Op> Ranged<C> {
     fn forward<S: BackendStorage>(
         &self,
         inputs: Storages<'_, S>,
-        forward: fn(&C, Storages<'_, S>) -> Made<S>,
-    ) -> Made<S> {
+        forward: fn(&C, Storages<'_, S>) -> ForwardResult<S>,
+    ) -> ForwardResult<S> {
         let range = probe::op(Kind::Op, self.op.name(), self.path);
         let (storage, shape) = forward(&self.op, inputs)?;
         if probe::is_listening() {
@@ -165,7 +167,7 @@ macro_rules! custom_op {
         }
     };
     (forward $forward:ident $Storage:ident $($storage:ident $layout:ident)+) => {
-        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> Made<$Storage> {
+        fn $forward(&self, $($storage: &$Storage, $layout: &Layout),+) -> ForwardResult<$Storage> {
             self.0.forward(&[$(($storage, $layout)),+], C::$forward)
         }
     };
@@ -178,10 +180,10 @@ custom_op!(
     x1 s1 l1 x2 s2 l2 x3 s3 l3
 );
 
-/// Applies `op` to `inputs`, or writes the call down in the trace that is open.
+/// Applies `op` to `inputs`, or records the call in the open trace.
 pub(crate) fn apply<C: Spec + Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     match graph::is_tracing() {
-        true => Ok(traced(op.name(), op, inputs, true)?), // no kernel has made it
+        true => Ok(traced(op.name(), op, inputs, true)?), // no kernel computes it
         false => applied(inputs, op),
     }
 }
@@ -207,15 +209,15 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
         (false, [x]) => x.apply_op1_no_bwd(&op),
         (false, [x1, x2]) => x1.apply_op2_no_bwd(x2, &op),
         (false, [x1, x2, x3]) => x1.apply_op3_no_bwd(x2, x3, &op),
-        _ => bail!("{name}: an op of {} inputs", inputs.len()),
+        _ => bail!("{name}: expected one to three inputs, got {}", inputs.len()),
     };
-    let y = y.map_err(|error| graph::refuse_hollow(name, inputs, error))?;
+    let y = y.map_err(|error| graph::meta_tensor_error(name, inputs, error))?;
     node.entry.write(&y, &node);
     Ok(y)
 }
 
-/// Writes down a call of `op` on `inputs`, and returns its hollow output. `composed` is whether candle's own ops
-/// compute it.
+/// Records a call of `op` on `inputs` in the open trace, and returns its output, a meta tensor. `composed` is whether
+/// it is computed by candle's own ops.
 pub(crate) fn traced<C: Spec + Send + Sync + 'static>(
     name: &'static str,
     op: C,
@@ -226,26 +228,26 @@ pub(crate) fn traced<C: Spec + Send + Sync + 'static>(
     let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
     let output = op.output(&operands);
     let op = Arc::new(op);
-    let (reads, attributes) = (op.reads(), op.attributes());
-    let kept = op.kept(&operands, target);
+    let (reads, attributes) = (op.extra_inputs(), op.attributes());
+    let saved = op.saved(&operands, target);
     let y = graph::record(Call {
         name,
         attributes,
         composed,
         inputs,
-        reads: &reads,
+        extra_inputs: &reads,
         output,
-        kept,
+        saved,
         is_tracked: false,
         held: op.clone(),
     })?;
-    op.forwarded();
+    op.free_after_forward();
     Ok(y)
 }
 
-/// Runs `f`, candle's own ops that stand for `op` on `inputs`, and make an `output` of this shape and
-/// dtype. Their backward is candle's, and says nothing. A result without elements depends on all inputs by zeros, and
-/// `f` is not run: candle's own depends on the first or on none, and divides by zero on a GPU.
+/// Runs `f`, candle's own ops that stand for `op` on `inputs` and return an `output` of this shape and dtype. Backward
+/// is candle's, and reports no range. An empty output is made of zeros that depend on all inputs, without running `f`:
+/// candle's own result would depend on the first input or on none, and candle divides by zero on a GPU.
 pub(crate) fn composed<E: From<candle_core::Error>>(
     op: &OpInfo,
     inputs: &[&Tensor],

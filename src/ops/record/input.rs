@@ -1,6 +1,6 @@
-//! Operands for candle's own ops, and for kernels.
+//! Preparation of operands for candle's own ops and for kernels.
 
-use super::apply::{Made, Op, Storages, applied, composed};
+use super::apply::{ForwardResult, Op, Storages, applied, composed};
 use super::{CONTIGUOUS, TO_DTYPE};
 use crate::grad::is_grad_enabled;
 use crate::graph;
@@ -8,22 +8,22 @@ use crate::ops::operand::{check_float, check_supported, inside_storage};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, DType, MetalStorage, Result, Tensor};
 
-/// `x` as candle's ops should take it: outside the graph under `no_grad`.
+/// Returns `x` for candle's ops: detached from the graph under `no_grad`.
 pub(crate) fn input(x: &Tensor) -> Tensor {
-    // A view of nothing may begin beyond its storage: elsewhere, if there is room for nothing.
+    // An empty view may begin beyond its storage; it is replaced if memory allows.
     let x = match x.dims().contains(&0) {
         true => inside_storage("input", x).unwrap_or_else(|_| x.clone()),
         false => x.clone(),
     };
-    // A trace knows by itself what has a graph, and follows a value by the node that detaching would leave behind.
+    // A trace tracks gradients itself, and follows a value by its node, which detaching would lose.
     match is_grad_enabled() || graph::is_tracing() {
         true => x,
         false => x.detach(),
     }
 }
 
-/// The [`input`] of a `reference`, which is public and so checks by itself that `x` is a float: integers would give
-/// wrong results without an error.
+/// Returns the [`input`] of a `reference`. References are public, so they check that `x` is a float: integers would
+/// give wrong results without an error.
 pub(crate) fn float_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> {
     check_float(op, x)?;
     Ok(input(x))
@@ -34,19 +34,19 @@ pub(crate) fn wide_input(op: &'static str, x: &Tensor) -> crate::Result<Tensor> 
     Ok(widen(&input(x))?)
 }
 
-/// `x` in a dtype fit for computing: half precision widened to f32.
+/// Returns `x` in a compute dtype: half precision is widened to f32.
 ///
 /// # Errors
-/// Other dtypes: integers have no gradient, and candle hardly converts floats of 8 bits.
+/// Dtypes other than f16, bf16, f32 and f64: integers have no gradient, and candle barely supports 8-bit floats.
 pub(crate) fn widen(x: &Tensor) -> Result<Tensor> {
-    check_supported("to compute", x)?;
+    check_supported("cast", x)?;
     match x.dtype() {
         DType::F32 | DType::F64 => Ok(x.clone()),
         _ => to_dtype(x, DType::F32),
     }
 }
 
-/// `x` in `dtype`, by candle's own conversion.
+/// Converts `x` to `dtype` with candle's own conversion.
 pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     match graph::is_tracing() && x.dtype() != dtype {
         true => composed(&TO_DTYPE, &[x], (x.shape(), dtype), || x.to_dtype(dtype)),
@@ -54,7 +54,7 @@ pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// `x` with its elements in order, one after another: a copy where they are not.
+/// Returns `x` with contiguous elements, a copy if they are not.
 pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
     if x.is_contiguous() {
         return Ok(x.clone());
@@ -72,15 +72,15 @@ impl Op for Contiguous {
         CONTIGUOUS.op
     }
 
-    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> ForwardResult<CpuStorage> {
         copy(inputs)
     }
 
-    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> ForwardResult<CudaStorage> {
         copy(inputs)
     }
 
-    fn metal_fwd(&self, inputs: Storages<'_, MetalStorage>) -> Made<MetalStorage> {
+    fn metal_fwd(&self, inputs: Storages<'_, MetalStorage>) -> ForwardResult<MetalStorage> {
         copy(inputs)
     }
 
@@ -89,7 +89,9 @@ impl Op for Contiguous {
     }
 }
 
-fn copy<S: BackendStorage<Device: BackendDevice<Storage = S>>>(inputs: Storages<'_, S>) -> Made<S> {
+fn copy<S: BackendStorage<Device: BackendDevice<Storage = S>>>(
+    inputs: Storages<'_, S>,
+) -> ForwardResult<S> {
     let (x, layout) = inputs[0];
     let shape = layout.shape().clone();
     // SAFETY: the copy writes every element.

@@ -1,8 +1,8 @@
-//! Ops that compute eagerly what plans compute: the calls of kernels that they lower to.
+//! Eager execution of ops by the kernel calls that they lower to, the same that plans run.
 
-use super::apply::{Made, Op, Storages, applied, composed, traced};
+use super::apply::{ForwardResult, Op, Storages, applied, composed, traced};
 use super::input::contiguous;
-use super::run::{Lying, Run};
+use super::run::{OperandView, Run};
 use super::spec::{Spec, shaped};
 use crate::graph::{self, Target};
 use crate::ops::cpu;
@@ -16,8 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[cfg(feature = "cuda")]
 use {crate::ops::cuda, candle_core::CudaStorage};
 
-/// A call of `op` on `inputs`: by the kernels that it lowers to or, where they are not for the first, as `reference`
-/// composes it of candle's own ops.
+/// Runs `op` on `inputs` by its kernels, or as `reference` composes it if there is no kernel for the first input.
 pub(crate) fn run<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,
@@ -33,7 +32,7 @@ pub(crate) fn run<const N: usize>(
     }
 }
 
-/// A call of `op` on `inputs` by the kernels that it lowers to, or written down in the trace that is open.
+/// Runs `op` on `inputs` by its kernels, or records the call in the open trace.
 pub(crate) fn by_kernels<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,
@@ -43,17 +42,17 @@ pub(crate) fn by_kernels<const N: usize>(
     for x in &mut inputs {
         *x = contiguous(x)?;
     }
-    as_they_lie(op, call, inputs.each_ref())
+    by_strided_kernels(op, call, inputs.each_ref())
 }
 
-/// As [`by_kernels`], of inputs that kernels read as they lie.
-pub(crate) fn as_they_lie<const N: usize>(
+/// Runs [`by_kernels`] without making the inputs contiguous, for kernels that accept strides.
+pub(crate) fn by_strided_kernels<const N: usize>(
     op: &'static OpInfo,
     call: impl Spec + Send + Sync + 'static,
     inputs: [&Tensor; N],
 ) -> crate::Result<Tensor> {
     let Some(lowering) = &op.lowering else {
-        return Err(candle_core::Error::msg(format!("{} lowers to nothing", op.op)).into());
+        return Err(candle_core::Error::msg(format!("{} has no kernels", op.op)).into());
     };
     if graph::is_tracing() {
         return traced(op.op, call, &inputs, false);
@@ -62,7 +61,7 @@ pub(crate) fn as_they_lie<const N: usize>(
         op,
         spec: call,
         lowering,
-        kept: Mutex::default(),
+        saved: Mutex::default(),
     };
     Ok(applied(&inputs, op)?)
 }
@@ -71,68 +70,72 @@ struct Lowered<S> {
     op: &'static OpInfo,
     spec: S,
     lowering: &'static Lowering,
-    /// What forward has left for backward, as the spec lists it; none once a backward has written over it.
-    kept: Mutex<Option<Box<[Tensor]>>>,
+    /// The values saved for backward, as the spec lists them; `None` once a backward has overwritten them.
+    saved: Mutex<Option<Box<[Tensor]>>>,
 }
 
 impl<S: Spec> Lowered<S> {
-    fn kept(&self) -> MutexGuard<'_, Option<Box<[Tensor]>>> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn saved(&self) -> MutexGuard<'_, Option<Box<[Tensor]>>> {
+        self.saved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The output and what is left for backward, from inputs as they lie and what is read beside them.
+    /// Returns the output and what is saved for backward. The closure returns the elements of an input; `reads` are the
+    /// extra inputs.
     fn forward<'a>(
         &self,
         device: &Device,
         inputs: &[Operand<'_>],
-        lying: impl Fn(usize) -> Result<Lying<'a>>,
+        view: impl Fn(usize) -> Result<OperandView<'a>>,
         reads: Vec<Tensor>,
     ) -> Result<(Storage, Shape, Box<[Tensor]>)> {
         let target = Target::of(device);
         let (shape, dtype) = self.spec.output(inputs);
-        let kept = self.spec.kept(inputs, target);
-        let reads = moved(reads, device)?;
-        self.spec.forwarded(); // what goes with forward goes when it was read last
+        let saved = self.spec.saved(inputs, target);
+        let reads = to_device(reads, device)?;
+        self.spec.free_after_forward(); // drops the spec's references, so that `run` can free what it read last
         let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
         let shapes: Vec<(Shape, DType)> = shapes.collect();
         let attributes = self.spec.attributes();
         let signature = Signature {
             attributes: &attributes,
             inputs: inputs.to_vec(),
-            reads: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
+            extra_inputs: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
             output: shaped(&shape, dtype),
-            kept: kept.iter().map(|(_, x, dtype)| shaped(x, *dtype)).collect(),
+            saved: saved
+                .iter()
+                .map(|(_, x, dtype)| shaped(x, *dtype))
+                .collect(),
             target,
             plan: None,
         };
         let calls = (self.lowering.forward)(&signature);
         let mut run = Run::new(device, &signature, &calls, reads);
         for input in 0..inputs.len() {
-            // One that is read by a copy may have no elements.
+            // An input that is read through a copy may have no elements here.
             if calls.reads(Slot::Input(input)) {
-                run.operands.push((Slot::Input(input), lying(input)?));
+                run.operands.push((Slot::Input(input), view(input)?));
             }
         }
         if shape.elem_count() > 0 {
             run.run(|_| true)?;
         }
-        let mut tensors = Vec::with_capacity(kept.len());
-        for (i, (_, shape, _)) in kept.iter().enumerate() {
-            tensors.push(run.tensor(Slot::Kept(i), shape)?);
+        let mut tensors = Vec::with_capacity(saved.len());
+        for (i, (_, shape, _)) in saved.iter().enumerate() {
+            tensors.push(run.tensor(Slot::Saved(i), shape)?);
         }
-        self.spec.has_kept(&tensors);
+        self.spec.on_saved(&tensors);
         let output = run.storage(Slot::Output)?;
         Ok((output, shape.clone(), tensors.into()))
     }
 
-    /// What forward leaves, where a backward before this one has written over it.
-    fn forward_again(&self, inputs: &[&Tensor]) -> Result<Box<[Tensor]>> {
+    /// Recomputes what forward saved, after an earlier backward has overwritten it.
+    fn recompute_saved(&self, inputs: &[&Tensor]) -> Result<Box<[Tensor]>> {
         let operands: Vec<Operand<'_>> = inputs.iter().map(|x| (*x).into()).collect();
         let guards: Vec<_> = inputs.iter().map(|x| x.storage_and_layout()).collect();
-        let lying = |i: usize| Lying::of(&guards[i].0, guards[i].1);
-        let reads = self.spec.reads_again(inputs)?;
-        let (_, _, kept) = self.forward(inputs[0].device(), &operands, lying, reads)?;
-        Ok(kept) // and not to `self`: other threads may be here too
+        let view = |i: usize| OperandView::of(&guards[i].0, guards[i].1);
+        let reads = self.spec.extra_inputs_for_backward(inputs)?;
+        let (_, _, saved) = self.forward(inputs[0].device(), &operands, view, reads)?;
+        Ok(saved) // and do not store it: other threads may be here too
     }
 }
 
@@ -141,30 +144,37 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         self.op.op
     }
 
-    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> Made<CpuStorage> {
-        let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
-        let lying = |i: usize| Ok(Lying::Cpu(cpu::slice(inputs[i].0, inputs[i].1)?));
+    fn cpu_fwd(&self, inputs: Storages<'_, CpuStorage>) -> ForwardResult<CpuStorage> {
+        let operands = inputs.iter().map(|(x, layout)| operand_of(*x, layout));
+        let view = |i: usize| Ok(OperandView::Cpu(cpu::slice(inputs[i].0, inputs[i].1)?));
         let operands: Vec<_> = operands.collect();
-        let (output, shape, kept) =
-            self.forward(&Device::Cpu, &operands, lying, self.spec.reads())?;
-        *self.kept() = Some(kept);
+        let (output, shape, saved) =
+            self.forward(&Device::Cpu, &operands, view, self.spec.extra_inputs())?;
+        *self.saved() = Some(saved);
         match output {
             Storage::Cpu(output) => Ok((output, shape)),
-            _ => bail!("{}: an output elsewhere", self.op.op),
+            _ => bail!(
+                "{}: expected the output on the device of the inputs",
+                self.op.op
+            ),
         }
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> Made<CudaStorage> {
-        let operands = inputs.iter().map(|(x, layout)| lent(*x, layout));
-        let lying = |i: usize| Ok(Lying::Cuda(cuda::lying(inputs[i].0, inputs[i].1)?));
+    fn cuda_fwd(&self, inputs: Storages<'_, CudaStorage>) -> ForwardResult<CudaStorage> {
+        let operands = inputs.iter().map(|(x, layout)| operand_of(*x, layout));
+        let view = |i: usize| Ok(OperandView::Cuda(cuda::strided(inputs[i].0, inputs[i].1)?));
         let device = Device::Cuda(inputs[0].0.device.clone());
         let operands: Vec<_> = operands.collect();
-        let (output, shape, kept) = self.forward(&device, &operands, lying, self.spec.reads())?;
-        *self.kept() = Some(kept);
+        let (output, shape, saved) =
+            self.forward(&device, &operands, view, self.spec.extra_inputs())?;
+        *self.saved() = Some(saved);
         match output {
             Storage::Cuda(output) => Ok((output, shape)),
-            _ => bail!("{}: an output elsewhere", self.op.op),
+            _ => bail!(
+                "{}: expected the output on the device of the inputs",
+                self.op.op
+            ),
         }
     }
 
@@ -173,21 +183,21 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
             return inputs.iter().map(|x| x.zeros_like().map(Some)).collect();
         }
         let (device, dy) = (dy.device(), self.spec.readable(dy.detach())?);
-        let left = self.kept().take();
-        let kept = match left {
-            Some(kept) => kept,
-            None => self.forward_again(inputs)?,
+        let left = self.saved().take();
+        let saved = match left {
+            Some(saved) => saved,
+            None => self.recompute_saved(inputs)?,
         };
-        let reads = moved(self.spec.reads_again(inputs)?, device)?;
+        let reads = to_device(self.spec.extra_inputs_for_backward(inputs)?, device)?;
         let shapes = reads.iter().map(|x| (x.shape().clone(), x.dtype()));
         let shapes: Vec<(Shape, DType)> = shapes.collect();
         let attributes = self.spec.attributes();
         let signature = Signature {
             attributes: &attributes,
             inputs: inputs.iter().map(|x| (*x).into()).collect(),
-            reads: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
+            extra_inputs: shapes.iter().map(|(x, dtype)| shaped(x, *dtype)).collect(),
             output: y.into(),
-            kept: kept.iter().map(Into::into).collect(),
+            saved: saved.iter().map(Into::into).collect(),
             target: Target::of(device),
             plan: None,
         };
@@ -195,37 +205,37 @@ impl<S: Spec + Send + Sync + 'static> Op for Lowered<S> {
         let given = [(Slot::Output, y), (Slot::OutputGradient, &dy)].into_iter();
         let of_inputs = inputs.iter().enumerate();
         let of_inputs = of_inputs.map(|(i, x)| (Slot::Input(i), *x));
-        let of_kept = kept.iter().enumerate();
+        let of_kept = saved.iter().enumerate();
         let given = given
             .chain(of_inputs.filter(|(slot, _)| calls.reads(*slot)))
-            .chain(of_kept.map(|(i, x)| (Slot::Kept(i), x)));
+            .chain(of_kept.map(|(i, x)| (Slot::Saved(i), x)));
         let guards = given.map(|(slot, x)| (slot, x.storage_and_layout()));
         let guards: Vec<_> = guards.collect();
         let mut run = Run::new(device, &signature, &calls, reads);
         for (slot, (storage, layout)) in &guards {
-            run.give(*slot, storage, layout)?;
+            run.push_operand(*slot, storage, layout)?;
         }
         run.run(|input| inputs[input].track_op())?;
         let gradient = |(i, x): (usize, &&Tensor)| match Slot::Gradient(i) {
-            _ if calls.same.iter().any(|(same, _)| *same == i) => Ok(Some(dy.clone())),
+            _ if calls.aliases.iter().any(|(same, _)| *same == i) => Ok(Some(dy.clone())),
             slot if run.has(slot) => run.tensor(slot, x.shape()).map(Some),
             _ => Ok(None),
         };
         let gradients = inputs.iter().enumerate().map(gradient).collect();
-        if !calls.writes_over_kept() {
+        if !calls.overwrites_saved() {
             drop(run);
             drop(guards);
-            *self.kept() = Some(kept);
+            *self.saved() = Some(saved);
         }
         gradients
     }
 }
 
-/// What is read beside the inputs, on their device: checked ids are on the host.
-fn moved(reads: Vec<Tensor>, device: &Device) -> Result<Vec<Tensor>> {
+/// Moves extra inputs to the device of the inputs; checked ids are on the host.
+fn to_device(reads: Vec<Tensor>, device: &Device) -> Result<Vec<Tensor>> {
     reads.iter().map(|x| x.to_device(device)).collect()
 }
 
-fn lent<'a, S: BackendStorage>(storage: &S, layout: &'a Layout) -> Operand<'a> {
+fn operand_of<'a, S: BackendStorage>(storage: &S, layout: &'a Layout) -> Operand<'a> {
     shaped(layout.shape(), storage.dtype())
 }

@@ -1,9 +1,9 @@
-//! How ops get into candle's graph, or into the trace that is open on the thread.
+//! Recording of ops in candle's graph and on the tape, or in the thread's open trace.
 //!
-//! An op is a [`Spec`] whose lowering plans it and computes it ([`run`], [`by_kernels`]), or a result that is there
-//! already ([`Op`], [`apply`]), or a composition of candle's own ops under one name ([`composed`]); [`input`] and its
-//! kin prepare the operands of compositions. What is a node of candle's graph by `Op` is written on the tape as well,
-//! by which [`backward`](crate::backward()) finds it ([`node_of`]).
+//! There are three kinds of ops: a [`Spec`] whose lowering plans and computes it ([`run`], [`by_kernels`]); a computed
+//! result ([`Op`], [`apply`]); and a composition of candle's own ops under one name ([`composed`]), whose operands
+//! [`input`] and related functions prepare. An `Op` is a node of candle's graph and is also on the tape, where
+//! [`backward`](crate::backward()) finds it ([`node_of`]).
 
 mod apply;
 mod input;
@@ -14,10 +14,10 @@ mod sum;
 
 pub(super) use apply::composed_as;
 pub(crate) use apply::{
-    Entry, Made, Node, Op, Storages, apply, composed, exactly, node_of, traced,
+    Entry, ForwardResult, Node, Op, Storages, apply, composed, exactly, node_of, traced,
 };
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
-pub(crate) use lowered::{as_they_lie, by_kernels, run};
+pub(crate) use lowered::{by_kernels, by_strided_kernels, run};
 pub(super) use spec::CallSpec;
 pub(crate) use spec::Spec;
 pub(crate) use sum::{add_onto, can_scatter, scattered, view_of};
@@ -26,13 +26,13 @@ use super::info::OpInfo;
 use super::lowering::{CONVERTED, Calls, Lowering};
 use crate::graph::{CHECKPOINT, LEAF};
 
-/// What is the elements of its input, which lie in order in a plan.
+/// The lowering of a view or copy whose elements are those of its input, which are contiguous in a plan.
 const SAME: Lowering = Lowering {
-    forward: |_| Calls::default().same(0),
-    backward: |_| Calls::default().same(0),
+    forward: |_| Calls::default().alias(0),
+    backward: |_| Calls::default().alias(0),
 };
 
-/// What candle copies, converts for itself, and where segments end: no ops to time.
+/// The ops below are not timed: candle's copies and conversions, and the ends of checkpointed segments.
 const COPY: OpInfo = OpInfo::new(LEAF).planned_composed(SAME);
 pub(crate) const TO_DTYPE: OpInfo = OpInfo::new("to_dtype").planned_composed(CONVERTED);
 const SEGMENT: OpInfo = OpInfo::new(CHECKPOINT).planned(SAME);

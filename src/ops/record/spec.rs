@@ -1,12 +1,12 @@
-//! What an op says of a call before it runs.
+//! The description of a call of an op before it runs.
 
 use crate::graph::{Attribute, Target};
 use crate::probe::Operand;
 use candle_core::{DType, Result, Shape, Tensor};
 
-/// All that a trace needs of an op.
+/// The properties of an op's call that traces and lowerings need.
 pub(crate) trait Spec {
-    /// Shape and dtype of its output, from its inputs': those of the first unless an op says otherwise.
+    /// Returns the shape and dtype of the output, given the inputs'; by default those of the first input.
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
         (inputs[0].dims.into(), inputs[0].dtype)
     }
@@ -15,31 +15,31 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
-    /// What it reads beside its inputs.
-    fn reads(&self) -> Vec<Tensor> {
+    /// Returns the extra inputs.
+    fn extra_inputs(&self) -> Vec<Tensor> {
         Vec::new()
     }
 
-    /// [`reads`](Self::reads) as backward has them, of these inputs: what forward has dropped is made again.
-    fn reads_again(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        Ok(self.reads())
+    /// Returns [`extra_inputs`](Self::extra_inputs) for backward on these inputs: what was freed after forward is recomputed.
+    fn extra_inputs_for_backward(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        Ok(self.extra_inputs())
     }
 
-    /// What it keeps for backward beside its inputs and its output: names, shapes and dtypes.
-    fn kept(&self, _inputs: &[Operand<'_>], _on: Target) -> Vec<(&'static str, Shape, DType)> {
+    /// Returns what is saved for backward in addition to inputs and output: names, shapes and dtypes.
+    fn saved(&self, _inputs: &[Operand<'_>], _on: Target) -> Vec<(&'static str, Shape, DType)> {
         Vec::new()
     }
 
-    /// An operand as its kernels read it: with its elements in order, unless they take strides.
+    /// Returns an operand as its kernels read it: contiguous, unless they accept strides.
     fn readable(&self, x: Tensor) -> Result<Tensor> {
         x.contiguous()
     }
 
-    /// An eager forward is done: hands out what the op's caller wants of what is kept.
-    fn has_kept(&self, _kept: &[Tensor]) {}
+    /// Called after an eager forward: may pass saved values to the op's caller.
+    fn on_saved(&self, _kept: &[Tensor]) {}
 
-    /// Drops what forward does not leave for backward.
-    fn forwarded(&self) {}
+    /// Frees what backward does not need after forward.
+    fn free_after_forward(&self) {}
 }
 
 pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
@@ -49,18 +49,18 @@ pub(super) fn shaped(shape: &Shape, dtype: DType) -> Operand<'_> {
     }
 }
 
-/// A call as data, of an op that keeps nothing besides its inputs and its output. A graph keeps the call: its lists have
-/// no spare room.
+/// A call of an op that saves nothing but its inputs and output. A graph keeps many calls, so the lists have no spare
+/// capacity.
 #[derive(Default)]
 pub(in crate::ops) struct CallSpec {
-    /// `None` for an output like the first input.
+    /// The output's shape and dtype; `None` for those of the first input.
     output: Option<(Shape, DType)>,
     attributes: Vec<(&'static str, Attribute)>,
     reads: Vec<Tensor>,
 }
 
 impl CallSpec {
-    /// A call whose output has this shape and dtype.
+    /// Creates a call whose output has this shape and dtype.
     pub fn new(shape: impl Into<Shape>, dtype: DType) -> Self {
         Self {
             output: Some((shape.into(), dtype)),
@@ -68,25 +68,22 @@ impl CallSpec {
         }
     }
 
-    /// A call whose output is like its first input.
+    /// Creates a call whose output has the shape and dtype of its first input.
     pub fn like_first() -> Self {
         Self::default()
     }
 
-    /// With a parameter.
     pub fn with(mut self, name: &'static str, value: Attribute) -> Self {
         self.attributes.reserve_exact(1);
         self.attributes.push((name, value));
         self
     }
 
-    /// With these parameters.
     pub fn with_all(self, attributes: impl IntoIterator<Item = (&'static str, Attribute)>) -> Self {
         let all = attributes.into_iter();
         all.fold(self, |call, (name, value)| call.with(name, value))
     }
 
-    /// With one more tensor that it reads besides its inputs.
     pub fn reading(mut self, x: &Tensor) -> Self {
         self.reads.reserve_exact(1);
         self.reads.push(x.clone());
@@ -106,7 +103,7 @@ impl Spec for CallSpec {
         self.attributes.clone()
     }
 
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         self.reads.clone()
     }
 }

@@ -1,4 +1,4 @@
-//! Sums of gradients: in place, and of the elements that a view repeats.
+//! Summation of gradients: in place, and over the elements that a view repeats.
 
 use super::run::Run;
 use crate::graph::{Target, View};
@@ -12,10 +12,11 @@ use candle_core::{CpuStorage, DType, InplaceOp2, Layout, Result, Tensor, bail};
 #[cfg(feature = "cuda")]
 use {crate::kernels::cuda::arithmetic as cuda_kernel, crate::ops::cuda, candle_core::CudaStorage};
 
-/// `sum += x` where it lies; both contiguous, of one shape and dtype. No, and nothing done, where there is no kernel.
+/// Computes `sum += x` in place, for contiguous tensors of one shape and dtype. Returns false, without doing anything,
+/// if there is no kernel.
 ///
 /// # Errors
-/// Tensors unlike each other, and the driver's.
+/// Tensors that do not match; errors of the driver.
 pub(crate) fn add_onto(sum: &Tensor, x: &Tensor) -> Result<bool> {
     let has_kernel = match sum.device() {
         device if device.is_cpu() => true,
@@ -42,7 +43,7 @@ impl InplaceOp2 for AddOnto {
         x_layout: &Layout,
     ) -> Result<()> {
         let Some((start, end)) = sum_layout.contiguous_offsets() else {
-            bail!("add_onto: the sum is a strided tensor: {sum_layout:?}");
+            bail!("add_onto: expected a contiguous sum, got {sum_layout:?}");
         };
         macro_rules! add {
             ($($dtype:ident),+) => {
@@ -72,11 +73,11 @@ impl InplaceOp2 for AddOnto {
     }
 }
 
-/// The gradient of a tensor of this `shape` from `dy`, that of a view of it: zeros, with `dy` added by the places of
-/// `view`. Sums in half precision are rounded once.
+/// Returns the gradient of a tensor of this `shape`, given the gradient `dy` of a view of it: zeros, with `dy` added at
+/// the offsets of `view`. Sums in half precision are rounded once.
 ///
 /// # Errors
-/// No kernel ([`can_scatter`]), no memory.
+/// No kernel ([`can_scatter`]); no memory.
 pub(crate) fn scattered(dy: &Tensor, view: View, shape: &[usize]) -> Result<Tensor> {
     let wide = match is_half(dy.dtype()) {
         true => DType::F32,
@@ -95,23 +96,23 @@ pub(crate) fn scattered(dy: &Tensor, view: View, shape: &[usize]) -> Result<Tens
     let signature = Signature {
         attributes: &[],
         inputs: vec![dy.into()],
-        reads: Vec::new(),
+        extra_inputs: Vec::new(),
         output: Operand {
             dims: shape,
             dtype: dy.dtype(),
         },
-        kept: Vec::new(),
+        saved: Vec::new(),
         target: Target::of(dy.device()),
         plan: None,
     };
     let (storage, layout) = dy.storage_and_layout();
     let mut run = Run::new(dy.device(), &signature, &calls, Vec::new());
-    run.give(Slot::Input(0), &storage, layout)?;
+    run.push_operand(Slot::Input(0), &storage, layout)?;
     run.run(|_| true)?;
     run.tensor(Slot::Output, &shape.into())
 }
 
-/// Whether [`scattered`] has a kernel for views like `x`.
+/// Returns whether [`scattered`] has a kernel for views like `x`.
 pub(crate) fn can_scatter(x: &Tensor) -> bool {
     let kernel = || strided::scatter(view_of(x));
     match x.device() {
@@ -120,7 +121,7 @@ pub(crate) fn can_scatter(x: &Tensor) -> bool {
     }
 }
 
-/// Which elements of its storage `x` shows.
+/// Returns the view of its storage that `x` is.
 pub(crate) fn view_of(x: &Tensor) -> View {
     let layout = x.layout();
     View {

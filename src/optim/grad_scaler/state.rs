@@ -3,6 +3,14 @@
 use crate::{Error, Result};
 
 /// The configuration of [`GradScaler`](super::GradScaler), with PyTorch's meaning and defaults.
+///
+/// ```
+/// use tallow::optim::{GradScaler, GradScalerConfig};
+///
+/// let config = GradScalerConfig { init_scale: 1024.0, growth_interval: 100, ..Default::default() };
+/// assert_eq!(GradScaler::new(config)?.loss_scale(), 1024.0);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct GradScalerConfig {

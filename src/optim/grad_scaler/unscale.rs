@@ -76,7 +76,7 @@ fn unscale_on_cpu(
 fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<(Option<Tensor>, bool)> {
     let gradient = gradient.detach();
     if gradient.dtype() == DType::F16 {
-        let (scaled, finite) = widened(&ops::laid_out(&gradient)?, factor)?;
+        let (scaled, finite) = widened(&ops::try_contiguous(&gradient)?, factor)?;
         return Ok((Some(scaled), finite));
     }
     let in_place = |x: &Tensor| {

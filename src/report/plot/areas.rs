@@ -1,4 +1,4 @@
-//! Areas stacked on each other, over stretches with names.
+//! Stacked area charts, with named spans of the horizontal axis.
 
 use super::axis::Axis;
 use super::draw::{COLOURS, FRAME, Frame, LEFT, Look, MARGIN_TOP, RIGHT, TICK_SIZE, WIDTH};
@@ -11,28 +11,30 @@ use std::path::Path;
 /// One layer of an [`AreaChart`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AreaLayer {
-    /// What the legend calls it.
+    /// The name in the legend.
     pub name: String,
-    /// Its thickness at each x, from there to the next.
+    /// The thickness of the layer at each x, constant until the next x.
     pub values: Vec<f64>,
-    /// Its colour, one of nine (0 to 8), so that several charts draw one thing alike; `None` for the colour of its
-    /// place among the layers.
+    /// The index of its colour (0 to 8), so that several charts can draw the same thing in the same colour; `None` for
+    /// the layer's own index.
     pub colour: Option<usize>,
 }
 
-/// A stretch of the horizontal axis with a name.
+/// A named span of the horizontal axis.
+///
+/// [`AreaChart`] has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TimeSpan {
-    /// What it is called.
+    /// The name above the plot.
     pub name: String,
-    /// Where it begins.
+    /// The start, in the unit of x.
     pub from: f64,
-    /// Where it ends.
+    /// The end, in the unit of x.
     pub to: f64,
 }
 
-/// Layers stacked on each other, constant from one x to the next: what a sum is made of, over time. The peak of the sum
-/// is marked.
+/// A stacked area chart: layers that are constant from one x to the next, as for memory over time by category. The peak
+/// of the sum is marked.
 ///
 /// ```
 /// use tallow::report::plot::{AreaChart, AreaLayer, TimeSpan};
@@ -53,28 +55,28 @@ pub struct TimeSpan {
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AreaChart {
-    /// Stands above the chart.
+    /// The title above the chart.
     pub title: String,
     /// Name and unit of the horizontal axis.
     pub x_label: String,
     /// Name and unit of the vertical axis.
     pub y_label: String,
-    /// Ascending.
+    /// The x values, in ascending order.
     pub x: Vec<f64>,
-    /// From the lowest up.
+    /// The layers, from bottom to top.
     pub layers: Vec<AreaLayer>,
-    /// Marked above the plot.
+    /// The spans whose names are shown above the plot.
     pub spans: Vec<TimeSpan>,
 }
 
 const SPAN_HEIGHT: i32 = 24;
 
 impl AreaChart {
-    /// The chart as an SVG document.
+    /// Returns the chart as an SVG document.
     ///
     /// # Errors
-    /// [`Error::Plot`] if there are no two moments, if a layer has not one value for each, or if a value is negative or
-    /// not finite.
+    /// [`Error::Plot`] if `x` has fewer than two different values or is not ascending, if a layer does not have one
+    /// value for each x, or if a value is negative or not finite.
     pub fn to_svg(&self) -> Result<String> {
         self.check()?;
         let mut svg = Svg::new(WIDTH);
@@ -113,7 +115,7 @@ impl AreaChart {
         Ok(())
     }
 
-    /// Draws it, and returns its height.
+    /// Draws the chart, and returns its height in pixels.
     fn draw(&self, svg: &mut Svg) -> i32 {
         let tops = self.tops();
         let most = tops.iter().flatten().copied().fold(0.0, f64::max);
@@ -133,7 +135,7 @@ impl AreaChart {
         let plot = frame.draw(svg, 0, x, y);
         let mut below = &vec![0.0; self.x.len()];
         for ((index, layer), top) in layers().zip(&tops) {
-            // Along its top in steps, and back along its bottom.
+            // Along the layer's top in steps, and back along its bottom.
             let bottom = steps(&self.x, below).into_iter().rev();
             let outline = steps(&self.x, top).into_iter().chain(bottom);
             layer.look(index).draw(svg, &plot.points(outline));
@@ -169,11 +171,11 @@ impl AreaChart {
         plot.end
     }
 
-    /// Places the name of each span: on the first line if the span has room for it, else on one above, with a line down
-    /// to the span.
+    /// Places the name of each span: on the lowest line if the span is wide enough for it, else on a line above,
+    /// connected to the span by a line.
     fn span_names(&self, x: &Axis) -> Vec<SpanName<'_>> {
         let (first, last) = (self.x[0], self.x[self.x.len() - 1]);
-        let mut taken: Vec<(i32, i32, i32)> = Vec::new(); // a line, from where to where
+        let mut taken: Vec<(i32, i32, i32)> = Vec::new(); // (line, start, end) of each name, in pixels
         let names = self.spans.iter().map(|span| {
             let name = span.name.as_str();
             let width = 8 * name.chars().count() as i32;
@@ -231,7 +233,7 @@ fn steps(x: &[f64], y: &[f64]) -> Vec<(f64, f64)> {
 }
 
 impl AreaLayer {
-    /// How the layer in the place `index` is drawn: the lowest in grey, as the one of least interest.
+    /// Returns the style of the layer with this index. By default the lowest layer is grey, as the least interesting.
     fn look(&self, index: usize) -> Look {
         Look::Area(COLOURS[self.colour.unwrap_or(index) % COLOURS.len()])
     }

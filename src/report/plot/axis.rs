@@ -1,4 +1,4 @@
-//! Where an axis begins and ends, where its ticks are, and what they are called.
+//! Axes: their range, their ticks and the tick labels.
 
 use crate::report::words::{fixed, group};
 
@@ -6,25 +6,25 @@ const MAX_LOG_TICKS: usize = 9;
 
 const LINEAR_TICKS: f64 = 6.0;
 
-/// A fitted axis. Positions on it are the values themselves, or their decimal logarithms if it is logarithmic.
+/// A fitted axis. Positions on it are the values, or their decimal logarithms if the axis is logarithmic.
 pub(super) struct Axis {
     log: bool,
-    /// First and last position; never the same.
+    /// The first and the last position, which always differ.
     low: f64,
     high: f64,
     ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// The axis that spans `values`: one at least, all finite, positive if `log`. With room it has some empty space on
-    /// either side, so that no line lies on the frame; if all values are positive, it does not begin below zero for it.
+    /// Returns the axis that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
+    /// space at both ends, so that no line touches the frame, but none below zero if no value is negative.
     pub(super) fn fit(values: impl Iterator<Item = f64>, log: bool, has_room: bool) -> Self {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
         values.dedup();
         let ends = [values.first(), values.last()];
         let [first, last] = ends.map(|end| end.map_or(0.0, |value| position(*value, log)));
-        // A lone value gets an axis around it.
+        // A single value gets an axis around it.
         let margin = match (first == last, log) {
             (false, _) => 0.0,
             (true, true) => 0.5,
@@ -57,7 +57,7 @@ impl Axis {
         first + (share * f64::from(last - first)).round() as i32
     }
 
-    /// The values that have ticks, with their names.
+    /// Returns the values that have ticks, with their labels.
     pub(super) fn ticks(&self) -> &[(f64, String)] {
         &self.ticks
     }
@@ -67,7 +67,8 @@ fn position(value: f64, log: bool) -> f64 {
     if log { value.log10() } else { value }
 }
 
-/// At the values if they are few and apart (256, 1024, 4096 say more than 100, 1000), else at round numbers.
+/// Returns ticks at the values themselves if these are few integers and far enough apart (256, 1024, 4096 are more
+/// useful than 100, 1000), else at round numbers.
 fn log_ticks(values: Vec<f64>, low: f64, high: f64) -> Vec<(f64, String)> {
     let apart = (high - low) / (1.5 * MAX_LOG_TICKS as f64);
     let few = (2..=MAX_LOG_TICKS).contains(&values.len());
@@ -82,8 +83,8 @@ fn log_ticks(values: Vec<f64>, low: f64, high: f64) -> Vec<(f64, String)> {
     named.collect()
 }
 
-/// As many round numbers between two logarithms as can be read: all digits, or 1, 2 and 5, or powers of ten, or only
-/// some of those.
+/// Returns the most detailed list of round numbers between two logarithms that is still readable: all digits, 1, 2 and
+/// 5, powers of ten, or only some powers of ten.
 fn round_numbers(low: f64, high: f64) -> Vec<f64> {
     const DIGITS: [&[f64]; 3] = [
         &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
@@ -103,7 +104,7 @@ fn round_numbers(low: f64, high: f64) -> Vec<f64> {
         .map(numbers)
         .find(|numbers| numbers.len() <= MAX_LOG_TICKS);
     match readable {
-        // Narrower than a step of the round numbers: name the ends.
+        // The range is narrower than a step of the round numbers: label its ends.
         Some(numbers) if numbers.len() < 2 => vec![10f64.powf(low), 10f64.powf(high)],
         Some(numbers) => numbers,
         None => {
@@ -114,7 +115,7 @@ fn round_numbers(low: f64, high: f64) -> Vec<f64> {
     }
 }
 
-/// Multiples of 1, 2 or 5 times a power of ten.
+/// Returns ticks at multiples of 1, 2 or 5 times a power of ten.
 fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
     let rough = (high - low) / LINEAR_TICKS;
     let magnitude = 10f64.powf(rough.log10().floor());
@@ -123,7 +124,7 @@ fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
         .map(|factor| factor * magnitude)
         .find(|step| *step >= rough)
         .unwrap_or(10.0 * magnitude);
-    // Counting from the first multiple, not adding up, keeps 0.3 from becoming 0.30000000000000004.
+    // Adding up steps would accumulate rounding: 0.30000000000000004 for 0.3.
     let first = (low / step).ceil();
     (0..=(2.0 * LINEAR_TICKS) as usize)
         .map(|index| (first + index as f64) * step)
@@ -132,7 +133,7 @@ fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
         .collect()
 }
 
-/// With as many decimals as the step needs; very large and very small ones with an exponent.
+/// Formats a tick with as many decimals as the step needs; very large and very small ticks get an exponent.
 fn tick_name(tick: f64, step: f64) -> String {
     let scale = tick.abs().max(step);
     if !(1e-4..1e7).contains(&scale) {

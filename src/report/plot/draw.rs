@@ -1,4 +1,4 @@
-//! The frame of charts: title, legend, axes, and the marks in the plot.
+//! The frame of charts: title, legend and axes; and the style of lines and areas.
 
 use super::axis::Axis;
 use crate::report::svg::{self, Svg};
@@ -8,19 +8,19 @@ const HEIGHT: i32 = 520;
 const TITLE_SIZE: i32 = 24;
 const LABEL_SIZE: i32 = 17;
 pub(super) const TICK_SIZE: i32 = 15;
-/// Height of the title, of a line of the legend, and of what is below the plot, in pixels.
+/// Heights of the title, of a line of the legend, and of the space below the plot, in pixels.
 const TITLE_HEIGHT: i32 = 44;
 const LEGEND_HEIGHT: i32 = 24;
 const BOTTOM_HEIGHT: i32 = 62;
 /// Height of a line of the caption, in pixels.
 pub(super) const CAPTION_HEIGHT: i32 = 22;
-/// Left edge of the plot, of title and of legend.
+/// The left edge of the plot, the title and the legend.
 pub(super) const LEFT: i32 = 90;
 pub(super) const RIGHT: i32 = WIDTH - 34;
 pub(super) const MARGIN_TOP: i32 = 10;
 
-/// Colours that people who confuse red and green can tell apart: those of Okabe and Ito with grey and purple instead
-/// of black. Lines leave out the grey and the yellow, which are too faint on white.
+/// Colours that remain distinct with red-green colour blindness: those of Okabe and Ito, with grey and purple instead
+/// of black. Lines do not use the grey and the yellow, which are too faint on white.
 pub(super) const COLOURS: [&str; 9] = [
     "#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#AA4499",
     "#F0E442",
@@ -36,7 +36,7 @@ pub(super) type Point = svg::Point<i32>;
 pub(super) enum Look {
     Line {
         colour: &'static str,
-        /// How often the colours were used up before it: the first round is solid.
+        /// The number of times that the colours were used up before this line; the first round is solid.
         round: usize,
         has_markers: bool,
     },
@@ -44,7 +44,7 @@ pub(super) enum Look {
 }
 
 impl Look {
-    /// Draws it through these points.
+    /// Draws the line or the area through these points.
     pub fn draw(self, svg: &mut Svg, points: &[Point]) {
         match self {
             Self::Area(colour) => svg.area(points, colour),
@@ -61,7 +61,7 @@ impl Look {
         }
     }
 
-    /// Draws a marker if the line has them.
+    /// Draws a marker if it is a line with markers.
     pub fn mark(self, svg: &mut Svg, at: Point) {
         if let Self::Line {
             colour,
@@ -94,14 +94,14 @@ pub(super) struct Frame<'a> {
     pub title: &'a str,
     pub x_label: &'a str,
     pub y_label: &'a str,
-    /// Names from left to right above the plot, where they cover nothing, on as many lines as they need.
+    /// Names above the plot, from left to right, on as many lines as they need.
     pub legend: Vec<(String, Look)>,
     /// Empty space above the plot, in pixels.
     pub gap: i32,
 }
 
 impl Frame<'_> {
-    /// The left edge and the line of each name in the legend.
+    /// Returns the left edge, in pixels, and the line number of each name in the legend.
     fn places(&self) -> Vec<(i32, i32)> {
         let (mut left, mut line) = (LEFT, 0);
         let places = self.legend.iter().map(|(name, look)| {
@@ -115,13 +115,13 @@ impl Frame<'_> {
         places.collect()
     }
 
-    /// Height of all above the plot, in pixels.
+    /// Returns the height of everything above the plot, in pixels.
     pub fn top_height(&self) -> i32 {
         let lines = self.places().last().map_or(0, |(_, line)| line + 1);
         TITLE_HEIGHT + LEGEND_HEIGHT * lines + self.gap
     }
 
-    /// Draws it below `top`, and returns the plot.
+    /// Draws the frame below `top`, and returns the plot area.
     pub fn draw(&self, svg: &mut Svg, top: i32, x: Axis, y: Axis) -> Plot {
         svg.text((LEFT, top + 22), TITLE_SIZE, "start", self.title);
         for ((name, look), (left, line)) in self.legend.iter().zip(self.places()) {
@@ -157,7 +157,7 @@ pub(super) struct Plot {
     bottom: i32,
     x: Axis,
     y: Axis,
-    /// The end of what is below it.
+    /// The lower end of the chart, in pixels.
     pub end: i32,
 }
 

@@ -1,5 +1,5 @@
-//! Charts as SVG or PNG: lines (time over sequence length, loss over steps), one chart or a [`Figure`] of several; and
-//! layers stacked on each other ([`AreaChart`]: memory over time).
+//! Charts as SVG or PNG: line charts (time over sequence length, loss over steps), one or a [`Figure`] of several, and
+//! stacked area charts ([`AreaChart`]: memory over time).
 //!
 //! ```
 //! use tallow::report::plot::{Figure, LineChart, Series};
@@ -17,8 +17,8 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! In an SVG, text stays text, drawn in the viewer's own sans-serif; a PNG is drawn from it with a font of this
-//! crate's. People who confuse red and green can tell the colours apart; where they run out, lines are dashed.
+//! SVG files keep text as text, drawn in the viewer's sans-serif font. PNG files are rendered with a font compiled into
+//! this crate. The colours remain distinct with red-green colour blindness; when they run out, lines are dashed.
 
 mod areas;
 mod axis;
@@ -34,22 +34,24 @@ use crate::{Error, Result};
 use axis::Axis;
 use draw::{CAPTION_HEIGHT, COLOURS, Frame, LEFT, Look, TICK_SIZE, WIDTH};
 
-/// Longer lines have no markers.
+/// The largest number of points at which a line has markers.
 const MAX_MARKERS: usize = 40;
 
 /// One line of a [`LineChart`].
+///
+/// [`LineChart`] has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Series {
-    /// What the legend calls it.
+    /// The name in the legend.
     pub name: String,
-    /// (x, y) in the order in which the line passes through them; a point with a NaN or an infinity is left out.
+    /// Points (x, y) in drawing order; points with a coordinate that is NaN or infinite are left out.
     pub points: Vec<(f64, f64)>,
     /// Each x that has no y, such as a size that ran out of memory: a cross at the top of the chart.
     pub crosses: Vec<f64>,
 }
 
 impl Series {
-    /// A named line.
+    /// Creates a named line.
     pub fn new(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
         Self {
             name: name.into(),
@@ -66,7 +68,7 @@ impl Series {
     }
 }
 
-/// Lines over two axes, each linear or logarithmic.
+/// A line chart; each axis is linear or logarithmic.
 ///
 /// ```
 /// use tallow::report::plot::{LineChart, Series};
@@ -85,7 +87,7 @@ impl Series {
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LineChart {
-    /// Stands above the chart.
+    /// The title above the chart.
     pub title: String,
     /// Name and unit of the horizontal axis.
     pub x_label: String,
@@ -95,32 +97,34 @@ pub struct LineChart {
     pub log_x: bool,
     /// Whether the vertical axis is logarithmic.
     pub log_y: bool,
-    /// The lines. One whose points are all left out keeps its name in the legend, marked `no data`.
+    /// The lines. A line without finite points stays in the legend, marked `no data`.
     pub series: Vec<Series>,
-    /// After how many lines the colours begin again, dashed; `None` after all seven. Where the lines are two methods
-    /// at four sizes each, 4 gives a size one colour and a method one dash.
+    /// The number of lines after which colours repeat, dashed; `None` for all seven. For two methods at four sizes
+    /// each, 4 gives each size a colour and each method a dash pattern.
     pub colours: Option<usize>,
     /// Lines of small text below the chart: what was measured, and where.
     pub caption: Vec<String>,
 }
 
-/// Charts below each other in one picture.
+/// Several charts in one picture, one below the other.
+///
+/// The [module](self) has an example.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Figure {
-    /// From top to bottom.
+    /// The charts, from top to bottom.
     pub charts: Vec<LineChart>,
 }
 
 impl LineChart {
-    /// The chart as an SVG document.
+    /// Returns the chart as an SVG document.
     ///
     /// # Errors
-    /// [`Error::Plot`] if there is not one finite point, or if a value on a logarithmic axis is zero or less.
+    /// [`Error::Plot`] if there is no finite point, or if a value on a logarithmic axis is zero or less.
     pub fn to_svg(&self) -> Result<String> {
         svg(std::slice::from_ref(self))
     }
 
-    /// Draws it below `top`, and returns where it ends.
+    /// Draws the chart below `top`, and returns its lower end, both in pixels.
     fn draw(&self, svg: &mut Svg, top: i32) -> Result<i32> {
         let [x, y] = self.axes()?;
         let has_names = self.series.iter().any(|one| !one.name.is_empty());
@@ -136,7 +140,7 @@ impl LineChart {
             title: &self.title,
             x_label: &self.x_label,
             y_label: &self.y_label,
-            legend: legend.collect(), // lines without names need none
+            legend: legend.collect(), // empty if no line has a name
             gap: 0,
         };
         let plot = frame.draw(svg, top, x, y);
@@ -158,7 +162,7 @@ impl LineChart {
     }
 
     fn look(&self, index: usize) -> Look {
-        let most = COLOURS.len() - 2; // without the faint ones at both ends
+        let most = COLOURS.len() - 2; // without the faint colours at both ends
         let colours = self.colours.unwrap_or(most).clamp(1, most);
         let points = self.series[index].finite_points().count();
         Look::Line {
@@ -197,18 +201,17 @@ impl LineChart {
         ])
     }
 
-    /// Writes the chart to a file, which appears complete or not at all: a PNG where the path ends in `.png`, else an
-    /// SVG.
+    /// Writes the chart to a file atomically: as PNG if the path ends in `.png`, else as SVG.
     ///
     /// # Errors
-    /// Those of [`to_svg`](Self::to_svg), and [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for
-    /// a PNG in a build without the feature `png`.
+    /// Those of [`to_svg`](Self::to_svg); [`Error::Io`] with the path if it cannot be written; [`Error::Plot`] for PNG
+    /// in a build without the feature `png`.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         picture::save(&self.to_svg()?, path.as_ref())
     }
 }
 
-/// The charts below each other.
+/// Returns the charts, one below the other, as one SVG document.
 fn svg(charts: &[LineChart]) -> Result<String> {
     let (mut svg, mut end) = (Svg::new(WIDTH), 0);
     for chart in charts {
@@ -218,10 +221,10 @@ fn svg(charts: &[LineChart]) -> Result<String> {
 }
 
 impl Figure {
-    /// The charts as one SVG document.
+    /// Returns the charts as one SVG document.
     ///
     /// # Errors
-    /// [`Error::Plot`] if there is no chart, or one that [`LineChart::to_svg`] would not draw.
+    /// [`Error::Plot`] if there are no charts, or if [`LineChart::to_svg`] fails for one of them.
     pub fn to_svg(&self) -> Result<String> {
         if self.charts.is_empty() {
             return Err(Error::Plot("a figure needs a chart".into()));

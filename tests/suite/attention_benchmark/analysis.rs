@@ -1,48 +1,40 @@
-//! The answers and tables of the examples on attention and on compiled models, from figures that were made up for it.
+//! The answers and tables of the attention benchmark, from made-up figures.
 
 #[path = "../../../examples/attention_benchmark/answers.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod answers;
-#[path = "../../../examples/compiled_benchmark/compared.rs"]
-#[allow(dead_code)]
-mod compared;
 #[path = "../../../examples/attention_benchmark/figure.rs"]
 mod figure;
 #[path = "../../../examples/attention_benchmark/measured.rs"]
 #[allow(dead_code)]
 mod measured;
-#[path = "../../../examples/compiled_benchmark/why.rs"]
-#[allow(dead_code)]
-mod why;
 
 use crate::words;
 use answers::*;
 use approx::assert_relative_eq;
-use compared::{Compared, reasons};
 use measured::Measured;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::Limit;
 use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
-use tallow::report::{Fields, Speedup, Statistics};
-use why::{Counted, StepMemory};
+use tallow::report::{Fields, Statistics};
 
 const QUIET: f64 = 0.01;
 const NOISY: f64 = 2.0;
 
-/// Forward takes `ms`, backward twice that; all have a standard deviation of `spread` times the mean.
+/// Returns times of `ms` for forward and twice that for backward, with a standard deviation of `spread` times the mean.
 fn times(ms: f64, spread: f64) -> [Option<Statistics>; 3] {
     [1.0, 2.0, 3.0].map(|part| Some(statistics(part * ms, part * ms * spread)))
 }
 
-/// Ten samples of this mean and standard deviation.
+/// Returns the statistics of ten samples with this mean and standard deviation.
 fn statistics(mean_ms: f64, std_ms: f64) -> Statistics {
     let distance = std_ms * 0.9f64.sqrt();
     let samples = [[mean_ms - distance; 5], [mean_ms + distance; 5]];
     Statistics::new(&samples.concat()).unwrap()
 }
 
-/// Holds `bytes` before backward, four times that at the peak.
+/// Returns a measurement with `bytes` before backward and four times that at the peak.
 fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Measured {
     Measured {
         times: times(ms, QUIET),
@@ -63,7 +55,8 @@ fn refused(implementation: &str, context_length: u64, width: u64, status: &str) 
     }
 }
 
-/// Naive: time and memory T^2; flash: half the time, memory T; naive runs out of memory at T 4096, width 64.
+/// Returns figures of naive (time and memory T^2) and flash attention (half the time, memory T). Naive runs out of
+/// memory at T 4096, width 64.
 fn grid() -> Vec<Measured> {
     let mut all = Vec::new();
     for width in [16, 64] {
@@ -80,7 +73,7 @@ fn grid() -> Vec<Measured> {
     all
 }
 
-/// At T 16,384, where 4 GiB are available.
+/// Returns the limit at T 16,384, where 4 GiB are available.
 fn limit() -> (String, Limit) {
     let workload = AttentionWorkload {
         sequence_length: 16_384,
@@ -115,7 +108,7 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
         ],
     );
     assert_eq!(out_of_memory(&all[..2], &[], "d"), "No run did, of 2.");
-    // 8 x 16,384^2 x 4 bytes; scores and probabilities, and an output of 32 MiB.
+    // 8 x 16,384^2 x 4 bytes: scores and probabilities, and an output of 32 MiB.
     let [(name, limit)] = &limits;
     assert_says(
         &accounting(name, limit, "d"),
@@ -183,7 +176,7 @@ fn what_eliminates_the_memory_follows_from_flash() {
     assert_eq!(eliminated(&larger[..1]), None);
 }
 
-/// Slower and larger when short, faster and leaner when long.
+/// An implementation slower and larger at short lengths, faster and smaller at long ones.
 #[test]
 fn implementations_are_compared_as_the_figures_are() {
     let mut all = Vec::new();
@@ -267,7 +260,7 @@ fn a_mean_of_speedups_needs_half_of_them_clear(#[case] spreads: &[f64], #[case] 
     assert_eq!(mean_speedup(&speedups.collect::<Vec<_>>()), expected);
 }
 
-/// The rows of a run as the benchmark returns them.
+/// Returns the rows of a run as the benchmark does.
 fn rows(m: &Measured) -> Vec<Fields> {
     let phases = measured::PHASES.iter().zip(&m.times);
     let phases = phases.map(|((phase, _), times)| (*phase, times));
@@ -345,86 +338,4 @@ fn the_figure_has_a_colour_for_each_implementation_and_a_dash_for_each_width() {
         figure::figure(&without_memory, "d", caption()).charts.len(),
         1
     );
-}
-
-fn step(model: &str, part: &'static str, eager_ms: f64, planned_ms: f64, spread: f64) -> Compared {
-    let statistics = |ms: f64| {
-        let samples = [ms * (1.0 - spread), ms, ms * (1.0 + spread)];
-        Statistics::new(&samples).unwrap()
-    };
-    Compared {
-        model: model.into(),
-        part,
-        eager_ms,
-        planned_ms,
-        speedup: Speedup::new(&statistics(eager_ms), &statistics(planned_ms)),
-    }
-}
-
-#[test]
-fn parts_of_a_step_are_compared_by_model() {
-    let one = [
-        step("a", "forward alone", 9.0, 4.5, QUIET),
-        step("a", "full step", 9.0, 4.5, 0.9),
-    ];
-    assert_says(
-        &compared::speedups(&one).unwrap(),
-        &[
-            "forward alone: 2.00x (4.50 against 9.00 ms).",
-            "full step: unclear, between ",
-            "more steps on a quiet machine would decide",
-        ],
-    );
-    let mut several = one.to_vec();
-    several.push(step("b", "forward alone", 8.0, 16.0, QUIET));
-    several.push(step("b", "full step", 8.0, 16.0, 0.9));
-    assert_says(
-        &compared::speedups(&several).unwrap(),
-        &[
-            "forward alone: 1.00x, the geometric mean of 2 of 2 models, from 0.50x (b) to 2.00x (a).",
-            "full step: unclear for 2 of 2 models.",
-        ],
-    );
-    assert_eq!(compared::speedups(&[]), None);
-}
-
-#[test]
-fn reasons_are_given_for_a_step_that_is_faster() {
-    let counted = |operand_bytes: f64, allocations, peak_bytes| Counted {
-        operand_bytes,
-        allocations: Some(allocations),
-        memory: StepMemory {
-            peak_bytes: Some(peak_bytes),
-            ..Default::default()
-        },
-        plan_ms: Some(10.0),
-        ..Default::default()
-    };
-    let mib = 1u64 << 20;
-    let eager = counted(4.0 * mib as f64, 3000, 9 * mib);
-    let planned = counted(3.0 * mib as f64, 1000, 10 * mib);
-    let faster = step("a", "full step", 8.0, 4.0, QUIET);
-    assert_says(
-        &reasons(&eager, &planned, &faster),
-        &[
-            "a: a planned step is 2.00x as fast as an eager one.",
-            "Less in a planned step: memory traffic 3.0 MiB instead of 4.0 MiB, allocations 1,000 instead of 3,000.",
-            "Not less: peak memory 10.0 MiB instead of 9.0 MiB.",
-            "This agrees with a faster step",
-            "Planning took 10.00 ms: the gain of 3 steps.",
-        ],
-    );
-    // More traffic shows nothing: an eager step's is not all counted.
-    let same = reasons(&planned, &eager, &faster);
-    assert!(!same.contains("traffic"), "{same}");
-    let slower = reasons(&eager, &planned, &step("a", "full step", 4.0, 8.0, QUIET));
-    let unclear = reasons(&eager, &planned, &step("a", "full step", 4.0, 3.0, 0.9));
-    assert_says(&slower, &["a planned step is 0.50x as fast"]);
-    assert_says(&unclear, &["these figures do not decide"]);
-    for text in [slower, unclear] {
-        assert!(
-            !text.contains("agrees") && !text.contains("Planning"),
-            "{text}"
-        );
-    }
 }

@@ -1,4 +1,4 @@
-//! The breakdown against the tracker, and where it says that memory ends.
+//! The memory breakdown against the tracker, and the reported limits.
 
 use super::{alone, attention, module, number};
 use crate::child;
@@ -15,7 +15,7 @@ use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
 
-/// The memory is that of the last step.
+/// Runs two iterations; the reported memory is the last one's.
 fn twice() -> Sampling {
     Sampling {
         warmup_steps: 0,
@@ -24,18 +24,18 @@ fn twice() -> Sampling {
     }
 }
 
-/// What the products' packing buffers take of a thread; they are left out of the breakdown.
+/// The bytes of a thread's matmul packing buffers, which the breakdown omits.
 const PACKING_BYTES: usize = 64 << 10;
 
-/// The same in half precision, whose products pack all of their operands: blocks of at most 512 x 192, 192 x 48, 16 x
-/// 192 and 512 x 480 in f32.
+/// The packing buffers of a thread in half precision, where matmuls pack all operands: blocks of at most 512 x 192, 192
+/// x 48, 16 x 192 and 512 x 480 in f32.
 const HALF_PACKING_BYTES: usize = 4 * (512 * 192 + 192 * 48 + 16 * 192 + 512 * 480);
 
-/// There to the end: what a pool's thread gives back when it goes would be missing in the next measurement.
+/// A pool that lives until the end: the buffers that its thread frees on exit would be missing in the next measurement.
 static ONE_THREAD: LazyLock<ThreadPool> =
     LazyLock::new(|| ThreadPoolBuilder::new().num_threads(1).build().unwrap());
 
-/// Holds what was measured against `breakdown`.
+/// Checks measured memory against `breakdown`.
 fn check(
     rows: &[Fields],
     what: &str,
@@ -45,7 +45,7 @@ fn check(
     let whole = &rows[2];
     let pair = |predicted, measured| (number(whole, predicted), number(whole, measured));
     let (predicted, measured) = pair("estimate_before_backward_bytes", "before_backward_bytes");
-    // The records of tensors and ops are in the measured.
+    // The measurement includes the records of tensors and ops.
     assert!(
         (predicted - measured).abs() < 0.01 * measured + 16.0 * 1024.0,
         "{what}: before backward predicted {predicted}, measured {measured}"
@@ -65,7 +65,6 @@ fn check(
     );
 }
 
-/// Alone in its process, since the counts are the process's.
 #[test]
 fn attention_takes_what_its_account_says() {
     if child::ran("attention_benchmark::memory::attention_takes_what_its_account_says") {
@@ -107,7 +106,7 @@ fn attention_takes_what_its_account_says() {
     }
 }
 
-/// On the CPU what a GPU runs in f64.
+/// Runs on the CPU the reference that a GPU runs in f64.
 #[test]
 fn flash_without_a_kernel_takes_what_its_account_says() {
     if child::ran("attention_benchmark::memory::flash_without_a_kernel_takes_what_its_account_says")
@@ -138,7 +137,7 @@ fn flash_without_a_kernel_takes_what_its_account_says() {
             out.backward().unwrap();
             (before_backward, tracker::peak_bytes().unwrap() - start)
         };
-        measured(); // what products keep for later ones
+        measured(); // allocates the buffers that matmuls keep
         let (before_backward, peak) = measured();
         let near = |predicted: u64, measured: u64| {
             let ratio = predicted as f64 / measured as f64;
@@ -230,7 +229,8 @@ fn the_module_in_half_precision_takes_what_its_account_says() {
     }
 }
 
-/// The columns of the layer's table: weights and x, with the graph, with gradients in its place.
+/// Checks the columns of the layer's table: weights and x, then with the graph, then with gradients instead of the
+/// graph.
 fn check_columns(row: &Fields, w: &SelfAttentionWorkload) {
     let width = w.dtype.size_in_bytes();
     let weights = 4 * w.d_model * w.d_model * width;
@@ -360,7 +360,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
     alone(&mut too_wide).head_dim = 257;
     assert_eq!(too_wide.limit(&Device::Cpu), None);
 
-    // 4 D^2 weights and 6 D^2 of gradients, 4 bytes each, fill 1 GiB beyond D 5,000.
+    // 4 D^2 weights and 6 D^2 of gradients, 4 bytes each, exceed 1 GiB from about D 5,000.
     let limit = module(Algorithm::Naive).limit(&Device::Cpu).unwrap();
     assert_eq!(limit.width, 8192);
     assert_eq!(
@@ -371,13 +371,13 @@ fn the_limit_is_the_first_that_does_not_fit() {
     assert!(smallest_beyond(u64::MAX, |_| Some(limit.breakdown.clone())).is_none());
 }
 
-/// Rows of `OOM` or errors, whatever the sizes, without allocating for the workload.
+/// Any size gives rows of `OOM` or errors, without allocating for the workload.
 #[test]
 fn predictions_allocate_nothing_for_the_workload() {
     if child::ran("attention_benchmark::memory::predictions_allocate_nothing_for_the_workload") {
         return;
     }
-    tallow::memory::system::reserve_scratch(Precision::F32).unwrap(); // which is the process's, whatever runs
+    tallow::memory::system::reserve_scratch(Precision::F32).unwrap(); // belongs to the process
     const LARGE: usize = 1_000_000_000;
     let sampling = Sampling {
         available_bytes: Some(1 << 30),
@@ -463,7 +463,7 @@ fn oom() -> Fields {
     row
 }
 
-/// First keys that are real: of documents as long as each other as can be, and an error where there is no memory.
+/// First keys are those of documents as equal in length as possible; without memory for them there is an error.
 #[test]
 fn first_keys_of_the_workload_are_checked() {
     let workload = AttentionWorkload {

@@ -1,4 +1,4 @@
-//! Attention that is planned for its shape, measured beside the others.
+//! Planned attention, measured next to the other implementations.
 
 use super::{alone, attention, check_measured, is_missing, layer, module, number, rows, text};
 use crate::child;
@@ -60,7 +60,7 @@ fn it_runs_out_of_memory_in_a_row_too() {
     // 3 x 2 x 16,384 x 16,384 x 4 bytes.
     let reason = text(&rows[0], "reason");
     assert!(reason.contains("BHT^2 6,144.0 MiB"), "{reason}");
-    // Beyond what a plan can count.
+    // More than a plan can count.
     let absurd = AttentionWorkload {
         sequence_length: 500_000_000,
         ..*alone(&mut run)
@@ -93,7 +93,6 @@ fn f64_is_not_planned() {
     );
 }
 
-/// Alone in its process, since the counts are the process's.
 #[test]
 fn it_takes_what_its_account_says() {
     if child::ran("attention_benchmark::planned::it_takes_what_its_account_says") {
@@ -124,19 +123,19 @@ fn it_takes_what_its_account_says() {
     }
 }
 
-/// What its rows say was taken is what its breakdown says.
+/// Checks the memory in its rows against its breakdown.
 fn check_memory(run: &mut AttentionRun) {
     let breakdown = planned_attention_breakdown(alone(run), Kernels::Cpu).unwrap();
     let (before, peak) = (breakdown.before_backward_bytes, breakdown.peak_bytes());
     let w = *alone(run);
     let width = w.dtype.size_in_bytes();
     let heads = (w.batch_size * w.heads * w.sequence_length * w.head_dim * width) as u64;
-    // q, k, v, d_out and out are there, of the arena gradients are not.
+    // q, k, v, d_out and out exist before backward; the gradients in the arena do not.
     assert!(
         5 * heads <= before && before + 3 * heads <= peak,
         "{before} of {peak}"
     );
-    let scratch = peak as f64; // the kernels' own, if all threads find work
+    let scratch = peak as f64; // the kernels' own, if no thread is idle
     for row in rows(run) {
         let expected = [
             ("before_backward_bytes", before, 0.0),
@@ -144,7 +143,7 @@ fn check_memory(run: &mut AttentionRun) {
         ];
         for (key, expected, less) in expected {
             let found = number(&row, key);
-            // Calls and buffers, and what the pool hands tasks over with.
+            // Calls and buffers, and the pool's task queue.
             let beside = found - expected as f64;
             assert!(
                 (-less..32e3).contains(&beside),
@@ -154,7 +153,7 @@ fn check_memory(run: &mut AttentionRun) {
     }
 }
 
-/// The layer, planned with what is around its attention: the phases and their FLOPs, and memory as predicted.
+/// The planned layer, with the projections: its phases and their FLOPs, and its estimated memory.
 #[test]
 fn its_layer_is_planned_too() {
     if child::ran("attention_benchmark::planned::its_layer_is_planned_too") {
@@ -175,7 +174,7 @@ fn its_layer_is_planned_too() {
             let workload = *layer(&mut run);
             let rows = one_thread.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
             let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
-            // What one thread packs products into: in f32 the gemm crate one of these factors, D x D.
+            // The packing buffers of one thread: in f32 the gemm crate packs one factor, D x D.
             let packed = match precision {
                 Precision::F32 => 4.0 * d * d,
                 _ => 2.5 * 1024.0 * 1024.0,
@@ -197,7 +196,7 @@ fn its_layer_is_planned_too() {
                 .map(|key| number(row, key));
                 let weights = 4.0 * d * d * 4.0;
                 let x = n * d * 4.0;
-                // x is there once more, where the step reads it; and calls and buffers.
+                // x exists twice, because the step reads a copy; plus calls and buffers.
                 let beside = model - weights - 2.0 * x;
                 assert!((-x..64e3).contains(&beside), "{model}: {beside}");
                 assert!(after_forward > model && after_forward < peak);
@@ -226,7 +225,6 @@ fn its_layer_is_planned_too() {
     assert!(text(&rows[0], "reason").contains("weights in f32"));
 }
 
-/// Alone in its process, since the pool's counters are the process's.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -285,8 +283,8 @@ fn on_a_gpu_too() {
     }
 }
 
-/// What there is room for at once of the scores' gradients, wherever this runs; in half precision beside those of the
-/// probabilities in f32.
+/// The estimate for a GPU includes the score gradients of the heads that are processed together, without a GPU too. In
+/// half precision it also includes those of the probabilities in f32.
 #[test]
 fn a_gpu_need_not_be_there() {
     for (dtype, width, gradients) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
@@ -304,7 +302,7 @@ fn a_gpu_need_not_be_there() {
                 8 * heads + (8 + gradients * at_once) * scores
             );
             let planned = planned_attention_breakdown(&workload, Kernels::Cuda).unwrap();
-            // What cuBLASLt works in is the plan's own.
+            // Only the plan has a cuBLASLt workspace.
             let beside = planned.peak_bytes() - eager.peak_bytes();
             assert_eq!(beside, 32 << 20, "{planned}");
         }

@@ -1,4 +1,4 @@
-//! `nn::checkpoint` on any function.
+//! `nn::checkpoint` on arbitrary functions.
 
 use super::{CPU, bits, gradient_bits, numbers, var};
 use candle_core::{DType, Result as CandleResult, Tensor, Var};
@@ -10,7 +10,6 @@ use tallow::{Result, autocast, nn, no_grad, ops};
 
 type Of1 = fn(&Tensor, &[Var]) -> Result<Tensor>;
 
-/// How a function is called.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum How {
     Plain,
@@ -27,7 +26,7 @@ impl How {
     }
 }
 
-/// In candle's own ops, with views, a mask of ones and zeros, and a variable used twice.
+/// A function of candle's own ops, with views, a mask of ones and zeros, and a variable used twice.
 fn candles_own(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     let mlp = || -> CandleResult<Tensor> {
         let h = x.matmul(&vars[0].t()?)?.tanh()?;
@@ -44,7 +43,7 @@ fn ours(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     ops::softmax(&ops::swiglu(&h, &h)?, 0.7, tallow::attention::Mask::Full)
 }
 
-/// A view of its input, and a graph that ends at variables alone.
+/// Returns a view of the input.
 fn transposed(x: &Tensor, _: &[Var]) -> Result<Tensor> {
     Ok(x.t()?)
 }
@@ -87,7 +86,7 @@ fn gradients_have_the_same_bits(#[case] f: Of1, #[values(false, true)] input_is_
 fn several_inputs_each_with_its_gradient() {
     let (a, b, c) = (var(&[2, 3], 1), var(&[2, 3], 2), var(&[2, 3], 3));
     let ids = Tensor::new(&[1u32, 0], &CPU).unwrap();
-    // b is not used, the ids have no gradient, a comes twice.
+    // b is unused, the ids have no gradient, and a is passed twice.
     let f = |[a, b, c, again, ids]: [&Tensor; 5]| {
         let _ = b;
         let rows = c.index_select(ids, 0)?;
@@ -104,7 +103,7 @@ fn several_inputs_each_with_its_gradient() {
     assert!(gradients.get(&b).is_none());
 }
 
-/// Token ids alone: everything with a gradient is read.
+/// The only input is token ids; everything with a gradient is captured.
 #[test]
 fn no_input_with_a_gradient() {
     let table = var(&[7, 3], 1);
@@ -134,7 +133,7 @@ fn what_depends_on_nothing_has_no_graph() {
     );
 }
 
-/// Segments in segments in segments.
+/// Three nested checkpoints.
 #[test]
 fn calls_nest() {
     let vars: Vec<Var> = (0..4).map(|salt| var(&[5, 5], salt)).collect();
@@ -169,10 +168,10 @@ fn calls_nest() {
     assert_eq!(bits(&nested), bits(&plain));
     let wanted = run(&plain);
     assert_eq!(run(&nested), wanted);
-    assert_eq!(run(&nested), wanted); // and again: what is inside was made anew
+    assert_eq!(run(&nested), wanted); // again, recomputing the inner calls
 }
 
-/// Once in forward, once in every backward, and what held in forward holds in each.
+/// The function runs once in forward and once in each backward, with forward's settings each time.
 #[test]
 fn the_function_runs_again_as_it_ran() {
     let seen = Arc::new(AtomicUsize::new(0));
@@ -186,7 +185,7 @@ fn the_function_runs_again_as_it_ran() {
         assert!(tallow::is_grad_enabled());
         let y = ops::linear(x, &weight)?;
         assert_eq!(y.dtype(), DType::BF16);
-        // Switched off inside, on again: as it was written.
+        // Disabled inside, like the original.
         autocast(Autocast::disabled(), || {
             ops::linear(&ops::cast(&y, DType::F32)?, &weight)
         })
@@ -196,7 +195,7 @@ fn the_function_runs_again_as_it_ran() {
     let loss = y.sum_all().unwrap();
     let first = loss.backward().unwrap();
     assert_eq!(seen.load(Ordering::Relaxed), 2);
-    // Where another policy holds, and no graph is asked for.
+    // Backward under another policy, and under `no_grad`.
     let elsewhere = autocast(Autocast::cpu(DType::F16), || {
         no_grad(|| Ok(loss.backward()?))
     });
@@ -216,7 +215,7 @@ fn the_function_runs_again_as_it_ran() {
     assert_eq!(gradient_bits(&first, &both), gradient_bits(&plain, &both));
 }
 
-/// Nothing was cast in forward, and nothing is in a backward that stands inside of a region.
+/// A function run outside of a region is not cast by a backward inside of one.
 #[test]
 fn outside_of_regions_stays_outside() {
     let w = var(&[4, 4], 1);
@@ -232,8 +231,8 @@ fn outside_of_regions_stays_outside() {
     );
 }
 
-/// A region's copies of weights are not left over from forward when the weights are others: backward runs at the new
-/// ones.
+/// If weights change between forward and backward, the recomputation casts the new values instead of using the region's
+/// old copies.
 #[test]
 fn casts_are_made_again() {
     let w = var(&[4, 4], 1);
@@ -252,7 +251,7 @@ fn casts_are_made_again() {
     assert_eq!(found, gradient_bits(&anew.backward().unwrap(), &[&w, &x]));
 }
 
-/// A captured tensor with a past is differentiated, though it is no input.
+/// A captured tensor with a graph has its gradient, although it is no input.
 #[test]
 fn captured_tensors_are_not_lost() {
     let (w, x) = (var(&[4, 4], 1), var(&[2, 4], 2));
@@ -268,7 +267,7 @@ fn captured_tensors_are_not_lost() {
     }
 }
 
-/// Backward inside of backward, through one checkpoint twice: neither takes the other's gradients.
+/// A checkpoint that is used directly and captured by another keeps the gradients of both backwards apart.
 #[test]
 fn a_captured_checkpoint_is_met_twice() {
     let (w, x) = (var(&[4, 4], 1), var(&[2, 4], 2));

@@ -1,4 +1,4 @@
-//! The whole model, by every strategy.
+//! The complete model with every checkpointing strategy.
 
 use super::{CPU, bits};
 use candle_core::{DType, Tensor};
@@ -31,7 +31,7 @@ pub fn config(layers: usize, attention: Algorithm) -> TransformerConfig {
     }
 }
 
-/// The same weights each time.
+/// Returns a model with the same weights each time.
 fn model(config: &TransformerConfig, strategy: &str, precision: Precision) -> TransformerLM {
     let config = TransformerConfig {
         checkpointing: strategy.parse().unwrap(),
@@ -50,7 +50,7 @@ fn batch() -> [Tensor; 2] {
     [1, 2].map(|salt| Tensor::from_vec(ids(salt), (2, 33), &CPU).unwrap())
 }
 
-/// The loss's bits, and those of every parameter's gradient.
+/// Returns the bits of the loss and of every parameter's gradient.
 fn step(model: &TransformerLM, precision: Precision) -> (Vec<u64>, Vec<(String, Vec<u64>)>) {
     let [tokens, targets] = batch();
     let loss = precision.run(|| model.loss(&tokens, &targets)).unwrap();
@@ -90,7 +90,7 @@ fn gradients_have_the_same_bits(
     }
 }
 
-/// The reference ops too, though nothing asks for them when backward runs.
+/// Recomputation uses forward's kernel policy, here the references, although backward runs without one.
 #[test]
 fn the_kernel_policy_holds_again() {
     let config = config(3, Algorithm::Naive);
@@ -129,7 +129,7 @@ fn without_a_graph_nothing_changes() {
     }
 }
 
-/// In other threads, several at once, on one model.
+/// Several threads train one model at the same time.
 #[test]
 fn threads_do_not_meet() {
     let config = config(5, Algorithm::Naive);
@@ -147,7 +147,7 @@ fn threads_do_not_meet() {
     }
 }
 
-/// One graph, run back through by several threads at once.
+/// Several threads run backward through one graph at the same time.
 #[test]
 fn threads_share_a_graph() {
     let config = config(5, Algorithm::Naive);
@@ -171,7 +171,7 @@ fn threads_share_a_graph() {
     });
 }
 
-/// A configuration that was written before there was a choice.
+/// A configuration from before this field existed.
 #[test]
 fn configurations_without_it_keep_the_graph() {
     let mut json = serde_json::to_value(TransformerConfig::small()).unwrap();

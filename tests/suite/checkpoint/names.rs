@@ -1,4 +1,4 @@
-//! Strategies by name, and what they come to.
+//! Strategies by name, and the number of blocks that they recompute.
 
 use crate::check::refusal;
 use tallow::nn::Checkpointing;

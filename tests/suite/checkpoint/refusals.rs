@@ -1,4 +1,4 @@
-//! What has no gradient to give says so.
+//! Checkpoints whose gradient cannot be computed are errors.
 
 use super::{numbers, var};
 use candle_core::{DType, Tensor};
@@ -16,7 +16,7 @@ fn error<T>(result: candle_core::Result<T>, parts: &[&str]) {
     }
 }
 
-/// The function of the i-th call.
+/// Returns a function that depends on the number of its call.
 fn changing(
     f: impl Fn(usize, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> impl Fn([&Tensor; 1]) -> Result<Tensor> + Send + Sync + 'static {
@@ -58,7 +58,7 @@ fn errors_of_the_function_are_the_callers() {
     assert!(matches!(result, Err(Error::Shape { op: "linear", .. })));
 }
 
-/// Where candle would panic: the output depends on the input by an op that has no gradient for it.
+/// An op without a gradient between input and output, where candle would panic.
 #[test]
 fn an_input_that_no_gradient_reaches() {
     struct Deaf;

@@ -1,4 +1,4 @@
-//! Planned steps of GPT-2 and Gemma 2 beside eager ones.
+//! Planned steps of GPT-2 and Gemma 2 against eager ones.
 
 use super::{agree, config, updating};
 use rstest::rstest;
@@ -9,7 +9,7 @@ use tallow::nn::{Architecture, Checkpointing};
 use tallow::ops::RotaryPairs;
 use tallow::precision::Precision;
 
-/// With fewer tokens than positions, of which the rest have gradients of 0, and with as many.
+/// Sequences shorter than the context, where the unused positions have gradients of 0, and of full length.
 #[rstest]
 fn gpt2(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -31,7 +31,7 @@ fn gpt2(
     agree(&model, &plan, [2, length]);
 }
 
-/// Grouped heads, a window in the first block of two, and caps that bind.
+/// Returns a Gemma 2 configuration: grouped heads, a window in the first of two blocks, soft caps that are reached.
 pub fn of_gemma(base: TransformerConfig) -> TransformerConfig {
     TransformerConfig {
         architecture: Architecture::Gemma2,

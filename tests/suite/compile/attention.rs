@@ -1,4 +1,4 @@
-//! Planned attention against eager naive.
+//! Planned attention against eager naive attention.
 
 use super::{CPU, distance};
 use crate::check::refusal;
@@ -14,7 +14,7 @@ use tallow::compile::{Batch, Category, Plan, PlanKind, Step, StepConfig, Target}
 use tallow::graph;
 use tallow::memory::{AttentionWorkload, Kernels, planned_attention_breakdown, tracker};
 
-/// Attention alone, planned: q, k and v are its parameters.
+/// Plans attention alone; q, k and v are its parameters.
 pub fn planned(
     algorithm: Algorithm,
     [q, k, v]: [&Var; 3],
@@ -30,7 +30,7 @@ pub fn planned(
     step.unwrap()
 }
 
-/// Output and gradients of a run.
+/// Runs forward and backward; returns the output and the gradients of q, k and v.
 pub fn run(planned: &mut Step, d_out: &Tensor) -> [Tensor; 4] {
     planned
         .forward_backward_from(Batch::new([]), d_out)
@@ -44,7 +44,7 @@ pub fn run(planned: &mut Step, d_out: &Tensor) -> [Tensor; 4] {
     all.try_into().unwrap()
 }
 
-/// The plan alone, of self-attention.
+/// Plans self-attention alone, without running it.
 pub fn plan_alone(
     target: impl Into<Target>,
     algorithm: Algorithm,
@@ -60,12 +60,12 @@ pub fn plan_alone(
     })
 }
 
-/// As [`plan_alone`], of naive attention on the CPU.
+/// Calls [`plan_alone`] for naive attention on the CPU.
 pub fn naive_plan(shape: impl Into<Shape>, dtype: DType, attention: &AttentionConfig) -> Plan {
     plan_alone(&CPU, Algorithm::Naive, shape, dtype, attention).unwrap()
 }
 
-/// q, k, v and d_out of that shape; the same seed gives the same.
+/// Returns q, k, v and d_out of this shape, always the same.
 fn inputs(shape: &[usize]) -> [Tensor; 4] {
     let n: usize = shape.iter().product();
     let wave = |phase: f64| -> Vec<f32> {
@@ -76,7 +76,7 @@ fn inputs(shape: &[usize]) -> [Tensor; 4] {
     [0.0, 1.0, 2.0, 3.0].map(|phase| Tensor::from_vec(wave(phase), shape, &CPU).unwrap())
 }
 
-/// Output and gradients, planned and by eager naive.
+/// Compares output and gradients of planned attention with those of eager naive attention.
 fn agree(shape: &[usize], config: &AttentionConfig) {
     let [q, k, v, d_out] = inputs(shape);
     let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
@@ -93,7 +93,7 @@ fn agree(shape: &[usize], config: &AttentionConfig) {
         );
         for ((got, var), name) in gradients.iter().zip([&q, &k, &v]).zip(["dq", "dk", "dv"]) {
             let wanted = store.get(var).unwrap();
-            // One key has one probability, 1, and no gradient; what either computes is rounding.
+            // With one key the probability is 1 and these gradients are 0; both sides compute only rounding errors.
             let gone = shape[shape.len() - 2] == 1 && name != "dv";
             let error = match gone {
                 true => got
@@ -123,7 +123,7 @@ fn as_eager(
     agree(shape, &with_mask(mask));
 }
 
-/// What flash attention gives eagerly, from the same kernel.
+/// Planned flash attention has the bits of eager flash attention, which runs the same kernel.
 #[rstest]
 fn flash_has_eager_flashs_bits(
     #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
@@ -138,7 +138,7 @@ fn flash_has_eager_flashs_bits(
     flash_as_eager(&shape, dtype, &with_mask(mask), &CPU);
 }
 
-/// Output and gradients, planned twice and eagerly, have the same bits.
+/// Checks that output and gradients of two planned runs and of an eager one have the same bits.
 pub fn flash_as_eager(shape: &[usize], dtype: DType, config: &AttentionConfig, device: &Device) {
     let there = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
     let [q, k, v, d_out] = inputs(shape).map(|x| there(&x));
@@ -166,7 +166,7 @@ fn other_lengths_and_grouped_heads() {
     with_others(&CPU);
 }
 
-/// Other keys than queries, and heads that share keys: output, gradients and log-sum-exp beside eager ones.
+/// Checks cross-attention and grouped heads: output, gradients and log-sum-exp against eager ones.
 pub fn with_others(device: &Device) {
     for (algorithm, kv_heads) in [
         (Algorithm::Naive, 6),
@@ -222,7 +222,7 @@ fn flash_keeps_nothing_of_all_pairs() {
     let aligned = |bytes: u64| bytes.next_multiple_of(ALIGNMENT_BYTES);
     let single = plan(DType::F32);
     assert_eq!(single.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
-    // out, dq, dk, dv and lse with its rest, there at once.
+    // out, dq, dk, dv, and lse with its remainder, are live together.
     assert_eq!(single.peak_bytes(), aligned(2 * 4 * rows) + 4 * 4 * n);
     assert!(single.explain().contains("flash_attention_backward"));
     let half = plan(DType::BF16);
@@ -264,7 +264,7 @@ fn same_bits_on_any_number_of_threads(
                 .unwrap()
         };
         let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &with_mask(mask));
-        pool(planning).install(|| run(&mut planned, &d_out)); // its plan is made there
+        pool(planning).install(|| run(&mut planned, &d_out)); // planned in this pool
         pool(running).install(|| {
             let all = run(&mut planned, &d_out).map(|x| {
                 let x: Vec<f32> = x.flatten_all().unwrap().to_vec1().unwrap();
@@ -299,11 +299,11 @@ fn what_is_refused() {
     refusal(planned.forward_backward(none()).map(drop), &words);
     planned.forward_backward_from(none(), &d_out).unwrap();
     assert_eq!(planned.gradients().unwrap().len(), 3);
-    // Output and gradients are of the last run, or of none.
+    // Output and gradients are those of the last run; without backward there are none.
     planned.forward(none()).unwrap();
     refusal(planned.output().map(drop), &["no output"]);
     refusal(planned.gradients().map(drop), &["left no gradients"]);
-    // As it lies, and not from its beginning.
+    // A strided gradient with an offset is read correctly.
     let [wide, ..] = inputs(&[2, 11, 8]);
     let part = wide.narrow(1, 1, 10).unwrap();
     let found = run(&mut planned, &part);
@@ -311,7 +311,7 @@ fn what_is_refused() {
     for (found, wanted) in found.iter().zip(&wanted) {
         assert_eq!(elements(found), elements(wanted));
     }
-    // A parameter is copied.
+    // A parameter passed as the gradient is copied first.
     let found = run(&mut planned, &q);
     let wanted = run(&mut planned, &q.copy().unwrap());
     for (found, wanted) in found.iter().zip(&wanted) {
@@ -337,7 +337,6 @@ fn the_plan_says_what_it_is() {
     assert!(plan.memory_map().contains("probabilities"));
 }
 
-/// Alone in their process, since the counts are the process's.
 #[test]
 fn the_arena_is_all_there_is() {
     if child::ran("compile::attention::the_arena_is_all_there_is") {
@@ -346,7 +345,7 @@ fn the_arena_is_all_there_is() {
     let [q, k, v, d_out] = inputs(&[8, 1, 700, 64]);
     let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
     let alive = || tracker::current_bytes().expect("the suite's allocator counts");
-    rayon::broadcast(|_| ()); // the pool is the process's
+    rayon::broadcast(|_| ()); // starts the process's thread pool
     tracker::reset_peak();
     let before = alive();
     let mut planned = planned(Algorithm::Naive, [&q, &k, &v], &with_mask(Mask::Full));
@@ -363,7 +362,7 @@ fn the_arena_is_all_there_is() {
     tracker::reset_peak();
     (0..3).for_each(|_| step());
     assert_eq!(alive(), settled);
-    // The kernels' own, lists of arguments, and what the pool hands tasks over with.
+    // The kernels' scratch, argument lists, and the pool's task queue.
     let workload = AttentionWorkload {
         sequence_length: 700,
         ..Default::default()

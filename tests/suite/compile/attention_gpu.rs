@@ -1,4 +1,4 @@
-//! Attention planned on a GPU: against exact results, against naive attention in three ops there, and against itself.
+//! Attention planned on a GPU against exact results, against eager naive attention in three ops, and against itself.
 
 use super::attention::{self as alone, flash_as_eager, plan_alone, with_others};
 use super::gpu::agree;
@@ -17,7 +17,7 @@ use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 
-/// Naive attention on the GPU as three ops, with a log-sum-exp that nobody reads.
+/// Naive attention on the GPU as three ops. Its log-sum-exp is a placeholder that no test reads.
 const EAGER: Attend = |q, k, v, config| {
     let eager: Attend = |q, k, v, config| {
         let lse = Tensor::zeros(&q.dims()[..3], DType::F32, &CPU)?;
@@ -26,7 +26,6 @@ const EAGER: Attend = |q, k, v, config| {
     on(&tallow::device("cuda:0")?, eager, [q, k, v], config)
 };
 
-/// Forward and backward.
 fn run(attention: &mut Step, d_out: &Tensor) -> Results {
     let results = alone::run(attention, d_out).map(|x| {
         assert_eq!((x.dtype(), x.dims()), (d_out.dtype(), d_out.dims()));
@@ -34,7 +33,7 @@ fn run(attention: &mut Step, d_out: &Tensor) -> Results {
         elements(&x.to_device(&CPU).unwrap())
     });
     let [out, dq, dk, dv] = results;
-    let lse = Vec::new(); // which it has not
+    let lse = Vec::new(); // a planned run returns none
     Results {
         out,
         lse,
@@ -44,7 +43,8 @@ fn run(attention: &mut Step, d_out: &Tensor) -> Results {
     }
 }
 
-/// What the first run gives, and all others, whatever was in the arena and however they are launched.
+/// Returns the results of a first run. Later runs must have the same bits, whatever the arena held before and however
+/// they are launched.
 fn planned(problem: &Problem, dtype: DType, gpu: &Device) -> Results {
     let there = |x: &Tensor| x.to_device(gpu).unwrap();
     let [q, k, v] = problem.operands(dtype);
@@ -58,7 +58,7 @@ fn planned(problem: &Problem, dtype: DType, gpu: &Device) -> Results {
     let poisoned = run(&mut attention, &d_out);
     assert!(poisoned.out.iter().all(|x| x.is_nan()));
     q.set(&good).unwrap();
-    // Call by call, recorded, and what was recorded once more.
+    // Launched call by call, then recorded as a graph, then replayed.
     for turn in 0..3 {
         let again = run(&mut attention, &d_out);
         assert!(again.bits() == first.bits(), "{:?}, {turn}", problem.sizes);
@@ -66,7 +66,8 @@ fn planned(problem: &Problem, dtype: DType, gpu: &Device) -> Results {
     first
 }
 
-/// At most twice as far off as naive attention in three ops for the output, three times for gradients.
+/// Checks that errors are at most twice those of naive attention in three ops for the output, three times for
+/// gradients.
 fn judge(problem: &Problem, dtype: DType) {
     let gpu = crate::gpu();
     let mut oracle = Oracle::of(problem);
@@ -94,7 +95,7 @@ fn as_near_as_eager(
     judge(&Problem::random(sizes, mask, None, 3), dtype);
 }
 
-/// Three blocks of queries, the last one short.
+/// Three blocks of queries, the last one shorter.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) {
@@ -102,7 +103,7 @@ fn blocks_of_queries(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType
     judge(&Problem::random(sizes, Mask::Causal, Some(0.4), 4), dtype);
 }
 
-/// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
+/// Seven heads in groups of four, the last group smaller: scratch memory holds the score gradients of four heads.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
@@ -114,7 +115,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let mut planned = alone::planned(Algorithm::Naive, [&q, &k, &v], &config);
     let [planned_out, gradients @ ..] = alone::run(&mut planned, &d_out);
     let mut buffers = planned.plan().unwrap().buffers().iter();
-    // In f32 nothing else is worked in.
+    // In f32 this is the only scratch buffer.
     let d_scores = buffers
         .find(|buffer| buffer.category == Category::Scratch)
         .unwrap();
@@ -122,7 +123,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     let out = attention::reference::naive(&q, &k, &v, &config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();
     let store = loss.backward().unwrap();
-    // Head by head: sums of 8,100 terms that mostly cancel, in another order.
+    // Compared head by head: sums of 8,100 terms that mostly cancel, in another order.
     let agree = |what: &str, got: &Tensor, wanted: &Tensor| {
         for head in 0..7 {
             let [got, wanted] =
@@ -137,7 +138,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     }
 }
 
-/// What flash attention gives eagerly there, from the same kernels.
+/// Planned flash attention has the bits of eager flash attention, which runs the same kernels.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn flash_has_eager_flashs_bits(
@@ -154,7 +155,7 @@ fn flash_has_eager_flashs_bits(
     flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &gpu);
 }
 
-/// A model's naive attention takes the same blocks, of heads that lie in rows.
+/// Naive attention in a model uses the same blocks of queries, with heads stored in rows.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
@@ -178,7 +179,7 @@ fn what_a_gpu_is_not_planned_for() {
     };
     refusal(
         of((2, 10, 12), DType::BF16, Algorithm::Flash, &config),
-        &["attention::flash has no planned form"], // eagerly its reference runs
+        &["attention::flash cannot be planned"], // eager calls run the reference instead
     );
     let below = AttentionConfig {
         scale: Some(-0.7),
@@ -186,7 +187,7 @@ fn what_a_gpu_is_not_planned_for() {
     };
     refusal(
         of((2, 10, 8), DType::F32, Algorithm::Flash, &below),
-        &["attention::flash has no planned form"],
+        &["attention::flash cannot be planned"],
     );
     let double = Var::zeros((2, 10, 8), DType::F64, &gpu).unwrap();
     let parameters = vec![("q".to_string(), double)];
@@ -194,7 +195,7 @@ fn what_a_gpu_is_not_planned_for() {
         Step::without_optimizer(&gpu, parameters, &StepConfig::default(), |_| unreachable!());
     refusal(double.map(drop), &["in f32, bf16 or f16", "q in f64"]);
 
-    // A gradient that does not begin at 16 bytes is copied, and so is one on the CPU.
+    // A gradient that is not aligned to 16 bytes is copied, and so is one on the CPU.
     let [q, k, v] = [(); 3].map(|()| {
         let x = Tensor::randn(0f32, 1.0, (2, 10, 8), &gpu).unwrap();
         Var::from_tensor(&x).unwrap()
@@ -224,7 +225,7 @@ fn other_lengths_and_grouped_heads() {
 #[ignore = "needs a CUDA device"]
 fn the_plan_says_what_it_is() {
     let gpu = crate::gpu();
-    // In half precision the probabilities' gradients are f32, and their scores' beside them.
+    // In half precision the gradients of the probabilities are f32, and those of the scores need a buffer of their own.
     for (dtype, width, beside) in [(DType::F32, 4, 1), (DType::BF16, 2, 3)] {
         let config = AttentionConfig::default();
         let plan = plan_alone(&gpu, Algorithm::Naive, (4, 2, 512, 64), dtype, &config).unwrap();
@@ -239,7 +240,6 @@ fn the_plan_says_what_it_is() {
     }
 }
 
-/// Alone in their process, since the pool's counters are the process's.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn the_arena_is_all_there_is() {
@@ -269,6 +269,6 @@ fn the_arena_is_all_there_is() {
     assert_eq!((taken(), meter.peak_bytes().unwrap()), (settled, settled));
     let plan = planned.plan().unwrap();
     let beside = settled - before - plan.peak_bytes() - plan.workspace_bytes();
-    // What a run of a model is told.
+    // The buffer of the values that each run copies to the GPU, such as learning rates and the loss scale.
     assert!(beside < 4096, "{beside} bytes beside arena and workspace");
 }

@@ -1,5 +1,5 @@
-//! Planned attention held against exact results, by what eager naive attention is off in the same dtype; and what is
-//! only so in half precision.
+//! Planned attention against exact results, with the error of eager naive attention in the same dtype as the bound; and
+//! tests for half precision only.
 
 use super::attention::{self, naive_plan, run};
 use crate::flash::judge::{hold_against, naive};
@@ -24,14 +24,15 @@ fn planned(problem: &Problem, dtype: DType) -> Results {
     let [out, dq, dk, dv] = [out, dq, dk, dv].map(|x| elements(&x));
     Results {
         out,
-        lse: Vec::new(), // which it has not
+        lse: Vec::new(), // a planned run returns none
         dq,
         dk,
         dv,
     }
 }
 
-/// At most twice as far off as eager naive for the output, three times for gradients: by norm, and at worst.
+/// Checks that errors are at most twice those of eager naive for the output, three times for gradients: in norm, and at
+/// the worst element.
 fn judge(problem: &Problem, dtype: DType) {
     let mut oracle = Oracle::of(problem);
     oracle.results.lse.clear();
@@ -72,7 +73,7 @@ proptest! {
     }
 }
 
-/// Rows whose largest score comes late, and is far over those before.
+/// Rows whose largest score comes late and is far above the earlier ones.
 #[rstest]
 fn growing_scores(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
@@ -108,7 +109,7 @@ fn same_bits_on_any_number_of_threads(
     }
 }
 
-/// Tensors of half the size, and probabilities in f32.
+/// In half precision tensors have half the size, and probabilities stay f32.
 #[test]
 fn the_plan_in_half() {
     let config = AttentionConfig::default();

@@ -1,4 +1,4 @@
-//! Planned steps drop what eager ones drop: the same elements, others in each step and micro-batch.
+//! Dropout in planned steps drops the elements that eager steps drop, and others in each step and micro-batch.
 
 use super::{batch, distance, plan_of};
 use candle_core::{Device, Tensor};
@@ -27,15 +27,15 @@ fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig
     }
 }
 
-/// B, T.
+/// The batch size and the length of a micro-batch.
 const SIZES: [usize; 2] = [2, 33];
 
-/// Two steps, each against the loss and the gradients of an eager one with its key.
+/// Compares two steps with the loss and the gradients of eager ones with the same dropout key.
 fn as_eager(model: &TransformerConfig, plan: &StepConfig, separator: Option<u32>, device: &Device) {
     let model = TransformerLM::new(model, 5, device).unwrap();
     let eager = model.clone().with_checkpointing(Checkpointing::None);
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     let what = format!("{:?} {plan:?} {separator:?}", model.config());
     let bound = if plan.precision == Precision::F32 {
         2e-5
@@ -76,7 +76,8 @@ fn as_eager(model: &TransformerConfig, plan: &StepConfig, separator: Option<u32>
         );
         let planned: HashMap<String, Tensor> = step.gradients().unwrap().into_iter().collect();
         for (name, parameter) in model.parameters() {
-            // What all keys have beside moves a query's scores alike: rounding on either side.
+            // A bias shared by all keys shifts all scores of a query alike; its gradient is rounding error on both
+            // sides.
             if !(name.ends_with("k_proj.bias")) {
                 let error = distance(&planned[&name], mean.get(&parameter).unwrap());
                 assert!(
@@ -131,7 +132,7 @@ fn planned_is_as_eager_on_a_gpu(
     every_case_is_as_eager(attention, architecture, &crate::gpu());
 }
 
-/// Without a seed, and of a model without rates, a plan is as it was.
+/// Without a seed, or with rates of 0, a plan has no dropout calls.
 #[test]
 fn nothing_is_dropped_unless_it_is_asked_for() {
     let rates = config(Architecture::Llama, Algorithm::Naive);

@@ -1,4 +1,4 @@
-//! The same numbers as the eager step.
+//! Planned steps compute the numbers of eager ones.
 
 use super::{
     CPU, Judge, agree, batch, bits, config, distance, eager_step_in, logits_of, model_and_optimizer,
@@ -26,7 +26,7 @@ fn odd_shapes(
     agree(&model, &in_precision(precision), sizes);
 }
 
-/// Heads of k and v that serve several of q, rotated by halves or not; projections with biases, or norms.
+/// Grouped heads with both rotary layouts; projections with biases, or norms of q and k.
 #[rstest]
 fn grouped_heads(
     #[values((4, 2, 24), (6, 1, 40), (2, 2, 8))] heads: (usize, usize, usize),
@@ -47,7 +47,7 @@ fn grouped_heads(
     agree(&model, &in_precision(precision), [2, 67]);
 }
 
-/// The presets' proportions, a sixteenth as wide and few layers; the vocabulary larger than a chunk of logits takes.
+/// The presets' proportions with two layers and a sixteenth of the width. The vocabulary exceeds one chunk of logits.
 #[rstest]
 fn small_versions_of_the_presets(
     #[values("tiny", "small", "medium", "large", "xl", "wide", "2.7b", "10b")] name: &str,
@@ -86,7 +86,7 @@ fn forward_alone(
         assert_eq!(got.dtype(), precision.dtype());
         let (error, allowed) = match precision {
             Precision::F32 => (distance(&got, &wanted), 2e-6),
-            // Of what rounding itself does: now and then a number falls on the other side of a tie.
+            // Relative to the error of rounding itself, since now and then a value falls on the other side of a tie.
             _ => {
                 let exact = eager(Precision::F32).unwrap();
                 (distance(&got, &exact), 1.5 * distance(&wanted, &exact))
@@ -96,7 +96,7 @@ fn forward_alone(
     }
 }
 
-/// Parameters in half precision, which a step without an optimizer takes.
+/// Parameters in half precision, which only a step without an optimizer accepts.
 #[rstest]
 fn forward_in_half(
     #[values(DType::BF16, DType::F16)] dtype: DType,
@@ -120,7 +120,7 @@ fn forward_in_half(
     let (error, allowed) = (distance(&got, &wanted), 0.5 * distance(&wanted, &exact));
     assert!(error <= allowed, "{error:.1e}, {allowed:.1e}");
 
-    // And backward from the loss's gradient of the logits.
+    // Also backward from the gradient of the logits.
     let logits = Var::from_tensor(&got).unwrap();
     let loss = tallow::ops::cross_entropy(&logits, &targets).unwrap();
     let d_logits = tallow::backward(loss).unwrap();
@@ -136,7 +136,7 @@ fn forward_in_half(
         .map(|((name, found), (other, var))| {
             assert_eq!((name, found.dtype()), (&other, dtype));
             match name.ends_with("k_proj.bias") {
-                true => 0.0, // scores of a row that all grow alike have one softmax: both are rounding
+                true => 0.0, // a bias that shifts all scores of a row alike: both are rounding errors
                 false => distance(found, eager.get(&var).unwrap()),
             }
         });
@@ -145,7 +145,7 @@ fn forward_in_half(
     assert!(worst <= allowed, "{worst:.1e}");
 }
 
-/// Logits in the hundreds and a loss below one: neither step loses its digits to the other's way of computing it.
+/// Logits in the hundreds and a loss below 1 keep their accuracy in both ways of computing the loss.
 #[test]
 fn confident_logits() {
     let model_config = config(1, 2, 16, 56, Algorithm::Naive);
@@ -178,10 +178,10 @@ fn confident_logits() {
         optimizer_in_backward: false,
         ..Default::default()
     };
-    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
     let got = step.run(&mut optimizer, (&batch.0, &batch.1)).unwrap();
     assert!(
-        loss < 1.0 && (got - loss).abs() <= f32::EPSILON * largest, // a difference of such logits
+        loss < 1.0 && (got - loss).abs() <= f32::EPSILON * largest, // a difference of logits of this size
         "{got} for {loss}"
     );
     let judge = Judge {
@@ -193,7 +193,7 @@ fn confident_logits() {
     judge.gradients(&step.gradients().unwrap(), &store);
 }
 
-/// Two hundred steps of training: the curves stay together, though each step's rounding is the next one's start.
+/// The loss curves stay close for 200 steps, although each step starts from the rounding errors of the last.
 #[rstest]
 #[case(Precision::F32, 5e-6)]
 #[case(Precision::BF16, 2e-3)]
@@ -208,7 +208,7 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
         clip_norm: Some(1.0),
         ..in_precision(precision)
     };
-    let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &plan).unwrap();
     let mut curves = [Vec::new(), Vec::new()];
     for i in 0..200 {
         let batch = batch(97, 4, 32, i % 10);
@@ -216,7 +216,7 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
         let clip_norm = plan.clip_norm;
         let loss = eager_step_in(precision, &eager, &mut eager_optimizer, ids, clip_norm);
         let got = step.run(&mut planned_optimizer, ids).unwrap();
-        // No step stands out.
+        // No single step deviates.
         let error = (got - loss).abs() / loss;
         assert!(error <= 2.0 * allowed, "step {i}: {got} for {loss}");
         curves[0].push(got);
@@ -229,8 +229,8 @@ fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
     assert!(last < 2.5, "{last}: it has learnt something");
 }
 
-/// Batches of several shapes in turn, of more than plans are kept for: to the bit the steps of plans that were made for
-/// each.
+/// Batches alternate between more shapes than plans are cached for; each step has the bits of one planned for its shape
+/// alone.
 #[rstest]
 fn shapes_in_turn(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -240,7 +240,7 @@ fn shapes_in_turn(
     let (one, mut one_optimizer) = model_and_optimizer(&model_config);
     let (other, mut other_optimizer) = model_and_optimizer(&model_config);
     let plan = in_precision(precision);
-    let mut step = Step::of(&one, &one_optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&one, &one_optimizer, &plan).unwrap();
     assert!(step.plan().is_none());
     let shapes = [
         [2, 37],
@@ -255,7 +255,7 @@ fn shapes_in_turn(
     for (i, [batch_size, length]) in shapes.into_iter().enumerate() {
         let (tokens, targets) = batch(97, batch_size, length, i);
         let got = step.run(&mut one_optimizer, (&tokens, &targets)).unwrap();
-        let mut alone = Step::of(&other, &other_optimizer, &plan).unwrap();
+        let mut alone = Step::for_model(&other, &other_optimizer, &plan).unwrap();
         let wanted = alone.run(&mut other_optimizer, (&tokens, &targets));
         assert_eq!(got.to_bits(), wanted.unwrap().to_bits(), "step {i}");
         assert_eq!(bits(&one), bits(&other), "step {i}");

@@ -1,4 +1,4 @@
-//! Backward from a gradient of the output that a run is given, beside eager backward from it.
+//! Backward from a gradient of the output that the caller passes, against eager backward from it.
 
 use super::{CPU, batch, config, distance, logits_of, model_and_optimizer};
 use crate::check::refusal;
@@ -11,7 +11,7 @@ use tallow::nn::{self, Architecture};
 use tallow::precision::Precision;
 use tallow::{Result, backward_from, no_grad, ops};
 
-/// Gradients of a model's parameters, planned in micro-batches and eagerly one after another: added.
+/// Planned gradients of micro-batches are the sum of eager ones.
 #[rstest]
 fn micro_batches(
     #[values(1, 3)] accumulation: usize,
@@ -65,7 +65,7 @@ fn micro_batches(
     }
 }
 
-/// The gradient of a loss need not be 1.
+/// The gradient of a loss may differ from 1.
 #[rstest]
 fn of_a_loss(#[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture) {
     let model_config = TransformerConfig {
@@ -73,7 +73,7 @@ fn of_a_loss(#[values(Architecture::Llama, Architecture::Gpt2)] architecture: Ar
         ..config(2, 2, 24, 56, Algorithm::Flash)
     };
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 33, 0);
     let loss = step.forward_backward((&tokens, &targets)).unwrap();
     let once = step.gradients().unwrap();
@@ -84,7 +84,7 @@ fn of_a_loss(#[values(Architecture::Llama, Architecture::Gpt2)] architecture: Ar
     assert!((output - loss).abs() <= 1e-6 * loss);
     for ((name, found), (_, once)) in step.gradients().unwrap().iter().zip(&once) {
         let error = distance(found, &(once * 2.0).unwrap());
-        let is_rounding = name.ends_with("k_proj.bias"); // a softmax sees no difference
+        let is_rounding = name.ends_with("k_proj.bias"); // a softmax does not change with this bias
         assert!(error <= 2e-6 || is_rounding, "{name}: {error:.1e}");
     }
     let forward: f32 = step
@@ -95,7 +95,7 @@ fn of_a_loss(#[values(Architecture::Llama, Architecture::Gpt2)] architecture: Ar
     assert!((forward - loss).abs() <= 1e-6 * loss);
 }
 
-/// A parameter of which a part is read, from its beginning, in a forward without a backward.
+/// Slices of one parameter are read, one of them at offset 0, without and with a backward.
 #[test]
 fn a_part_of_a_parameter() {
     let scale = Var::from_tensor(&Tensor::arange(1f32, 17.0, &CPU).unwrap()).unwrap();
@@ -119,7 +119,7 @@ fn a_part_of_a_parameter() {
     assert!(distance(found, eager.get(&scale).unwrap()) <= 1e-6);
 }
 
-/// What names the gradient is no input's name, and one tensor may be two inputs.
+/// The gradient's name is reserved, and one tensor may be passed as two inputs.
 #[test]
 fn inputs() {
     let (model, _) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));

@@ -1,4 +1,5 @@
-//! Steps planned on a GPU against candle's backward there, losses of some steps planned on the CPU, and themselves.
+//! Steps planned on a GPU against candle's backward there, against the losses of steps planned on the CPU, and against
+//! their own repetition.
 
 use super::architectures::of_gemma;
 use super::{CPU, batch, bits, config, distance, logits_of};
@@ -14,10 +15,10 @@ use tallow::ops::RotaryPairs;
 use tallow::optim::{AdamW, GradScaler, GradScalerConfig, GradientAccumulator, grad_norm};
 use tallow::precision::Precision;
 
-/// B, T.
+/// The batch size and the length of a micro-batch.
 const SIZES: [usize; 2] = [2, 37];
 
-/// The model of the CPU's seed, on `device`, with its optimizer.
+/// Returns the model of the CPU's seed on `device`, with its optimizer.
 pub fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, AdamW) {
     let model = TransformerLM::new(config, 5, &CPU).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -28,7 +29,7 @@ pub fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, 
     (model, optimizer)
 }
 
-/// Losses of some steps, the last one's gradients, and the weights after.
+/// The losses of some steps, the last step's gradients, and the weights after it.
 struct Trained {
     losses: Vec<f32>,
     gradients: Vec<(String, Tensor)>,
@@ -36,7 +37,7 @@ struct Trained {
     norm: Option<f64>,
 }
 
-/// Some steps on tokens (B, T) in a micro-batch.
+/// Trains for some steps, on tokens (B, T) in each micro-batch.
 fn train(
     config: &TransformerConfig,
     plan: &StepConfig,
@@ -45,10 +46,10 @@ fn train(
     steps: usize,
 ) -> Trained {
     let (model, mut optimizer) = model_on(config, device);
-    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     let mut losses = Vec::new();
     for i in 0..steps {
-        optimizer.set_learning_rate(3e-3 / (i + 1) as f64); // is read at each run
+        optimizer.set_learning_rate(3e-3 / (i + 1) as f64); // read at each run
         let sequences = batch_size * plan.accumulation;
         let (tokens, targets) = batch(config.vocab_size, sequences, length, i);
         let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
@@ -67,8 +68,8 @@ fn train(
     }
 }
 
-/// The loss and gradients of the first step, of so many micro-batches of tokens (B, T), by candle's own backward over
-/// the model's ops, which shares nothing with plans but the kernels.
+/// Returns the loss and gradients of the first step, of `parts` micro-batches of tokens (B, T), by candle's own
+/// backward over the model's ops. It shares only the kernels with plans.
 fn by_candle(
     config: &TransformerConfig,
     parts: usize,
@@ -103,7 +104,7 @@ fn by_candle(
     }
 }
 
-/// How far b's gradients are from a's, each by its own norm.
+/// Returns the largest distance of a gradient of b from that of a, relative to its norm.
 fn furthest(a: &Trained, b: &Trained) -> f64 {
     let pairs = a.gradients.iter().zip(&b.gradients);
     let on_cpu = |x: &Tensor| x.to_device(&CPU).unwrap();
@@ -111,8 +112,8 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
     distances.fold(0.0, f64::max)
 }
 
-/// Held by candle's backward on the GPU in the same precision: at most three times as far from f32's as it, and in f32
-/// as close as sums in another order are.
+/// Checks a step against candle's backward on the GPU. In half precision its error against f32 may be three times that
+/// of candle's backward in the same precision; in f32 only the order of sums may differ.
 pub(super) fn agree(config: &TransformerConfig, plan: &StepConfig, sizes: [usize; 2]) {
     let gpu = crate::gpu();
     let what = format!("{config:?} {plan:?} {sizes:?}");
@@ -138,8 +139,8 @@ pub(super) fn agree(config: &TransformerConfig, plan: &StepConfig, sizes: [usize
             "{what}: {got} {wanted}"
         );
     }
-    // Losses of some steps, more loosely: AdamW's first step is the sign of the gradient, which rounding may turn where
-    // it is small.
+    // The losses of some steps have looser bounds: AdamW's first step is the sign of the gradient, which rounding may
+    // flip where the gradient is small.
     let several = |device: &Device| train(config, plan, sizes, device, 5);
     let (on_gpu, on_cpu) = (several(&gpu), several(&CPU));
     for (i, (got, wanted)) in on_gpu.losses.iter().zip(&on_cpu.losses).enumerate() {
@@ -151,7 +152,7 @@ pub(super) fn agree(config: &TransformerConfig, plan: &StepConfig, sizes: [usize
         };
         assert!(error <= allowed, "{what}, step {i}: {got} for {wanted}");
     }
-    // Recorded or launched one by one, again and again: the same bits.
+    // Repetitions have the same bits, launched call by call or replayed from a graph.
     let again = several(&gpu);
     assert_eq!(on_gpu.losses, again.losses, "{what}");
     for (a, b) in on_gpu.weights.iter().zip(&again.weights) {
@@ -173,7 +174,7 @@ fn precisions_and_attention(
     agree(&model, &in_precision(precision), [3, 130]);
 }
 
-/// Heads of k and v that serve several of q, rotated by halves or not; projections with biases, or norms.
+/// Grouped heads with both rotary layouts; projections with biases, or norms of q and k.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn grouped_heads(
@@ -242,11 +243,11 @@ fn clipping_by_value_is_as_eager() {
     super::options::clipping_by_value_to_the_bit(model, &gpu);
 }
 
-/// Vocabularies in several chunks, of whole 16 bytes or with some classes beyond, and one of less than 16 bytes.
+/// Vocabularies of several chunks, in multiples of 16 bytes or with a remainder, and one of less than 16 bytes.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision) {
-    // In half precision the errors of three embeddings do not average out.
+    // In half precision the errors of only three embeddings do not average out.
     let tiny = (precision == Precision::F32).then_some(3);
     for vocab_size in [50_257, 10_000, 61].into_iter().chain(tiny) {
         let model = TransformerConfig {
@@ -257,8 +258,8 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
     }
 }
 
-/// Weights to the bit those of a step that keeps its gradients; in bf16, where gradients that pass are rounded to it,
-/// they have moved as nearly as f32's as those have. The same bits twice.
+/// In f32 the weights have the bits of a step that keeps its gradients. In bf16, where temporary gradients are rounded
+/// to bf16, the weights' moves are at most 1.1 times as far from f32's. Two runs have the same bits.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
@@ -297,7 +298,7 @@ fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precisio
     assert!(freed <= 1.1 * kept, "{freed}, with gradients in f32 {kept}");
 }
 
-/// What backward runs again to keep to a budget has the same bits: in half precision sums, and where those do not do,
+/// Recomputation under a memory budget does not change a bit. Half precision recomputes residual sums first, then
 /// gates.
 #[rstest]
 #[ignore = "needs a CUDA device"]
@@ -308,14 +309,14 @@ fn sums_and_gates_run_again(
     let gpu = crate::gpu();
     let model = config(3, 2, 32, 136, Algorithm::Flash);
     let sizes = [8, 130];
-    let hollow = Batch::hollow(sizes[0], sizes[1]).unwrap();
+    let meta = Batch::meta(sizes[0], sizes[1]).unwrap();
     let whole = in_precision(precision);
-    let (planned, _) = Step::plan_of(&gpu, &model, &whole, &hollow).unwrap();
+    let (planned, _) = Step::plan_for_model(&gpu, &model, &whole, &meta).unwrap();
     let budget = StepConfig {
         memory_budget_bytes: Some(planned.peak_bytes() * percent / 100),
         ..whole.clone()
     };
-    let (planned_again, blocks) = Step::plan_of(&gpu, &model, &budget, &hollow).unwrap();
+    let (planned_again, blocks) = Step::plan_for_model(&gpu, &model, &budget, &meta).unwrap();
     assert_eq!(blocks, Checkpointing::None);
     let is_half = precision != Precision::F32;
     let runs_gates = planned_again.flops() > planned.flops();
@@ -330,8 +331,8 @@ fn sums_and_gates_run_again(
     }
 }
 
-/// From a scale that overflows: a step whose gradients are not finite is left out and changes nothing, the scale
-/// follows the scaler's rule, and training goes on.
+/// From a scale that overflows: a step whose gradients are not finite is skipped and changes nothing, the scale follows
+/// the scaler's rule, and training continues.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
@@ -349,7 +350,7 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
         ..Default::default()
     })
     .unwrap();
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (mut losses, mut in_a_row, mut skipped) = (Vec::new(), 0, 0);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
@@ -361,7 +362,7 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
         let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
         let done = done.unwrap();
         losses.push(done.loss);
-        assert_eq!(done.stepped(), before != bits(&model));
+        assert_eq!(done.updated(), before != bits(&model));
         match done.non_finite {
             None => {
                 in_a_row += 1;
@@ -381,7 +382,7 @@ fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
     assert!(losses[29] < 0.8 * losses[0], "{losses:?}");
 }
 
-/// What is not finite is found, named, and changes nothing.
+/// A gradient that is not finite is an error that names the parameter, and changes nothing.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn gradients_that_cannot_be_clipped(
@@ -397,7 +398,7 @@ fn gradients_that_cannot_be_clipped(
         clip_norm: Some(1.0),
         ..in_precision(precision)
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
         tokens.to_device(&gpu).unwrap(),
@@ -424,14 +425,15 @@ fn gradients_that_cannot_be_clipped(
     );
 }
 
-/// Weights that somebody else has changed are seen: an eager step by itself, any other change by `refresh`.
+/// Weights changed outside the step are noticed: after an eager step automatically, after any other change by
+/// `refresh`.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn weights_changed_elsewhere() {
     let gpu = crate::gpu();
     let model_config = config(1, 2, 32, 72, Algorithm::Flash);
     let (model, mut optimizer) = model_on(&model_config, &gpu);
-    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let mut forward = logits_of(&model, Precision::BF16);
     let (tokens, targets) = batch(97, 2, 37, 0);
     let (tokens, targets) = (
@@ -461,7 +463,7 @@ fn weights_changed_elsewhere() {
     }
 }
 
-/// Flash attention has no kernel for rows that are not whole vectors: the plan says what to do instead.
+/// Flash attention has no kernel for rows that are not whole vectors; the error names the alternative.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn flash_of_odd_heads_is_refused(
@@ -473,11 +475,11 @@ fn flash_of_odd_heads_is_refused(
     let gpu = crate::gpu();
     let (precision, head_dim) = odd;
     let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &gpu);
-    let mut step = Step::of(&model, &optimizer, &in_precision(precision)).unwrap();
-    refusal(step.prepare(Batch::hollow(2, 37).unwrap()), &["naive"]);
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(precision)).unwrap();
+    refusal(step.prepare(Batch::meta(2, 37).unwrap()), &["naive"]);
 }
 
-/// In f32 a vector is four elements, so heads of such multiples go, as they do in a plan of the CPU.
+/// In f32 a vector is four elements, so head dimensions that are multiples of four are planned, as on the CPU.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
@@ -488,7 +490,7 @@ fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
     );
 }
 
-/// A plan in half precision copies each weight before the first step, and none in a step: the update writes the copies.
+/// A plan in half precision casts each weight before the first step and never in a step: the update writes the copies.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_step_casts_no_weight() {
@@ -497,8 +499,9 @@ fn a_step_casts_no_weight() {
         attention: Algorithm::Flash,
         ..TransformerConfig::small()
     };
-    let batch = Batch::hollow(4, 256).unwrap();
-    let (plan, _) = Step::plan_of(&gpu, &model, &in_precision(Precision::BF16), batch).unwrap();
+    let batch = Batch::meta(4, 256).unwrap();
+    let (plan, _) =
+        Step::plan_for_model(&gpu, &model, &in_precision(Precision::BF16), batch).unwrap();
     let in_step = plan.first_run_only().end..plan.calls().len();
     let casts = plan.calls()[in_step]
         .iter()

@@ -1,4 +1,4 @@
-//! What half precision has of its own: a loss scale, copies of weights, bytes.
+//! Half precision in planned steps: loss scales, copies of weights, and memory.
 
 use super::{batch, bits, config, distance, model_and_optimizer, plan_of};
 use crate::settings::in_precision;
@@ -19,8 +19,8 @@ fn scaler(init_scale: f64) -> GradScaler {
     GradScaler::new(config).unwrap()
 }
 
-/// From a scale that overflows: planned and eager leave out the same steps, the scale moves alike, and the weights stay
-/// together.
+/// From a scale that overflows: planned and eager training skip the same steps, their scales are equal, and the weights
+/// stay close.
 #[rstest]
 fn scaled_losses(
     #[values(None, Some(0.5))] clip_norm: Option<f64>,
@@ -46,7 +46,7 @@ fn scaled_losses(
     }
     let scale = 2f64.powi(26);
     let (mut eager_scaler, mut planned_scaler) = (scaler(scale), scaler(scale));
-    let mut step = Step::of(&planned, &planned_optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &plan).unwrap();
     let mut skipped = 0;
     for i in 0..12 {
         let (tokens, targets) = batch(97, 2 * accumulation, 37, i);
@@ -72,7 +72,7 @@ fn scaled_losses(
         let loss: f32 = loss.to_scalar().unwrap();
         let error = (done.loss - loss).abs() / loss;
         assert!(error <= 1e-4, "step {i}: {} for {loss}", done.loss);
-        assert_eq!(done.stepped(), stepped, "step {i}");
+        assert_eq!(done.updated(), stepped, "step {i}");
         assert_eq!(done.non_finite.is_none(), bits(&planned) != before);
         assert_eq!(planned_scaler.loss_scale(), eager_scaler.loss_scale());
         match (step.gradient_norm(), norm) {
@@ -93,7 +93,7 @@ fn scaled_losses(
     assert_eq!(planned_optimizer.steps(), 12 - skipped);
 }
 
-/// A scale changes nothing but what f16 loses: in f32 nothing at all, and in f16 what underflows without.
+/// The scale is divided out again: in f32 it changes nothing, in f16 only what underflows without it.
 #[test]
 fn a_scale_is_taken_out_again() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
@@ -104,7 +104,7 @@ fn a_scale_is_taken_out_again() {
             clip_norm: Some(0.5),
             ..in_precision(precision)
         };
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         let (tokens, targets) = batch(97, 2, 37, 0);
         match scale {
             None => step.run(&mut optimizer, (&tokens, &targets)).unwrap(),
@@ -118,7 +118,7 @@ fn a_scale_is_taken_out_again() {
     };
     let (wanted, exact) = run(Precision::F32, None);
     assert!(run(Precision::F32, Some(1024.0)).0 == wanted);
-    // It is where the loss's gradient begins: scaled down, it is lost.
+    // The scale multiplies the loss's initial gradient, so a tiny scale lets f16 gradients underflow.
     let [lost, kept] = [2f64.powi(-14), 4096.0].map(Some).map(|scale| {
         let (_, gradients) = run(Precision::F16, scale);
         let errors = gradients.iter().zip(&exact);
@@ -129,7 +129,7 @@ fn a_scale_is_taken_out_again() {
     assert!(kept < 0.1 * lost, "{kept} for {lost}");
 }
 
-/// Each weight that products read is copied once a step, however many micro-batches there are and blocks run again.
+/// Each weight that matmuls read is copied once per step, whatever the micro-batches and recomputed blocks.
 #[rstest]
 fn weights_are_copied_once_a_step(
     #[values(1, 3)] accumulation: usize,
@@ -149,19 +149,19 @@ fn weights_are_copied_once_a_step(
             |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
         call.op.name() == "cast" && is_copy(call.writes.get("y").unwrap())
     });
-    let copies: Vec<usize> = copies.map(|(index, _)| plan.times(index)).collect();
+    let copies: Vec<usize> = copies.map(|(index, _)| plan.runs_per_step(index)).collect();
     assert_eq!(copies, vec![1; 7 * model.num_layers + 1]);
     let matrices = model.num_parameters() as u64
         - model.d_model as u64 * (model.vocab_size as u64 + 2 * model.num_layers as u64 + 1);
     assert_eq!(plan.category_bytes(Category::WeightCopy), 2 * matrices);
 }
 
-/// A weight that was changed between two runs is read anew, in whatever way it was changed.
+/// A weight changed between two runs is read again, without `refresh`.
 #[test]
 fn nothing_is_to_be_refreshed() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let before = step.forward_backward((&tokens, &targets)).unwrap();
     for (_, var) in model.parameters() {
@@ -173,7 +173,7 @@ fn nothing_is_to_be_refreshed() {
     assert!((after - eager).abs() <= 1e-4 * eager && (before - eager).abs() > 1e-3);
 }
 
-/// Activations take half the bytes, but for what stays f32; nothing else grows but by the copies.
+/// Activations are smaller in bf16, although some stay f32; gradients are not larger.
 #[test]
 fn activations_are_smaller() {
     let model = TransformerConfig::small();

@@ -1,7 +1,7 @@
-//! Steps of losses planned on a GPU against the same planned on the CPU.
+//! Steps of custom losses planned on a GPU against the same steps planned on the CPU.
 
 use super::loss_step::{
-    Case, elementwise_ops, every_op, fused_in_segments, hollow, ignoring_head, ops_of_other_models,
+    Case, elementwise_ops, every_op, fused_in_segments, ignoring_head, meta, ops_of_other_models,
     outputs_made_again, parts,
 };
 use super::{CPU, distance};
@@ -11,7 +11,7 @@ use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
 
-/// Losses of some steps, the first one's gradients, and the weights after.
+/// The losses of some steps, the first step's gradients, and the weights after the last step.
 struct Trained {
     losses: Vec<f32>,
     gradients: Vec<Tensor>,
@@ -22,7 +22,7 @@ fn train(case: &Case, precision: Precision, device: &Device, steps: usize) -> Tr
     train_on(case, precision, device, steps, 1)
 }
 
-/// With each input so many times: as many micro-batches.
+/// Trains with each input repeated `accumulation` times, in that number of micro-batches.
 fn train_on(
     case: &Case,
     precision: Precision,
@@ -49,7 +49,7 @@ fn train_on(
         precision,
         ..Default::default()
     };
-    let loss = |given: &Inputs| (case.loss)(&weights, &hollow(given, &case.inputs)?);
+    let loss = |given: &Inputs| (case.loss)(&weights, &meta(given, &case.inputs)?);
     let mut step = Step::new(&optimizer, &config, loss).unwrap();
     let mut losses = vec![step.forward_backward(inputs.as_slice()).unwrap()];
     let found = step.gradients().unwrap();
@@ -67,16 +67,15 @@ fn train_on(
     }
 }
 
-/// How far b's gradients are from a's, each by its own norm.
+/// Returns the largest distance of a gradient of b from that of a, relative to its norm.
 fn furthest(a: &Trained, b: &Trained) -> f64 {
     let pairs = a.gradients.iter().zip(&b.gradients);
     let distances = pairs.map(|(a, b)| distance(b, a));
     distances.fold(0.0, f64::max)
 }
 
-/// In f32 as close as sums in another order are; in half precision at most three times as far from f32's as the CPU's
-/// own step.
-/// The same bits again, recorded or launched one by one.
+/// In f32 only the order of sums may differ. In half precision the error against f32 may be three times that of the
+/// CPU's own step. Repetitions have the same bits, launched call by call or replayed from a graph.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn losses_are_those_of_the_cpu(
@@ -110,7 +109,7 @@ fn losses_are_those_of_the_cpu(
     let losses = got.losses.iter().zip(&judge.losses);
     for (i, (got, wanted)) in losses.enumerate() {
         let error = f64::from((got - wanted).abs() / wanted.abs());
-        // After the first step, the sign of a gradient that rounding may turn where it is small.
+        // After the first step, rounding may have flipped the sign of a small gradient.
         let allowed = if i == 0 {
             allowed_loss
         } else {
@@ -120,7 +119,7 @@ fn losses_are_those_of_the_cpu(
     }
 }
 
-/// The mean of equal micro-batches is that of one of them.
+/// The mean over equal micro-batches is the result of one of them.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn micro_batches(#[values(every_op, ignoring_head, parts)] case: fn() -> Case) {

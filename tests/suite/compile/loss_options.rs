@@ -1,5 +1,5 @@
-//! What a planned step of any loss can be asked for: segments that are run again, micro-batches, a memory budget, the
-//! optimizer in backward, a loss scale.
+//! Options of planned steps of any loss: checkpointed segments, micro-batches, a memory budget, the optimizer in
+//! backward, a loss scale.
 
 use crate::check::{bits, refusal};
 use crate::settings::{in_precision, scaler_from};
@@ -15,7 +15,7 @@ use tallow::{Result, graph, ops};
 const DEVICE: &Device = &Device::Cpu;
 const WIDTH: usize = 16;
 
-/// Residual blocks of norm, map, GELU and map, and a head.
+/// Residual blocks of norm, linear, GELU and linear, and a head.
 struct Model {
     blocks: Vec<(RmsNorm, Linear, Linear)>,
     head: Linear,
@@ -92,7 +92,7 @@ fn batch() -> [Tensor; 2] {
     [x.reshape((64, WIDTH)).unwrap(), classes]
 }
 
-/// The same bits with less memory, for more calls.
+/// Checkpointed segments give the same bits with less memory and more calls.
 #[rstest]
 fn segments_are_run_again(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
@@ -113,7 +113,7 @@ fn segments_are_run_again(
     let (again, again_sizes) = run(true);
     assert_eq!(kept, again);
     let more = again_sizes.1 - kept_sizes.1;
-    // Of each block but what only its output is made from: norm, bias and product, GELU.
+    // Recomputed in each block: norm, bias and matmul, GELU; not the calls that only compute the block's output.
     assert!((4..=4 * 5).contains(&more), "{more}");
     assert!(
         again_sizes.0 < kept_sizes.0 * 3 / 4,
@@ -121,7 +121,7 @@ fn segments_are_run_again(
     );
 }
 
-/// Updated as soon as a gradient is complete: the same bits.
+/// Updating each weight as soon as its gradient is complete gives the same bits.
 #[rstest]
 fn the_optimizer_in_backward(#[values(false, true)] checkpointed: bool) {
     let [x, classes] = batch();
@@ -155,7 +155,7 @@ fn the_optimizer_in_backward(#[values(false, true)] checkpointed: bool) {
     refusal(refused, &["optimizer_in_backward"]);
 }
 
-/// As an eager step with a scaler; where a gradient overflows, the update is left out and the scale falls.
+/// A scaled step takes an eager step's update; if a gradient overflows, the update is skipped and the scale falls.
 #[test]
 fn loss_scales() {
     let [x, classes] = batch();
@@ -173,16 +173,16 @@ fn loss_scales() {
     let done = step
         .run_scaled(&mut optimizer, &mut scaler, inputs)
         .unwrap();
-    assert!(!done.stepped() && done.loss.is_finite(), "{done:?}");
+    assert!(!done.updated() && done.loss.is_finite(), "{done:?}");
     assert_eq!((model.bits(), optimizer.steps()), (before, 0));
     while !step
         .run_scaled(&mut optimizer, &mut scaler, inputs)
         .unwrap()
-        .stepped()
+        .updated()
     {}
     assert_eq!(optimizer.steps(), 1);
 
-    // The update is that of the gradients without a scale, within f16's rounding.
+    // The update equals that of unscaled gradients, within f16's rounding.
     let other = Model::new(false);
     let mut plain = other.optimizer();
     let config = in_precision(Precision::F16);
@@ -191,7 +191,7 @@ fn loss_scales() {
     for ((name, a), (_, b)) in model.parameters().iter().zip(other.parameters()) {
         let off = (a.as_tensor() - b.as_tensor()).unwrap().abs().unwrap();
         let off: f32 = off.max_all().unwrap().to_scalar().unwrap();
-        assert!(off <= 2.1e-3, "{name}: {off}"); // AdamW's first step is at most lr, either way
+        assert!(off <= 2.1e-3, "{name}: {off}"); // AdamW's first step is at most lr in either direction
     }
     refusal(
         step.run_scaled(&mut plain, &mut scaler, inputs),
@@ -199,8 +199,8 @@ fn loss_scales() {
     );
 }
 
-/// Micro-batches one after another in each input's first dimension, whose mean loss is that of them all at once; of
-/// half precision the gradients are rounded once a micro-batch.
+/// Micro-batches are consecutive slices of each input's first dimension, and their mean loss is that of the whole
+/// batch. In half precision gradients are rounded once per micro-batch.
 #[rstest]
 fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
     let model = Model::new(false);
@@ -242,7 +242,7 @@ fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision
     refusal(step.prepare([("scale", &scalar)]), &["2 micro-batches"]);
 }
 
-/// Without elements, and with so many gates recomputed as the budget wants: each is smaller than the one before.
+/// Plans from meta tensors: each smaller budget recomputes more gates, down to the smallest possible peak.
 #[test]
 fn a_budget() {
     a_budget_of(|vb| {

@@ -1,4 +1,4 @@
-//! Planned steps of any loss: as eager ones, whatever the model.
+//! Planned steps of arbitrary losses have the results of eager ones.
 
 use super::distance;
 use crate::check::refusal;
@@ -23,7 +23,7 @@ fn clipping() -> StepConfig {
     }
 }
 
-/// Under autocast on the CPU, if there is a dtype.
+/// Runs `f` under autocast on the CPU if there is a dtype.
 fn in_half<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result<T> {
     match half {
         None => f(),
@@ -31,15 +31,15 @@ fn in_half<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result<T> {
     }
 }
 
-/// The loss on these inputs, and what autograd says of the parameters.
+/// The loss of these inputs, with autograd's graph.
 type Loss<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Tensor> + Sync);
 
-/// The hollow inputs of these names, in their order.
-pub fn hollow(inputs: &Inputs, of: &[(&str, Tensor)]) -> Result<Vec<Tensor>> {
+/// Returns the meta tensors of these inputs, in their order.
+pub fn meta(inputs: &Inputs, of: &[(&str, Tensor)]) -> Result<Vec<Tensor>> {
     of.iter().map(|(name, _)| inputs.get(name)).collect()
 }
 
-/// The loss and the step's gradients are those of backward from `eager`, within `bound`.
+/// Checks the loss and the step's gradients against backward from `eager`, within `bound`.
 fn assert_near(step: &Step, loss: f32, parameters: &[(String, Var)], eager: &Tensor, bound: f64) {
     let gradients = eager.backward().unwrap();
     let eager: f32 = eager.to_dtype(DType::F32).unwrap().to_scalar().unwrap();
@@ -56,8 +56,8 @@ fn assert_near(step: &Step, loss: f32, parameters: &[(String, Var)], eager: &Ten
     }
 }
 
-/// Loss and gradients planned as eager ones, within `bound`; and so the weights after steps, which must be the same
-/// tensors.
+/// Checks planned loss and gradients against eager ones, within `bound`, and also the weights after three steps. The
+/// step must update the same tensors.
 fn assert_as_eager(
     parameters: &[(String, Var)],
     inputs: &[(&str, Tensor)],
@@ -68,7 +68,7 @@ fn assert_as_eager(
     let named: Vec<(&str, &Tensor)> = inputs.iter().map(|(name, x)| (*name, x)).collect();
     let named = named.as_slice();
     let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
-    let traced = |given: &Inputs| loss(&hollow(given, inputs)?);
+    let traced = |given: &Inputs| loss(&meta(given, inputs)?);
     let mut step = Step::new(&optimizer, &clipping(), traced).unwrap();
 
     let planned = step.forward_backward(named).unwrap();
@@ -158,7 +158,7 @@ fn numbers(shape: &[usize], seed: u32) -> Tensor {
     flat.reshape(shape).unwrap()
 }
 
-/// One weight embeds and classifies; one that is read the optimizer has not.
+/// One weight is both the embedding and the head; a frozen weight is read but not in the optimizer.
 #[test]
 fn tied_and_frozen_weights() {
     let table = weight("table", &[11, 6], 1);
@@ -180,12 +180,12 @@ fn tied_and_frozen_weights() {
     assert_eq!(distance(&frozen, &before), 0.0);
 }
 
-/// A loss, and what it is of: weights, and inputs by name.
+/// A loss with its weights and named inputs.
 pub struct Case {
     pub parameters: Vec<(String, Var)>,
     pub inputs: Vec<(&'static str, Tensor)>,
     pub loss: fn(&[Var], &[Tensor]) -> Result<Tensor>,
-    /// How near planned gradients are to eager ones, in f32 where the loss says no other.
+    /// The largest distance between planned and eager gradients, in f32 unless the loss casts.
     pub bound: f64,
 }
 
@@ -198,7 +198,7 @@ impl Case {
     }
 }
 
-/// Views, broadcasts, a constant, and every op of this crate's own models.
+/// Returns a loss with views, broadcasts, a constant, and every op of this crate's own models.
 pub fn every_op() -> Case {
     Case {
         parameters: vec![
@@ -248,7 +248,7 @@ pub fn every_op() -> Case {
     }
 }
 
-/// Head and loss are computed some rows at a time, and no gradient notices; the logits of all rows are never there.
+/// Head and loss are computed in blocks of rows, with the same gradients; the logits of all rows never exist together.
 #[rstest]
 fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     let (rows, classes) = (150, 40_000);
@@ -270,19 +270,18 @@ fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
 
     let optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
     let named = inputs.each_ref().map(|(name, x)| (*name, x));
-    let once = |given: &Inputs| loss(&hollow(given, &inputs)?);
+    let once = |given: &Inputs| loss(&meta(given, &inputs)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), once).unwrap();
     let logits_bytes =
         (rows * classes) as u64 * half.map_or(4, |dtype| dtype.size_in_bytes() as u64);
     assert!(step.prepare(named).unwrap().peak_bytes() < logits_bytes);
-    // A loss that goes on has another gradient than 1: then all logits are kept.
+    // If the loss is processed further, its gradient is not 1, and all logits are kept.
     let doubled = |given: &Inputs| ops::add(&once(given)?, &once(given)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), doubled).unwrap();
     assert!(step.prepare(named).unwrap().peak_bytes() > 2 * logits_bytes);
 }
 
-/// Head and loss of targets of which one id does not count: it is no class even. More logits than are there at a time,
-/// on a GPU too.
+/// Returns head and loss with an ignored target id outside the vocabulary. The logits exceed one block, on a GPU too.
 pub fn ignoring_head() -> Case {
     const ROWS: usize = 260;
     let ids = (0..ROWS as u32).map(|i| match i % 3 {
@@ -314,14 +313,14 @@ fn a_head_that_ignores_targets_is_as_eager(
     case.assert_as_eager(half);
     let optimizer = AdamW::new(case.parameters.clone(), AdamWConfig::default()).unwrap();
     let weights: Vec<Var> = case.parameters.iter().map(|(_, var)| var.clone()).collect();
-    let loss = |given: &Inputs| (case.loss)(&weights, &hollow(given, &case.inputs)?);
+    let loss = |given: &Inputs| (case.loss)(&weights, &meta(given, &case.inputs)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
     let named: Vec<_> = case.inputs.iter().map(|(name, x)| (*name, x)).collect();
     let plan = step.prepare(named.as_slice()).unwrap();
     assert!(plan.peak_bytes() < 260 * 180_000 * 4);
 }
 
-/// Each micro-batch has the mean over its own targets that count; a row that does not count may be anything.
+/// Each micro-batch has the mean over its own counted targets; ignored rows may hold anything.
 #[test]
 fn micro_batches_that_ignore_differently() {
     const IGNORED: u32 = 5;
@@ -354,7 +353,7 @@ fn micro_batches_that_ignore_differently() {
         assert!((planned - eager).abs() <= 1e-6 * eager, "{planned} {eager}");
         for (name, gradient) in step.gradients().unwrap() {
             let (_, var) = weights.iter().find(|(other, _)| *other == name).unwrap();
-            // What does not count is multiplied by 0, which infinity is not.
+            // Ignored rows are multiplied by 0, which gives NaN for infinity.
             if x.to_vec2::<f32>().unwrap()[1][0].is_finite() {
                 let off = distance(&gradient, gradients.get(var).unwrap());
                 assert!(off <= 1e-6, "{name}: {off:e}");
@@ -368,7 +367,7 @@ fn micro_batches_that_ignore_differently() {
     );
 }
 
-/// Ids in i64, of which -100 is no class, planned in i64 or in u32: the same numbers as an eager step's.
+/// Targets in i64, of which -100 is ignored, planned in i64 or u32: the results equal an eager step's.
 #[rstest]
 fn targets_in_i64(
     #[values(DType::I64, DType::U32)] planned: DType,
@@ -392,11 +391,11 @@ fn targets_in_i64(
             &ops::cross_entropy_ignoring(&logits, &fixed, IGNORED)?,
         )
     };
-    let hollow = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
+    let meta = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
     let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
     let traced = |inputs: &Inputs| loss(&inputs.get("tokens")?, &inputs.get("targets")?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), traced).unwrap();
-    step.prepare((&hollow[0], &hollow[1])).unwrap();
+    step.prepare((&meta[0], &meta[1])).unwrap();
     let run = |step: &mut Step, targets: &Tensor| step.forward_backward((&tokens, targets));
     let found = run(&mut step, &targets).unwrap();
     let eager = loss(&tokens, &targets).unwrap();
@@ -408,7 +407,7 @@ fn targets_in_i64(
     assert_eq!(step.plans().count(), 1);
 }
 
-/// Ids in i64 become u32, in which an ignored one is another number.
+/// Ids in i64 become u32, so an ignored id would change its value if it is also read as a number.
 #[test]
 fn ids_in_i64_that_are_numbers_too() {
     let head = weight("head", &[11, 4], 1);
@@ -425,7 +424,7 @@ fn ids_in_i64_that_are_numbers_too() {
     refusal(refused, &["pass the ids in u32"]);
 }
 
-/// Nothing flows through what is detached, nor through what is computed without a graph.
+/// No gradient flows through detached tensors, nor through those computed without a graph.
 #[test]
 fn detached() {
     let w = weight("w", &[4, 4], 1);
@@ -439,7 +438,7 @@ fn detached() {
     assert_as_eager(std::slice::from_ref(&w), &inputs, &loss, 2e-6);
 }
 
-/// Those that other models have.
+/// Returns a loss of ops that other models have.
 pub fn ops_of_other_models() -> Case {
     Case {
         parameters: vec![
@@ -476,8 +475,8 @@ pub fn ops_of_other_models() -> Case {
     }
 }
 
-/// Elementwise maps and reductions: operands broadcast in every way, powers, probabilities and their logarithms, parts
-/// joined along each dimension.
+/// Returns a loss of elementwise ops and reductions: all kinds of broadcasting, powers, probabilities and their
+/// logarithms, concatenation along each dimension.
 pub fn elementwise_ops() -> Case {
     Case {
         parameters: vec![
@@ -494,7 +493,7 @@ pub fn elementwise_ops() -> Case {
             let [square, first, columns, rows, scalar, outer] = weights else {
                 panic!("six weights");
             };
-            let h = ops::linear(&x[0], square)?; // (3, 4, 8), of the dtype that a region says
+            let h = ops::linear(&x[0], square)?; // (3, 4, 8), in the region's dtype
             let like = |weight: &Var| ops::cast(weight, h.dtype());
             let columns = like(columns)?;
             let h = ops::mul(&h, &ops::add(&like(first)?, &columns)?)?;
@@ -521,8 +520,8 @@ pub fn elementwise_ops() -> Case {
     }
 }
 
-/// A gradient that is not finite ends the step before anything changes, and says whose it was; gradients are kept
-/// apart.
+/// A gradient that is not finite ends the step before anything changes, and the error names the parameter. With
+/// clipping, gradients have separate buffers.
 #[test]
 fn gradients_that_are_not_finite() {
     let (good, bad) = (weight("good", &[4, 4], 1), weight("bad", &[4, 4], 2));
@@ -553,8 +552,8 @@ fn gradients_that_are_not_finite() {
     assert_eq!(step.gradient_norm(), None); // nothing was clipped
 }
 
-/// Tokens and targets cut out of one input; a weight and a table that are read in parts; a head in half precision; a
-/// mask of bytes.
+/// Returns a loss of slices: tokens and targets from one input, a weight and a table read in slices; also a head in
+/// half precision and a mask in u8.
 pub fn parts() -> Case {
     let walk = Tensor::from_iter((0..210u32).map(|i| i * 37 % 90), DEVICE).unwrap();
     let mask = Tensor::from_iter((0..1400).map(|i| (i % 3) as u8), DEVICE).unwrap();
@@ -586,8 +585,8 @@ pub fn parts() -> Case {
     }
 }
 
-/// Parameters that meet a norm's or a gate's output in ops other than linear maps: backward makes these outputs again,
-/// later than such an op has read them.
+/// Returns a loss in which ops other than linear read the output of a norm or a gate. Backward recomputes these outputs
+/// after such an op has read them.
 pub fn outputs_made_again() -> Case {
     Case {
         parameters: vec![
@@ -621,7 +620,7 @@ pub fn outputs_made_again() -> Case {
     }
 }
 
-/// Checkpointed segments that hold an attention without its projections, a gate alone, and the loss.
+/// Returns a loss with checkpointed segments that hold attention without its projections, a gate alone, and the loss.
 pub fn fused_in_segments() -> Case {
     Case {
         parameters: vec![
@@ -664,7 +663,7 @@ pub fn fused_in_segments() -> Case {
     }
 }
 
-/// All as eager ones; in half precision too, where the loss has no cast of its own.
+/// All cases equal eager; those whose loss has no cast also in half precision.
 #[rstest]
 #[case::every_op(every_op, &[None])]
 #[case::ops_of_other_models(ops_of_other_models, &[None, Some(DType::BF16)])]
@@ -678,7 +677,7 @@ fn cases_are_as_eager(#[case] case: fn() -> Case, #[case] dtypes: &[Option<DType
     }
 }
 
-/// Of two weights one is read as it is cast, the other as its copy.
+/// One of a gate's two weights is a cast intermediate, the other is read as its half-precision copy.
 #[test]
 fn one_weight_is_no_variable() {
     let (w1, w3) = (weight("w1", &[6, 4], 1), weight("w3", &[6, 4], 2));
@@ -693,7 +692,7 @@ fn one_weight_is_no_variable() {
     assert_as_eager(&[w1.clone(), w3.clone()], &inputs, &loss, 3e-2);
 }
 
-/// In f64 to its own rounding: the language model, and LayerNorm, a biased map and GELU besides.
+/// In f64, to its own rounding: the language model, and also LayerNorm, a linear layer with bias, and GELU.
 #[rstest]
 fn in_f64(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let weights = nn::seeded(0, DType::F64, DEVICE);
@@ -722,7 +721,6 @@ fn in_f64(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     assert_as_eager(&parameters, &inputs, &loss, 1e-13);
 }
 
-/// A planned step of a model in f64, and logits, are eager ones.
 #[test]
 fn a_model_in_f64() {
     let config = super::config(1, 2, 8, 24, Algorithm::Naive);
@@ -735,7 +733,7 @@ fn a_model_in_f64() {
     assert_eq!(logits.dtype(), DType::F64);
     assert!(distance(&logits, &model.forward(&tokens).unwrap()) < 1e-14);
     let eager = model.loss(&tokens, &tokens).unwrap();
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let loss = step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
     assert_eq!(
         f64::from(loss) as f32,
@@ -753,7 +751,6 @@ fn a_model_in_f64() {
     refusal(refused, &["parameters in f32"]);
 }
 
-/// What cannot be planned, in words.
 #[test]
 fn refusals() {
     let w = weight("w", &[4, 4], 1);
@@ -779,13 +776,13 @@ fn refusals() {
     let mut optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
     let mut step = Step::new(&optimizer, &config, |inputs| mean(&inputs.get("x")?)).unwrap();
     let wide = Tensor::ones((3, 5), DType::F32, DEVICE).unwrap();
-    let hollow = graph::input("x", (3, 4), DType::F32).unwrap();
+    let meta = graph::input("x", (3, 4), DType::F32).unwrap();
     for (inputs, words) in [
         (vec![], "no tensor for the input \"x\""),
         (vec![("y", &good)], "no tensor for the input \"x\""),
         (vec![("x", &good), ("y", &good)], "\"y\" is no input"),
         (vec![("x", &wide)], "linear"),
-        (vec![("x", &hollow)], "hollow"),
+        (vec![("x", &meta)], "meta"),
     ] {
         refusal(step.run(&mut optimizer, inputs.as_slice()), &[words]);
     }
@@ -798,7 +795,8 @@ fn refusals() {
     assert_eq!(step.plans().count(), 2);
 }
 
-/// What is detached for one reader flows through the others: of a norm, of maps of one input, of a weight.
+/// Detaching one reader of a tensor leaves the gradients through its other readers: for a norm, linear layers that
+/// share an input, and a weight.
 #[rstest]
 fn detached_for_some(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     let names = ["first", "second", "third"];

@@ -1,4 +1,4 @@
-//! The memory account is the allocation.
+//! Planned memory against allocated memory.
 
 use crate::child;
 use crate::compile::{batch, plan_of};
@@ -11,7 +11,6 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
 
-/// Alone in their process, since the counts are the process's.
 #[test]
 fn the_arena_is_what_the_plan_says() {
     if child::ran("compile::memory::the_arena_is_what_the_plan_says") {
@@ -22,7 +21,7 @@ fn the_arena_is_what_the_plan_says() {
     let both = |attention| precisions.map(|precision| (attention, precision));
     for (attention, precision) in attentions.into_iter().flat_map(both) {
         let config = TransformerConfig {
-            vocab_size: 2_500, // the head's products would be most of the time
+            vocab_size: 2_500, // the head's matmuls would dominate the time
             num_layers: 1,
             attention,
             ..TransformerConfig::tiny()
@@ -36,13 +35,13 @@ fn the_arena_is_what_the_plan_says() {
             ..Default::default()
         };
         let alive = || tracker::current_bytes().expect("the suite's allocator counts");
-        gemm::reserve_scratch(true).unwrap(); // which is the process's
+        gemm::reserve_scratch(true).unwrap(); // belongs to the process
         tracker::reset_peak();
         let before = alive();
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
-        let plan = step.prepare(Batch::hollow(8, 256).unwrap()).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
+        let plan = step.prepare(Batch::meta(8, 256).unwrap()).unwrap();
         let arena_bytes = plan.peak_bytes();
-        // What else a step is: calls, buffers, tables. The search for places has come and gone.
+        // The rest of a step: calls, buffers, tables. The planner's own memory is freed.
         let beside = alive() - before - arena_bytes;
         assert!(beside < 1 << 20, "{beside} bytes beside {arena_bytes}");
 
@@ -53,8 +52,8 @@ fn the_arena_is_what_the_plan_says() {
         for _ in 0..2 {
             step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         }
-        // Nothing stays, and nothing of a tensor's size comes and goes: the smallest activation is (N, D), 4 MiB. What
-        // does come and go are ids, and what small products pack.
+        // No memory stays allocated, and no temporary has the size of a tensor: the smallest activation is (N, D), 4
+        // MiB. The temporaries are ids and the packed operands of small matmuls.
         assert!(alive() <= settled + 4096, "{} more", alive() - settled);
         let transient = tracker::peak_bytes().unwrap() - settled;
         assert!(transient < 1 << 20, "{transient} bytes came and went");
@@ -63,7 +62,7 @@ fn the_arena_is_what_the_plan_says() {
     }
 }
 
-/// What is counted is what is there: parameters, two moments and gradients, one number a parameter each.
+/// The categories are exact: parameters, two moments and gradients, one value per parameter each.
 #[test]
 fn categories_add_up() {
     let config = TransformerConfig::tiny();
@@ -81,9 +80,9 @@ fn categories_add_up() {
         plan.total_bytes(),
         plan.peak_bytes() + 3 * parameters + inputs
     );
-    // The logits of the whole batch would be 39 MiB: never there.
+    // The logits of the whole batch would be 39 MiB and never exist together.
     let logits = plan.buffers().iter().filter(|b| b.name.ends_with("logits"));
     assert!(logits.map(|b| b.bytes()).max().unwrap() <= 12 << 20);
-    // The placement wastes little.
-    assert!(plan.peak_bytes() as f64 <= 1.05 * plan.busiest_bytes() as f64);
+    // The arena's layout wastes little.
+    assert!(plan.peak_bytes() as f64 <= 1.05 * plan.max_live_bytes() as f64);
 }

@@ -12,7 +12,7 @@ use tallow::{Error, Result, ops};
 
 const CPU: &Device = &Device::Cpu;
 
-/// One that is trained, one that is read without a gradient, and one that is not read.
+/// A trained parameter, one that is read without a gradient, and one that is not read.
 struct Model {
     parameters: Vec<(String, Var)>,
 }
@@ -53,7 +53,7 @@ impl Model {
         AdamW::new(self.parameters.clone(), config).unwrap()
     }
 
-    /// A first step in which each has a gradient, so that every moment moves later.
+    /// Takes a first step in which each parameter has a gradient, so that all moments are nonzero.
     fn first_step(&self, optimizer: &mut AdamW) {
         let loss = self.parameters.iter().try_fold(None, |sum, (_, var)| {
             let loss = ops::sum(&ops::mul(var, var)?)?;
@@ -104,7 +104,7 @@ fn configs() -> [StepConfig; 4] {
     ]
 }
 
-/// The same as eager steps: the bits of those without a gradient, the others to rounding.
+/// Parameters without a gradient have the bits of eager steps; the others are equal up to rounding.
 #[rstest]
 fn as_eager(
     #[values(MissingGradients::Skip, MissingGradients::Zero)] missing: MissingGradients,
@@ -138,7 +138,7 @@ fn assert_as_eager(missing: MissingGradients, config: &StepConfig, device: &Devi
             true => {
                 let scaled = step.run_scaled(&mut optimizer, &mut scaler, [("x", &x)]);
                 let scaled = scaled.unwrap();
-                assert!(scaled.stepped());
+                assert!(scaled.updated());
                 scaled.loss
             }
         };
@@ -168,9 +168,9 @@ fn assert_as_eager(missing: MissingGradients, config: &StepConfig, device: &Devi
         let state = optimizer.state().into_iter();
         state.map(|(name, _)| name).collect()
     };
-    assert_eq!(names(&optimizer), names(&by_hand)); // with counts of skipped steps
+    assert_eq!(names(&optimizer), names(&by_hand)); // includes the counts of skipped steps
     assert_eq!(optimizer.steps(), 4);
-    // And an eager step after that counts the same.
+    // An eager step afterwards has the same step counts.
     for (model, optimizer) in [(&planned, &mut optimizer), (&eager, &mut by_hand)] {
         model.first_step(optimizer);
     }
@@ -206,7 +206,7 @@ fn an_error_names_the_parameter_unless_its_group_takes_it() {
     assert_eq!(refused(&AdamW::with_groups(groups.into()).unwrap()), "idle");
 }
 
-/// A step does what it was planned to do, or nothing.
+/// A step refuses an optimizer whose setting differs from the plan's.
 #[test]
 fn an_optimizer_of_another_choice_is_refused() {
     let model = Model::new(CPU);

@@ -1,4 +1,5 @@
-//! Clipping, accumulation, checkpointing, budgets, the optimizer in backward; and that what is shared stays shared.
+//! Options of planned steps: clipping, accumulation, checkpointing, budgets, the optimizer in backward; and state
+//! shared with eager steps.
 
 use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
 use crate::check::{elements, refusal};
@@ -16,7 +17,7 @@ use tallow::optim::{
 };
 use tallow::precision::Precision;
 
-/// B, T.
+/// The batch size and the length of a micro-batch.
 const SIZES: [usize; 2] = [2, 37];
 
 #[rstest]
@@ -31,7 +32,7 @@ fn clipping(
     agree(&config(2, 2, 24, 56, attention), &plan, SIZES);
 }
 
-/// Elements are clipped after the norm, and with the optimizer in backward; the gradients that are given out are not.
+/// Elements are clipped after the norm, also with the optimizer in backward; returned gradients are not clipped.
 #[rstest]
 #[case(None, false)]
 #[case(Some(0.5), false)]
@@ -46,7 +47,7 @@ fn clipping_by_value(#[case] clip_norm: Option<f64>, #[case] optimizer_in_backwa
     agree(&config(2, 2, 24, 56, Algorithm::Flash), &plan, SIZES);
 }
 
-/// The bits of eager clipping and AdamW, of the planned gradients.
+/// Checks that a step has the bits of eager clipping and AdamW applied to the planned gradients.
 pub fn clipping_by_value_to_the_bit(
     model: impl Fn(&TransformerConfig) -> TransformerLM,
     device: &Device,
@@ -62,7 +63,7 @@ pub fn clipping_by_value_to_the_bit(
         (model, optimizer)
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
-    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
     let parameters = eager.parameters();
     for i in 0..3 {
         let (tokens, targets) = batch(97, 2, 37, i);
@@ -94,8 +95,8 @@ fn clipping_by_value_is_as_eager() {
     clipping_by_value_to_the_bit(model, &super::CPU);
 }
 
-/// Matrices with running means in bf16 beside vectors with such in f32: as eagerly, but where a gradient's rounding
-/// decides on which side of a threshold a number is.
+/// Compares planned and eager steps with matrix moments in bf16 and vector moments in f32. They differ only where a
+/// gradient's rounding error decides to which bf16 value a moment is rounded.
 pub fn moments_in_bf16(
     model: impl Fn(&TransformerConfig) -> TransformerLM,
     device: &Device,
@@ -113,7 +114,7 @@ pub fn moments_in_bf16(
         (model, AdamW::with_groups(groups).unwrap())
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
-    let mut step = Step::of(&planned, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
     for i in 0..4 {
         let (tokens, targets) = batch(97, 2, 37, i);
         let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
@@ -153,7 +154,7 @@ fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bo
     moments_in_bf16(model, &super::CPU, optimizer_in_backward);
 }
 
-/// Against one eager step of the whole batch.
+/// Compares accumulation with one eager step of the whole batch.
 #[rstest]
 fn accumulated(
     #[values(2, 5)] accumulation: usize,
@@ -175,7 +176,7 @@ fn accumulated(
     agree(&model, &plan, SIZES);
 }
 
-/// The bits do not depend on what is kept and what is run again, nor on when the optimizer runs.
+/// The bits do not depend on checkpointing, nor on when the optimizer runs.
 #[rstest]
 fn the_same_bits_however_planned(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -186,7 +187,7 @@ fn the_same_bits_however_planned(
     let bits = |plan: StepConfig, checkpointing: Checkpointing| {
         let (model, mut optimizer) = model_and_optimizer(&model_config);
         let model = model.with_checkpointing(checkpointing);
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         for i in 0..3 {
             let (tokens, targets) = batch(97, 2, 37, i);
             step.run(&mut optimizer, (&tokens, &targets)).unwrap();
@@ -207,7 +208,7 @@ fn the_same_bits_however_planned(
         let fewer = checkpointing.recomputed_blocks(5) > 0;
         assert_eq!(bytes < whole_bytes, fewer, "{checkpointing}: {bytes}");
     }
-    // Gates and up of so many blocks as the budget wants.
+    // Recomputes gates and up projections of as many blocks as the budget requires.
     for percent in [99, 95, 90] {
         let budget_bytes = whole_bytes * percent / 100;
         let plan = StepConfig {
@@ -227,7 +228,7 @@ fn the_same_bits_however_planned(
     assert!(bytes < whole_bytes);
 }
 
-/// A budget is kept, runs as little again as it must, and says what the smallest is.
+/// A plan keeps to its budget and recomputes no more than needed; the error names the smallest possible budget.
 #[test]
 fn a_memory_budget_chooses_the_checkpointing() {
     let model_config = config(6, 2, 24, 56, Algorithm::Naive);
@@ -248,7 +249,7 @@ fn a_memory_budget_chooses_the_checkpointing() {
     };
     let (whole, chosen) = with_budget(peak(Checkpointing::None)).unwrap();
     assert_eq!(chosen, Checkpointing::None);
-    // Gates and up of more and more blocks, then more and more blocks.
+    // Smaller budgets first recompute gates and up projections of more blocks, then more whole blocks.
     let (mut before, mut flops) = (0, whole.flops());
     let mut budget = whole.peak_bytes() - 1;
     let smallest = loop {
@@ -280,7 +281,7 @@ fn a_memory_budget_chooses_the_checkpointing() {
     assert!(with_budget(smallest).is_ok());
 }
 
-/// Learning rates and groups are the optimizer's, read at each run.
+/// Learning rates and groups are read from the optimizer at each run.
 #[test]
 fn schedules_and_groups_are_read_at_each_run() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
@@ -297,7 +298,7 @@ fn schedules_and_groups_are_read_at_each_run() {
     };
     let (eager, mut eager_optimizer) = with_groups();
     let (planned, mut planned_optimizer) = with_groups();
-    let mut step = Step::of(&planned, &planned_optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&planned, &planned_optimizer, &StepConfig::default()).unwrap();
     for i in 0..4 {
         let batch = batch(97, 2, 37, i);
         for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
@@ -314,7 +315,7 @@ fn schedules_and_groups_are_read_at_each_run() {
     }
 }
 
-/// Forward and backward alone: the step's loss and gradients, and nothing is updated.
+/// Forward and backward alone have the step's loss and gradients, and update nothing.
 #[test]
 fn without_the_update() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
@@ -324,7 +325,7 @@ fn without_the_update() {
         clip_norm: Some(0.1),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 4, 37, 0);
     let before = weights(&model);
     let loss = step.forward_backward((&tokens, &targets)).unwrap();
@@ -345,7 +346,7 @@ fn without_the_update() {
         optimizer_in_backward: true,
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     refusal(
         step.forward_backward((&tokens, &targets)),
@@ -353,7 +354,7 @@ fn without_the_update() {
     );
 }
 
-/// Planned and eager steps in turn, on one model: nothing is a copy.
+/// Planned and eager steps alternate on one model, which works because plans share its tensors.
 #[test]
 fn planned_and_eager_take_turns() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
@@ -362,7 +363,7 @@ fn planned_and_eager_take_turns() {
     for optimizer in [&mut eager_optimizer, &mut mixed_optimizer] {
         optimizer.set_learning_rate(1e-4);
     }
-    let mut step = Step::of(&mixed, &mixed_optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&mixed, &mixed_optimizer, &StepConfig::default()).unwrap();
     for i in 0..6 {
         let batch = batch(97, 2, 37, i);
         let wanted = eager_step(&eager, &mut eager_optimizer, &batch, None);
@@ -378,7 +379,7 @@ fn planned_and_eager_take_turns() {
     assert_eq!(mixed_optimizer.steps(), 6);
 }
 
-/// Any number of threads, and any run, gives the same bits.
+/// Repeated runs, and any number of threads, give the same bits.
 #[rstest]
 fn the_same_bits_for_any_number_of_threads(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -397,9 +398,9 @@ fn the_same_bits_for_any_number_of_threads(
             precision,
             ..Default::default()
         };
-        let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         pool(planned_with).install(|| {
-            let batch = Batch::hollow(4, 130).unwrap();
+            let batch = Batch::meta(4, 130).unwrap();
             step.prepare(batch).unwrap();
         });
         let mut losses = Vec::new();

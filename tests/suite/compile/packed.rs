@@ -1,4 +1,4 @@
-//! Documents packed into sequences, and windows, in planned steps: as eager ones, whatever documents a run is given.
+//! Packed documents and windows in planned steps equal eager ones, for any documents that a run receives.
 
 use super::attention::{planned, run};
 use crate::check::{distance, refusal};
@@ -17,7 +17,7 @@ use tallow::precision::Precision;
 use tallow::{Result, autocast};
 
 const SHAPE: (usize, usize) = (2, 200);
-/// Targets that do not count.
+/// The target id that is ignored, also the separator of documents.
 const IGNORE: u32 = 0;
 
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +81,7 @@ impl Case {
     }
 }
 
-/// Text in which some tokens are separators, its targets, and where its documents begin.
+/// Returns token ids with some separators, their targets, and the first key of each query.
 fn batch(seed: usize, device: &Device) -> (Tensor, Tensor, FirstKeys) {
     let (batch, length) = SHAPE;
     let ids = |i: usize| ((i * 7919 + seed * 104_729) / 13 % 50) as u32;
@@ -125,7 +125,7 @@ fn as_eager(case: Case, device: &Device) {
     }
 }
 
-/// All that a plan may do to attention: heads in groups or not, rotated either way, recomputed, in half precision.
+/// Checks each way to plan attention: grouped heads or not, both rotary layouts, recomputed or not, f32 and bf16.
 fn every_case_is_as_eager(attention: Algorithm, window: Option<usize>, device: &Device) {
     for kv_heads in [2, 4] {
         for pairs in [RotaryPairs::Adjacent, RotaryPairs::Halves] {
@@ -164,7 +164,7 @@ fn planned_is_as_eager_on_a_gpu(
     every_case_is_as_eager(attention, window, &crate::gpu());
 }
 
-/// On a GPU, which need not be there, flash attention in the model's dimension takes first keys.
+/// On a GPU, flash attention in the model's layout accepts first keys. Planning needs no GPU.
 #[test]
 fn in_the_models_dimension() {
     let case = Case {
@@ -226,7 +226,7 @@ fn first_keys_that_fall_are_refused_before_a_run() {
     refusal(step.forward_backward(inputs), &["u32"]);
 }
 
-/// Attention alone, planned with documents that stay the same.
+/// Compares attention alone, planned with fixed documents, with eager attention.
 fn alone_is_as_eager(device: &Device) {
     let lengths = [vec![70, 1, 129], vec![200]];
     let draw = |heads: usize| {

@@ -1,4 +1,4 @@
-//! Phases of planned steps, timed.
+//! The times of the phases of planned steps.
 
 use super::{batch, bits, config};
 use candle_core::Device;
@@ -7,7 +7,8 @@ use tallow::compile::{PhaseTimes, Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::optim::{AdamW, AdamWConfig};
 
-/// Three steps, one of forward and backward alone, and two more, timed or not: the weights' bits, and the times.
+/// Runs three steps, one forward and backward alone, and two more steps. Returns the weights' bits, and the phase
+/// times.
 fn steps(device: &Device, timed: bool) -> (Vec<u64>, Vec<Option<PhaseTimes>>) {
     let model = config(2, 2, 24, 56, Algorithm::Flash);
     let model = TransformerLM::new(&model, 5, device).unwrap();
@@ -17,7 +18,7 @@ fn steps(device: &Device, timed: bool) -> (Vec<u64>, Vec<Option<PhaseTimes>>) {
         clip_norm: Some(0.5),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let mut times = vec![step.phase_times().unwrap()];
     step.time_phases(timed);
     times.push(step.phase_times().unwrap());

@@ -1,4 +1,4 @@
-//! Plans as data: what they cost, that no two buffers meet, and how they are shown.
+//! Plans as data: costs, disjoint buffers, and their reports.
 
 use super::{CPU, batch, config, model_and_optimizer, plan_of};
 use crate::settings::in_precision;
@@ -15,7 +15,7 @@ use tallow::precision::Precision;
 use tallow::probe::Kind;
 use tallow::profile::Profiler;
 
-/// No two buffers of a plan that are alive at one call share a byte.
+/// No two buffers of a plan that are live at the same call share a byte.
 #[rstest]
 fn live_buffers_never_meet(
     #[values("tiny", "small", "medium", "2.7b")] name: &str,
@@ -49,13 +49,13 @@ fn live_buffers_never_meet(
         }
     }
     assert!(end <= plan.peak_bytes() && plan.peak_bytes() < end + 256);
-    // A buffer lives through every call that touches it.
+    // A buffer is live in every call that touches it.
     for (index, call) in plan.calls().iter().enumerate() {
         for operand in call.operands() {
             assert!(plan.buffer(operand.buffer).unwrap().live.contains(&index));
         }
     }
-    // What outlives a micro-batch is not overwritten by the next one.
+    // A buffer that outlives a micro-batch is not overwritten by the next one.
     let per_micro_batch = plan.per_micro_batch();
     for buffer in plan.buffers() {
         if accumulation > 1 && buffer.is_in_arena() && buffer.live.end > per_micro_batch.end {
@@ -63,7 +63,7 @@ fn live_buffers_never_meet(
                 || buffer.live.start >= per_micro_batch.end;
             assert!(whole, "{buffer:?}");
         }
-        // What was made before the first is there for the last.
+        // A buffer written before the first micro-batch is live until the last one.
         let before =
             buffer.live.start < per_micro_batch.start && buffer.live.end > per_micro_batch.start;
         assert!(
@@ -73,7 +73,7 @@ fn live_buffers_never_meet(
     }
 }
 
-/// The FLOPs of the calls are the model's; what is run again comes on top.
+/// The FLOPs of the calls are the model's; recomputation adds more.
 #[rstest]
 fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = TransformerConfig {
@@ -86,7 +86,7 @@ fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention:
             checkpointing,
             ..model.clone()
         };
-        // So many sequences that activations, not gradients, decide the peak.
+        // Enough sequences that activations, not gradients, determine the peak.
         let (plan, _) = plan_of(&model, &StepConfig::default(), [8, 100]).unwrap();
         plan
     };
@@ -125,7 +125,7 @@ fn explain_says_what_is_done_and_where() {
     );
 }
 
-/// A profile sees every call at its place in the model, and what it costs.
+/// A profile contains every call, with its path in the model and its costs.
 #[test]
 fn profiles_see_every_call() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 24, 56, Algorithm::Naive));
@@ -133,7 +133,7 @@ fn profiles_see_every_call() {
         clip_norm: Some(1.0),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let (tokens, targets) = batch(97, 4, 20, 0);
     step.prepare((&tokens, &targets)).unwrap();
     let profiler = Profiler::start_on_this_thread().unwrap();
@@ -152,13 +152,13 @@ fn profiles_see_every_call() {
         assert_eq!(span.path.to_string(), wanted);
     }
     let costs: Vec<_> = ops.iter().map(|span| span.cost().unwrap()).collect();
-    let products: f64 = costs.iter().map(|cost| cost.product_flops).sum();
+    let products: f64 = costs.iter().map(|cost| cost.matmul_flops).sum();
     assert_eq!(products, plan.flops());
     let others = |is_in: fn(&Call) -> bool| {
         let calls = costs.iter().zip(calls).filter(|(_, call)| is_in(call));
         calls.map(|(cost, _)| cost.other_flops).sum::<f64>()
     };
-    let of_parts = others(|call| call.part.is_some());
+    let of_parts = others(|call| call.cost_index.is_some());
     assert!((of_parts / plan.other_flops() - 1.0).abs() < 1e-12);
     let of_updates = others(|call| matches!(call.op, Op::AdamW { .. }));
     assert_eq!(of_updates, 14.0 * model.config().num_parameters() as f64);
@@ -168,7 +168,7 @@ fn profiles_see_every_call() {
     }
 }
 
-/// One rectangle for each buffer, beside the legend's.
+/// One rectangle for each buffer, in addition to those of the legend.
 #[test]
 fn the_memory_map_shows_every_buffer() {
     let model = config(2, 2, 24, 56, Algorithm::Flash);
@@ -190,7 +190,8 @@ fn the_memory_map_shows_every_buffer() {
     assert_eq!(std::fs::read_to_string(path).unwrap(), svg);
 }
 
-/// Whatever is planned takes at least what arithmetic says, and where blocks are what it is made of, not much more.
+/// No plan needs less than the estimated lower bound, and that of a model of typical size needs less than three times
+/// as much.
 #[rstest]
 fn no_plan_takes_less_than_the_lower_bound(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -230,7 +231,7 @@ fn no_plan_takes_less_than_the_lower_bound(
                     memory_budget_bytes: budget,
                     ..unlimited
                 };
-                let least = Step::least_bytes(&model, &config, sizes).unwrap();
+                let least = Step::memory_lower_bound(&model, &config, sizes).unwrap();
                 if let Ok((plan, _)) = plan_of(&model, &config, sizes) {
                     assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
                 }
@@ -259,7 +260,7 @@ fn no_plan_takes_less_than_the_lower_bound(
         ..TransformerConfig::tiny()
     };
     let config = in_precision(precision);
-    let least = Step::least_bytes(&model, &config, [16, 256]).unwrap();
+    let least = Step::memory_lower_bound(&model, &config, [16, 256]).unwrap();
     let (plan, _) = plan_of(&model, &config, [16, 256]).unwrap();
     assert!(
         3 * least > plan.total_bytes(),
@@ -268,7 +269,7 @@ fn no_plan_takes_less_than_the_lower_bound(
     );
 }
 
-/// Ids, numbers, calls and names that a plan does not have are answered with `None`.
+/// Ids, numbers, calls and names that a plan does not have return `None`.
 #[test]
 fn what_a_plan_does_not_have_is_none() {
     let of_layers = |num_layers| {
@@ -289,11 +290,11 @@ fn what_a_plan_does_not_have_is_none() {
     assert_eq!(small.buffer(id.unwrap()), None);
     assert!(large.buffer(id.unwrap()).is_some());
     assert_eq!(small.table(999), None);
-    assert_eq!(small.times(usize::MAX), 0);
+    assert_eq!(small.runs_per_step(usize::MAX), 0);
 
     let own = &small.calls()[0];
     let mut of_no_part = own.clone();
-    of_no_part.part = Some(999);
+    of_no_part.cost_index = Some(999);
     let mut too_long = own.clone();
     let everything = BufferRange {
         buffer: own.operands().next().unwrap().buffer,

@@ -1,4 +1,4 @@
-//! Random small configurations: planned is eager.
+//! Random small configurations: planned steps equal eager ones.
 
 use super::{agree, config};
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Planned steps against PyTorch, by the golden files of `fixtures/`.
+//! Planned steps against PyTorch, from the golden files of `fixtures/`.
 
 use super::logits_of;
 use crate::check::elements;
@@ -24,7 +24,7 @@ fn logits_loss_and_every_gradient(
     close("logits", &logits, golden.get("logits"), logits_bound);
 
     let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let loss = step.run(&mut optimizer, (tokens, targets)).unwrap();
     let loss = Tensor::new(loss, tokens.device()).unwrap();
     close("loss", &loss, golden.get("loss"), loss_bound);
@@ -51,7 +51,7 @@ fn ten_steps_of_adamw(
         clip_norm: clipped.then_some(0.5),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let wanted = elements(golden.get(&format!("{prefix}losses")));
     for (i, wanted) in wanted.into_iter().enumerate() {
         let (tokens, targets) = (batch("steps.tokens", i), batch("steps.targets", i));

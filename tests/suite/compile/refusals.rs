@@ -1,4 +1,4 @@
-//! What cannot be planned or run is an error that says what to do, and changes nothing.
+//! Steps that cannot be planned or run: the error names a remedy, and nothing changes.
 
 use super::{CPU, batch, bits, config, logits_of, model_and_optimizer, plan_of};
 use crate::check::refusal;
@@ -41,11 +41,11 @@ use tallow::precision::{Precision, Regime};
 fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
     let model_config = config(2, 2, 8, 24, Algorithm::Naive);
     let (model, optimizer) = model_and_optimizer(&model_config);
-    refusal(Step::of(&model, &optimizer, &plan), words);
+    refusal(Step::for_model(&model, &optimizer, &plan), words);
     refusal(plan_of(&model_config, &plan, [2, 10]), words);
 }
 
-/// Sizes (B, T) of a micro-batch that nothing is planned for.
+/// Sizes (B, T) of a micro-batch that cannot be planned.
 #[rstest]
 #[case([0, 10], StepConfig::default(), &["B from 1", "[0, 10]"])]
 #[case([2, 0], StepConfig::default(), &["T from 1", "[2, 0]"])]
@@ -58,8 +58,8 @@ fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
 )]
 fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&str]) {
     let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
-    let batch = Batch::hollow(plan.accumulation * sizes[0], sizes[1]).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
+    let batch = Batch::meta(plan.accumulation * sizes[0], sizes[1]).unwrap();
     refusal(step.prepare(batch), words);
     assert!(step.plan().is_none());
 }
@@ -67,7 +67,7 @@ fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&
 #[test]
 fn batches() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let mut forward = logits_of(&model, Precision::F32);
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
@@ -87,7 +87,7 @@ fn batches() {
         step.run(&mut optimizer, (&float, &targets)),
         &["u32", "f32"],
     );
-    assert_eq!(step.plans().count(), 3); // what cannot be planned leaves them
+    assert_eq!(step.plans().count(), 3); // a failed plan leaves the others
     let wide = tokens.to_dtype(DType::I64).unwrap();
     let below = (&wide - 100.0).unwrap();
     refusal(
@@ -107,7 +107,7 @@ fn batches() {
     refusal(step.run(&mut optimizer, (&tokens, &outside)), &words);
     refusal(forward.forward([("tokens", &outside)]), &words);
     assert_eq!((bits(&model), optimizer.steps()), (before, 0));
-    step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // and goes on
+    step.run(&mut optimizer, (&tokens, &targets)).unwrap(); // the step still works
 }
 
 #[test]
@@ -116,20 +116,26 @@ fn optimizers() {
     let (model, mut optimizer) = model_and_optimizer(&model_config);
     let (_, mut other) = model_and_optimizer(&model_config);
     let words = ["token_embeddings.weight", "model.parameters()"];
-    refusal(Step::of(&model, &other, &StepConfig::default()), &words);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    refusal(
+        Step::for_model(&model, &other, &StepConfig::default()),
+        &words,
+    );
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     refusal(step.run(&mut other, (&tokens, &targets)), &words);
 
     let some = model.parameters().into_iter().skip(1);
     let some = AdamW::new(some, AdamWConfig::default()).unwrap();
-    refusal(Step::of(&model, &some, &StepConfig::default()), &words);
+    refusal(
+        Step::for_model(&model, &some, &StepConfig::default()),
+        &words,
+    );
     let stranger = Var::zeros(3, DType::F32, &CPU).unwrap();
     let more = model.parameters().into_iter();
     let more = more.chain([("stranger".to_string(), stranger)]);
     let more = AdamW::new(more, AdamWConfig::default()).unwrap();
     refusal(
-        Step::of(&model, &more, &StepConfig::default()),
+        Step::for_model(&model, &more, &StepConfig::default()),
         &["stranger"],
     );
 
@@ -148,10 +154,13 @@ fn models() {
     let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
     let optimizer = AdamW::new(half.parameters(), AdamWConfig::default()).unwrap();
     let config = StepConfig::default();
-    refusal(Step::of(&half, &optimizer, &config), &["f32", "bf16"]);
+    refusal(
+        Step::for_model(&half, &optimizer, &config),
+        &["f32", "bf16"],
+    );
 }
 
-/// With clipping, gradients that are not finite are found before anything is updated.
+/// With clipping, gradients that are not finite are detected before the update.
 #[test]
 fn gradients_that_are_not_finite() {
     let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
@@ -159,7 +168,7 @@ fn gradients_that_are_not_finite() {
         clip_norm: Some(1.0),
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let parameters: HashMap<_, _> = model.parameters().into_iter().collect();
     let norm = &parameters["layers.1.ln2.weight"];
     let good = norm.as_tensor().copy().unwrap();
@@ -177,14 +186,14 @@ fn gradients_that_are_not_finite() {
     );
 }
 
-/// A scale wants a plan that takes it out again, and a scaler that stands between two steps.
+/// A scaled run requires a plan with `loss_scaling`, and a scaler without unscaled gradients pending.
 #[test]
 fn loss_scales() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
     let mut scaler = GradScaler::new(Default::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets));
     refusal(done, &["loss_scaling", "or call run"]);
 
@@ -192,7 +201,7 @@ fn loss_scales() {
         loss_scaling: true,
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &scaling).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &scaling).unwrap();
     let loss = model.loss(&tokens, &targets).unwrap();
     let mut gradients = scaler.scale(&loss).unwrap().backward().unwrap();
     scaler.unscale(&mut gradients, &model.parameters()).unwrap();
@@ -208,17 +217,17 @@ fn loss_scales() {
 #[test]
 fn what_is_read_too_early_or_never_there() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     refusal(step.gradients(), &["no step has been run"]);
     assert_eq!(step.gradient_norm(), None);
     let (tokens, targets) = batch(97, 2, 10, 0);
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
-    assert_eq!(step.gradient_norm(), None); // nothing is clipped
+    assert_eq!(step.gradient_norm(), None); // nothing was clipped
     let in_backward = StepConfig {
         optimizer_in_backward: true,
         ..Default::default()
     };
-    let mut step = Step::of(&model, &optimizer, &in_backward).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_backward).unwrap();
     step.run(&mut optimizer, (&tokens, &targets)).unwrap();
     refusal(
         step.gradients(),

@@ -1,4 +1,4 @@
-//! What a step's function captures is fixed when it is traced: `retrace_every` finds what has changed since.
+//! Captured values are fixed when a step's function is traced; `retrace_every` detects later changes.
 
 use super::{CPU, batch, bits, config, model_and_optimizer};
 use candle_core::{DType, Tensor, Var};
@@ -17,7 +17,7 @@ fn retracing(every: usize) -> StepConfig {
     }
 }
 
-/// What a function captures that may change.
+/// Captured values that may change.
 struct Captured {
     factor: f64,
     takes_relu: bool,
@@ -43,11 +43,11 @@ fn loss(captured: &Captured, frozen: &Tensor, w: &Tensor, x: &Tensor) -> Result<
         &ops::softmax(&y, captured.factor, Mask::Full)?,
         &captured.mask,
     )?;
-    let row = frozen.narrow(1, 1, 4)?; // in part: the plan has a copy
+    let row = frozen.narrow(1, 1, 4)?; // a slice, which the plan copies
     ops::mean(&ops::mul(&y, &row)?)
 }
 
-/// An error in the run after `change`, with these words; without `retrace_every` none.
+/// Checks that the run after `change` fails with these words, and succeeds without `retrace_every`.
 fn after(change: impl Fn(&mut Captured, &Var), words: &[&str]) {
     for every in [None, Some(1), Some(3)] {
         let captured = Mutex::new(Captured::new());
@@ -81,11 +81,11 @@ fn after(change: impl Fn(&mut Captured, &Var), words: &[&str]) {
 fn what_has_changed() {
     after(
         |captured, _| captured.factor = 0.25,
-        &["scale of softmax is 0.25, and was 0.5"],
+        &["expected scale of softmax to be 0.5, got 0.25"],
     );
     after(
         |captured, _| captured.takes_relu = true,
-        &["relu is where softmax was"],
+        &["expected softmax, got relu"],
     );
     let other = Tensor::full(2f32, (3, 4), &CPU).unwrap();
     let words = ["the constant [3, 4] in f32 that mul reads"];
@@ -100,14 +100,14 @@ fn what_has_changed() {
     after(|_, frozen| frozen.set(&zeros).unwrap(), &words);
 }
 
-/// Another tensor of the same elements is no change, and a step that is traced again takes the same steps.
+/// A new tensor with equal elements is no change, and retracing does not affect the steps.
 #[test]
 fn what_has_not() {
     let of = |config: &StepConfig| {
         let w = Var::ones((4, 4), DType::F32, &CPU).unwrap();
         let mut optimizer = AdamW::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
         let mut step = Step::new(&optimizer, config, |inputs| {
-            let scale = Tensor::full(0.5f32, (3, 4), &CPU)?; // made in each trace
+            let scale = Tensor::full(0.5f32, (3, 4), &CPU)?; // a new tensor in each trace
             ops::mean(&ops::mul(&ops::linear(&inputs.get("x")?, &w)?, &scale)?)
         })
         .unwrap();
@@ -128,7 +128,7 @@ fn what_has_not() {
 
     let of = |step_config: StepConfig| {
         let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
-        let mut step = Step::of(&model, &optimizer, &step_config).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &step_config).unwrap();
         for length in [7, 9, 7] {
             let (tokens, targets) = batch(97, 2, length, 0);
             step.run(&mut optimizer, (&tokens, &targets)).unwrap();
@@ -139,11 +139,11 @@ fn what_has_not() {
     assert!(of(retracing(1)) == of(StepConfig::default()));
 }
 
-/// The plan that was used longest ago goes, and the step says that one went.
+/// The least recently used plan is evicted, and the step counts evictions.
 #[test]
 fn evictions() {
     let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     for (length, evicted) in [
         (3, 0),
         (4, 0),
@@ -156,7 +156,7 @@ fn evictions() {
     ] {
         let (tokens, targets) = batch(97, 2, length, 0);
         step.run(&mut optimizer, (&tokens, &targets)).unwrap();
-        assert_eq!(step.evicted(), evicted, "{length}");
+        assert_eq!(step.evicted_plans(), evicted, "{length}");
     }
     assert_eq!(step.plans().count(), Step::MAX_PLANS);
 }

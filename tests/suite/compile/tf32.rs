@@ -1,4 +1,4 @@
-//! Steps planned on a GPU with TF32 on: how exact they are, and that a plan keeps to what it was planned in.
+//! Steps planned on a GPU with TF32: their accuracy, and that a plan keeps the arithmetic that it was planned with.
 
 use super::gpu::model_on;
 use super::{CPU, batch, bits, config, distance};
@@ -13,7 +13,7 @@ use tallow::precision::Precision;
 
 const LENGTH: usize = 64;
 
-/// A model whose products all have tensor cores for.
+/// Returns a model whose matmuls can all use tensor cores.
 fn model(attention: Algorithm) -> TransformerConfig {
     TransformerConfig {
         vocab_size: 128,
@@ -27,17 +27,17 @@ fn ids(device: &Device) -> (Tensor, Tensor) {
     (on(tokens), on(targets))
 }
 
-/// Each parameter's gradient in a planned step.
+/// Returns each parameter's gradient in a planned step.
 fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
     let (model, optimizer) = model_on(model, device);
-    let mut step = Step::of(&model, &optimizer, &in_precision(Precision::F32)).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::F32)).unwrap();
     let (tokens, targets) = ids(device);
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap().into_iter();
     gradients.map(|(_, x)| x.to_device(&CPU).unwrap()).collect()
 }
 
-/// Each parameter's gradient in an eager step.
+/// Returns each parameter's gradient in an eager step.
 fn eager(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
     let (model, _) = model_on(model, device);
     let (tokens, targets) = ids(device);
@@ -57,7 +57,7 @@ fn furthest(got: &[Tensor], wanted: &[Tensor]) -> f64 {
         .fold(0.0, f64::max)
 }
 
-/// Gradients in TF32 are at most three times as far from f32's as an eager step's in TF32.
+/// The error of TF32 gradients is at most three times that of an eager step in TF32.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn as_exact_as_eager() {
@@ -83,8 +83,8 @@ fn as_exact_as_eager() {
     }
 }
 
-/// Losses and weights of four steps, call by call, recorded and from the recording: to the bit those of the arithmetic
-/// that they were planned in, whatever the switch says when they are run. Half precision has but one.
+/// Losses and weights of four steps, launched call by call, recorded and replayed, have the bits of the arithmetic they
+/// were planned in, whatever the switch is at run time. Half precision does not depend on it.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_plan_keeps_to_it() {
@@ -98,7 +98,8 @@ fn a_plan_keeps_to_it() {
             let run = |planned_in: bool, run_in: bool| {
                 let (model, mut optimizer) = model_on(&model(attention), &gpu);
                 set_tf32(&gpu, planned_in).unwrap();
-                let mut step = Step::of(&model, &optimizer, &in_precision(precision)).unwrap();
+                let mut step =
+                    Step::for_model(&model, &optimizer, &in_precision(precision)).unwrap();
                 step.prepare((&tokens, &targets)).unwrap();
                 set_tf32(&gpu, run_in).unwrap();
                 let losses = [0; 4].map(|_| {

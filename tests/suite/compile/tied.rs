@@ -14,7 +14,7 @@ use tallow::no_grad;
 use tallow::optim::AdamW;
 use tallow::precision::Precision;
 
-/// The embedding's variable under both names.
+/// Returns a model whose embedding and head are one variable.
 fn tied(config: &TransformerConfig) -> (TransformerLM, AdamW) {
     let (model, _) = model_and_optimizer(config);
     let weights = model.parameters().into_iter();
@@ -28,7 +28,7 @@ fn tied(config: &TransformerConfig) -> (TransformerLM, AdamW) {
     (model, optimizer)
 }
 
-/// The embedding's gradient is the sum of both uses', and the update comes after both.
+/// The embedding's gradient is the sum of both uses, and the update follows both.
 #[rstest]
 fn steps(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
@@ -37,7 +37,7 @@ fn steps(
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
 ) {
     if optimizer_in_backward && accumulation > 1 {
-        return; // does not go together
+        return; // cannot be combined
     }
     let plan = updating(precision, accumulation, optimizer_in_backward);
     let model_config = TransformerConfig {
@@ -47,13 +47,13 @@ fn steps(
     agree_of(|| tied(&model_config), &plan, [2, 33]);
 }
 
-/// One parameter, one gradient, one update; and the forward alone is eager's.
+/// A tied weight is one parameter with one gradient and one update; the forward alone equals eager's.
 #[test]
 fn once_each() {
     let model_config = config(2, 2, 24, 56, Algorithm::Naive);
     let (model, optimizer) = tied(&model_config);
     let (tokens, targets) = batch(97, 2, 9, 0);
-    let mut step = Step::of(&model, &optimizer, &StepConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let calls = step.prepare((&tokens, &targets)).unwrap().calls();
     let count = |name: &str| calls.iter().filter(|call| call.op.name() == name).count();
     assert_eq!(count("adamw"), model.parameters().len());

@@ -1,5 +1,5 @@
-//! A block whose attention and feed-forward read the same norm, side by side, the feed-forward being two experts mixed
-//! by a soft gate.
+//! A block whose attention and feed-forward are parallel and read the same norm. The feed-forward mixes two experts by
+//! a soft gate.
 
 use candle_core::{D, DType, Device, Tensor, Var};
 use rstest::rstest;
@@ -56,7 +56,7 @@ impl Block {
         })
     }
 
-    /// x (B, T, D) to (B, T, D).
+    /// Maps x (B, T, D) to (B, T, D).
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let normed = in_module("norm", || self.norm.forward(x))?;
         let attended = in_module("attention", || self.attention.forward(&normed))?;
@@ -70,7 +70,7 @@ impl Block {
         ops::add(x, &ops::add_scaled(&attended, &mixed, SHARE)?)
     }
 
-    /// A number that every weight has a say in.
+    /// Returns a number that depends on every weight.
     fn loss(&self, x: &Tensor) -> Result<Tensor> {
         let y = ops::tanh(&self.forward(x)?)?;
         ops::sum(&ops::mul(&y, &ops::sigmoid(&y)?)?)
@@ -95,7 +95,6 @@ impl Layer for Block {
     }
 }
 
-/// Numbers without a pattern, in f64.
 fn noise(dims: &[usize], seed: usize) -> Tensor {
     let count: usize = dims.iter().product();
     let values: Vec<f64> = (0..count)
@@ -108,7 +107,7 @@ fn input(dtype: DType) -> Var {
     Var::from_tensor(&noise(&[2, 7, WIDTH], 1).to_dtype(dtype).unwrap()).unwrap()
 }
 
-/// Every gradient in f64 is the slope along a direction, by differences of the fourth order.
+/// Every gradient in f64 equals the slope along a direction, by fourth-order differences.
 #[rstest]
 fn gradients_are_slopes(
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
@@ -150,7 +149,6 @@ fn gradients_are_slopes(
     });
 }
 
-/// f32 is f64 to rounding.
 #[test]
 fn f32_is_near_f64() {
     let run = |dtype| {
@@ -184,7 +182,7 @@ fn it_is_traced() {
     };
     let scaled = find("add_scaled");
     assert_eq!(scaled[0].attributes, [("scale", Attribute::Number(SHARE))]);
-    // The shares are read as columns of one value, and the norm's output by four.
+    // Columns of the shares are read from one value. The norm's output has six readers.
     let columns = find("contiguous");
     let columns: Vec<_> = columns[..2].iter().map(|node| &node.inputs[0]).collect();
     assert_eq!(columns[0].value, columns[1].value);
@@ -197,7 +195,7 @@ fn it_is_traced() {
     for cost in profile::node_costs(&traced) {
         assert!(cost.forward.is_some(), "no formula for {}", cost.node.op);
     }
-    // As it runs, op by op.
+    // A trace of a real run, op by op.
     let real = Block::new(Algorithm::Flash, seeded(3, DType::F32, &Device::Cpu)).unwrap();
     let of_real = graph::trace(Target::Cpu, || real.loss(&input(DType::F32))).unwrap();
     let paths = |graph: &graph::Graph| -> Vec<String> {
@@ -218,7 +216,7 @@ fn it_is_planned_on_a_gpu(#[values(Algorithm::Naive, Algorithm::Flash)] attentio
     planned(attention, &crate::gpu(), [2e-6, 2e-5]);
 }
 
-/// Loss and gradients of a plan are those of an eager step on the CPU, within these bounds.
+/// Checks that loss and gradients of a plan equal those of an eager step on the CPU, within these bounds.
 fn planned(attention: Algorithm, device: &Device, [loss_bound, gradient_bound]: [f64; 2]) {
     let eager = Block::new(attention, seeded(3, DType::F32, &Device::Cpu)).unwrap();
     let block = Block::new(attention, seeded(3, DType::F32, device)).unwrap();

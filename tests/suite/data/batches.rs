@@ -1,4 +1,4 @@
-//! What random and sequential batches promise.
+//! Guarantees of random and sequential batches.
 
 use super::*;
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn targets_are_inputs_moved_by_one() {
     }
 }
 
-/// From an implementation of ChaCha8 in Python: what is documented, and what a resumed run relies on.
+/// Values from an implementation of ChaCha8 in Python: they are documented, and resumed runs rely on them.
 #[rstest]
 #[case(1337, 0, [878, 298, 481, 584, 223, 74, 906, 678, 849, 698])]
 #[case(1337, 1, [35, 310, 866, 538, 892, 123, 523, 243, 338, 703])]
@@ -53,14 +53,14 @@ fn a_random_batch_depends_on_seed_and_step_alone() {
         assert_ne!(a, b);
     }
     assert_ne!(both(&of(4, 2).batch(0, &CPU).unwrap()), forwards[0]);
-    // A larger batch begins with the rows of the smaller.
+    // A larger batch begins with the rows of the smaller one.
     assert_eq!(
         rows(&of(9, 1).batch(3, &CPU).unwrap().inputs)[..4],
         forwards[3].0
     );
 }
 
-/// Ten starts, 20,000 draws: the chi-squared statistic with 9 degrees of freedom is over 33.7 once in 10,000 seeds.
+/// Ten starts, 20,000 draws: the chi-squared statistic with 9 degrees of freedom exceeds 33.7 for one seed in 10,000.
 #[test]
 fn random_starts_are_uniform_up_to_the_last() {
     let batches = RandomBatches::new(&counting(14), 20, 4, 42).unwrap();
@@ -77,7 +77,7 @@ fn random_starts_are_uniform_up_to_the_last() {
         .sum();
     assert!(statistic < 33.7, "{counts:?}: {statistic}");
 
-    // The last start reaches the last token, as a target; one window alone is always it.
+    // The last start reaches the last token, as a target; with a single window it is always that one.
     let last = (0..)
         .find(|&step| batches.starts(step).any(|start| start == 9))
         .unwrap();
@@ -113,7 +113,7 @@ proptest! {
         prop_assert_eq!(targets, (first + 1..=last).collect::<Vec<_>>());
         prop_assert_eq!(all.iter().map(Batch::num_targets).sum::<usize>(), batches.num_targets());
 
-        // Full batches, then one of whole windows at most, then the rest in one row.
+        // Full batches, then at most one of full windows, then the remainder in one row.
         let windows = (len - 1) / sequence_length;
         let mut shapes = vec![vec![batch_size, sequence_length]; windows / batch_size];
         if windows % batch_size > 0 {
@@ -159,7 +159,7 @@ fn sizes_that_cannot_work() {
             &["batch_size", "addressed"],
         );
     }
-    // Evaluation makes no more rows than there are windows, so any size will do.
+    // Evaluation creates no more rows than there are windows, so any batch size works.
     let all = SequentialBatches::new(&tokens, usize::MAX, 4).unwrap();
     assert_eq!(all.len(), 2);
     assert_eq!(all.batch(0, &CPU).unwrap().inputs.dims(), [2, 4]);

@@ -1,4 +1,4 @@
-//! Token files byte by byte, written and read.
+//! Token files, written and read byte by byte.
 
 use super::*;
 use proptest::prelude::*;
@@ -66,7 +66,7 @@ fn bytes_are_tokens() {
     assert_eq!(in_memory.to_vec().unwrap(), tokens.to_vec().unwrap());
 }
 
-/// The same ids, stored in every way, give the same batches.
+/// Equal ids give equal batches in every storage format.
 #[test]
 fn sources_agree() {
     let ids: Vec<u32> = (0..1000).map(|i| i * i % 256).collect();
@@ -108,7 +108,7 @@ proptest! {
     }
 }
 
-/// More tokens than are encoded or scanned in one go, rewritten in place from itself.
+/// More tokens than are encoded or scanned at a time, rewritten over their own file.
 #[test]
 fn a_long_file_is_rewritten_over_itself() {
     let (_folder, path) = file(b"old");
@@ -131,7 +131,7 @@ fn a_long_file_is_rewritten_over_itself() {
 #[test]
 fn a_refused_write_leaves_what_was_there() {
     let (folder, path) = file(b"old");
-    // Past what is encoded in one go, so that part of the file has been written by then.
+    // More than is encoded at a time, so that part of the file has been written by then.
     let mut ids = vec![1; 70_001];
     ids[70_000] = 65_536;
     let wide = Tokens::from_ids(ids, 70_000).unwrap();
@@ -145,7 +145,7 @@ fn a_refused_write_leaves_what_was_there() {
         refusal(write_tokens(&path, &wide, format), &parts);
     }
     assert_eq!(fs::read(&path).unwrap(), b"old");
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1); // no temporary left
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1); // no temporary file is left
 
     let nowhere = folder.path().join("missing").join("out.bin");
     let error = refusal(
@@ -155,7 +155,7 @@ fn a_refused_write_leaves_what_was_there() {
     assert!(matches!(error, Error::Io { .. }));
 }
 
-/// A temporary file is private to its owner; what it becomes is an ordinary file.
+/// A temporary file is private to its owner; the final file has ordinary permissions.
 #[cfg(unix)]
 #[test]
 fn a_written_file_has_ordinary_permissions() {

@@ -1,4 +1,4 @@
-//! Files and ids that are refused, and what the refusal says.
+//! Files and ids that are refused, and the errors.
 
 use super::*;
 use rstest::rstest;
@@ -39,12 +39,12 @@ fn a_format_that_is_not_the_files() {
         "expected 20240520",
     ];
     refusal(Tokens::open_as(&path, TokenFormat::HeaderedU16, 10), &parts);
-    // Asked for as raw, the header is tokens like any other.
+    // Opened explicitly as raw, the header is read as tokens.
     let raw = Tokens::open_as(&path, TokenFormat::RawU16, 65_536).unwrap();
     assert_eq!(raw.len(), content.len() / 2);
 }
 
-/// Headers whose magic number has a wrong bit, or two wrong bytes: none is taken for raw ids.
+/// Headers whose magic number has one wrong bit or two wrong bytes are not read as raw ids.
 #[rstest]
 #[case(20240520, 1, 2)]
 #[case(20240801, 7, 4)]
@@ -62,7 +62,7 @@ fn a_damaged_magic_number(#[case] magic: u32, #[case] version: u32, #[case] toke
         let parts = ["tokens.bin", &found, "damaged", "TokenFormat::RawU16"];
         let error = refusal(Tokens::open(&path, 1 << 25), &parts);
         assert!(matches!(error, Error::Format { .. }), "{error:?}");
-        // And with another mistake further on, which leaves only a part of the header to know it by.
+        // Also with another error further on, so that only part of the header identifies it.
         damaged[9] ^= 1;
         fs::write(&path, &damaged).unwrap();
         refusal(Tokens::open(&path, 1 << 25), &parts);
@@ -71,12 +71,12 @@ fn a_damaged_magic_number(#[case] magic: u32, #[case] version: u32, #[case] toke
         fs::write(&path, &damaged).unwrap();
         refusal(Tokens::open(&path, 1 << 25), &parts);
     }
-    // Who says that it is raw gets it raw.
+    // Opened explicitly as raw, the file is read as raw ids.
     let raw = Tokens::open_as(&path, TokenFormat::RawU16, 65_536).unwrap();
     assert_eq!(raw.len(), content.len() / 2);
 }
 
-/// Raw ids of 32 and 64 bits would be other tokens as u16: each id followed by its upper half.
+/// Raw ids of 32 and 64 bits are detected, since as u16 each id would be followed by its upper half.
 #[rstest]
 #[case::u32_(4, 50_257, "raw u32 ids: every second u16 is 0, in all 400")]
 #[case::u32_of_a_large_vocabulary(4, 128_256, "raw u32 ids: every second u16 is an upper half")]
@@ -94,7 +94,7 @@ fn wider_raw_ids(#[case] bytes: usize, #[case] vocab_size: usize, #[case] words:
     Tokens::open_as(&path, TokenFormat::RawU16, 1 << 16).unwrap();
 }
 
-/// No u16 ids are taken for wider ones: small vocabularies, many zeros, every second id 0 but one.
+/// u16 ids are not mistaken for wider ones: small vocabularies, many zeros, every second id 0 except one.
 #[test]
 fn u16_ids_are_not_taken_for_wider_ones() {
     let files: [&dyn Fn(usize) -> u16; 6] = [
@@ -124,12 +124,12 @@ fn u16_ids_are_not_taken_for_wider_ones() {
             );
         }
     }
-    // Too few to judge.
+    // Too few to decide.
     let (_folder, path) = file(&[1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0]);
     assert_eq!(Tokens::open(&path, 10).unwrap().len(), 8);
 }
 
-/// A sparse file may have more tokens than memory: all of them in memory is an error, a part of them is not.
+/// A sparse file may have more tokens than memory: reading all of them is an error, reading a part is not.
 #[test]
 fn more_tokens_than_memory() {
     let (_folder, path) = file(&[1]);
@@ -141,7 +141,7 @@ fn more_tokens_than_memory() {
     assert_eq!(tokens.slice(0..2).unwrap().to_vec().unwrap(), [1, 0]);
 }
 
-/// Without a magic number only a .bin whose ids all fit is taken for raw ids.
+/// Without a magic number, a file is read as raw ids only if its name ends in .bin and all ids fit.
 #[test]
 fn raw_ids_by_name_and_content() {
     let (_folder, path) = file(&[1, 0, 2, 0, 9, 0]);
@@ -173,7 +173,7 @@ fn raw_ids_by_name_and_content() {
     }
 }
 
-/// A file that another process cuts: an error where it is read next, and not the end of this process.
+/// If another process truncates a file, the next read beyond its end is an error, not a crash.
 #[test]
 fn a_file_that_shrinks() {
     let (_folder, path) = file(&[7; 40_000]);
@@ -230,7 +230,7 @@ fn empty_and_unreadable() {
     );
 }
 
-/// Token 20,000 of 30,000 is one too high: every way to it refuses and names it, every way around it works.
+/// Token 20,000 of 30,000 is one too high: every access to it is refused and names it; accesses to other tokens work.
 #[rstest]
 #[case(TokenFormat::RawU16, "byte offset 40000")]
 #[case(TokenFormat::HeaderedU16, "byte offset 41024")]
@@ -261,7 +261,7 @@ fn an_id_outside_the_vocabulary(#[case] format: TokenFormat, #[case] offset: &st
     tokens.slice(0..20_000).unwrap().validate().unwrap();
     tokens.slice(20_001..30_000).unwrap().validate().unwrap();
 
-    // Windows of 99 inputs; the bad one is in window 202, as an input and as a target.
+    // Windows of 99 inputs; the bad id is in window 202, as an input and as a target.
     let sequential = SequentialBatches::new(&tokens, 1, 99).unwrap();
     for index in 0..sequential.len() {
         let batch = sequential.batch(index, &CPU);
@@ -286,7 +286,7 @@ fn an_id_outside_the_vocabulary(#[case] format: TokenFormat, #[case] offset: &st
     assert!((1..100).contains(&refused));
 }
 
-/// As the input of a window's first place, and as the target of its last, a bad id is seen too.
+/// A bad id is detected as the first input of a window and as its last target.
 #[test]
 fn a_bad_id_at_a_windows_edges() {
     for position in [0, 4] {
@@ -300,7 +300,6 @@ fn a_bad_id_at_a_windows_edges() {
     }
 }
 
-/// A vocabulary of 65,536 holds every u16; one of 65,535 does not.
 #[test]
 fn the_highest_u16_is_checked() {
     let (_folder, path) = file(&[0xFF, 0xFF]);
@@ -319,19 +318,19 @@ fn ids_in_memory_are_checked_at_once() {
         &["id 7", "position 2", "vocabulary of 7"],
     );
     assert!(matches!(error, Error::TokenId { .. }));
-    // The highest id there can be, in the largest vocabulary there can be.
+    // The highest possible id, in the largest possible vocabulary.
     assert!(Tokens::from_ids([u32::MAX], u32::MAX as usize).is_err());
     #[cfg(target_pointer_width = "64")]
     assert!(Tokens::from_ids([u32::MAX], 1 << 32).is_ok());
 }
 
-/// Countable, but more than there is memory for.
+/// The size fits in 64 bits, but exceeds the memory.
 #[test]
 fn a_batch_beyond_memory() {
     let (_folder, path) = file(&[1, 0, 2, 0, 3, 0, 4, 0]);
     let tokens = Tokens::open(&path, 10).unwrap();
     let batches = RandomBatches::new(&tokens, 1 << 40, 2, 0).unwrap();
-    assert_eq!(batches.starts(0).len(), 1 << 40); // none of them is kept
+    assert_eq!(batches.starts(0).len(), 1 << 40); // none of them is stored
     let error = refusal(
         batches.batch(0, &candle_core::Device::Cpu),
         &["a batch", "bytes"],

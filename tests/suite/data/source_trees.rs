@@ -1,4 +1,4 @@
-//! A folder of source files as tokens.
+//! A folder of source files read as tokens.
 
 use super::*;
 
@@ -17,7 +17,7 @@ fn a_source_tree_is_read_in_order_and_without_the_rest() {
     write("a.rs", b"1");
     write("a.txt", b"no: extension");
     write("rs", b"no: no extension");
-    write("b.rs/x.rs", b"6"); // a folder may be named like a file
+    write("b.rs/x.rs", b"6"); // a folder may have a file's name
     write(".git/x.rs", b"no: hidden folder");
     write("target/debug/x.rs", b"no: build output");
     write("b/target/x.rs", b"no: build output");

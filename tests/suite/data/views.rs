@@ -1,4 +1,4 @@
-//! Parts of a token sequence.
+//! Slices of a token sequence.
 
 use super::*;
 use rstest::rstest;

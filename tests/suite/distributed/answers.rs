@@ -1,46 +1,74 @@
-//! The sentences of `distributed_benchmark`, on figures that are clear, noisy or contradict each other.
+//! The sentences of `distributed_benchmark`, for figures that are clear, noisy or contradictory.
 
 mod common {
+    pub(super) use super::ways;
     pub(super) use crate::words;
 }
 
 #[path = "../../../examples/distributed_benchmark/answers.rs"]
 mod sentences;
+#[path = "../../../examples/common/ways.rs"]
+#[allow(dead_code)] // rows and columns
+mod ways;
 
-use sentences::{Collected, Held, Measured};
-use tallow::distributed::Exchange;
+use sentences::{Collected, Held};
+use tallow::compile::StepRanks;
+use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
 use tallow::report::{Answer, Statistics};
+use ways::Way;
 
-/// Steps around `mean` ms, at most `spread` from it.
+const BUCKET: Exchange = Exchange::Overlapped {
+    bucket_bytes: 10 << 20,
+};
+
+const SHARD: Shard = Shard {
+    rank: 0,
+    world_size: 2,
+};
+
+/// Returns step times around `mean` ms, at most `spread` from it.
 fn times(mean: f64, spread: f64) -> Statistics {
     let samples = [-1.0, -0.5, 0.0, 0.5, 1.0].map(|x| mean + spread * x);
     Statistics::new(&samples).unwrap()
 }
 
-fn step(strategy: &'static str, exchange: Option<Exchange>, mean: f64, spread: f64) -> Measured {
-    Measured {
-        strategy,
-        exchange,
-        step: times(mean, spread),
-    }
+fn alone() -> Way {
+    Way::new(StepRanks::Alone)
 }
 
-/// All steps of a report, each exchange a tenth faster than the one before it.
-fn steps(spread: f64) -> Vec<Measured> {
-    let bucket = |mib: u64| Exchange::Overlapped {
-        bucket_bytes: mib << 20,
+fn config(exchange: Exchange) -> ReplicatedConfig {
+    let dtype = None;
+    ReplicatedConfig { exchange, dtype }
+}
+
+fn replicated(exchange: Exchange) -> Way {
+    Way::new(StepRanks::Replicated(config(exchange)))
+}
+
+fn fully_sharded() -> Way {
+    let config = FullyShardConfig {
+        dtype: None,
+        bucket_bytes: 10 << 20,
     };
+    Way::new(StepRanks::FullySharded(config, SHARD))
+}
+
+/// Returns all steps of a report, each exchange a tenth faster than the previous one.
+fn steps(spread: f64) -> Vec<(Way, Statistics)> {
     let each = Exchange::Overlapped { bucket_bytes: 0 };
-    let replicated = |exchange, mean| step("replicated", Some(exchange), mean, spread);
-    vec![
-        step("alone", None, 80.0, spread),
-        replicated(Exchange::PerParameter, 120.0),
-        replicated(Exchange::Flat, 110.0),
-        replicated(each, 100.0),
-        replicated(bucket(1), 98.0),
-        replicated(bucket(10), 88.0),
-        step("fully shard", Some(bucket(10)), 99.0, spread),
-    ]
+    let small = Exchange::Overlapped {
+        bucket_bytes: 1 << 20,
+    };
+    let means = [
+        (alone(), 80.0),
+        (replicated(Exchange::PerParameter), 120.0),
+        (replicated(Exchange::Flat), 110.0),
+        (replicated(each), 100.0),
+        (replicated(small), 98.0),
+        (replicated(BUCKET), 88.0),
+        (fully_sharded(), 99.0),
+    ];
+    means.map(|(way, mean)| (way, times(mean, spread))).to_vec()
 }
 
 fn text(answers: &[Answer], question: &str) -> String {
@@ -86,14 +114,11 @@ fn of_noisy_steps() {
     assert!(text(&answers, "bucket size").starts_with("These figures do not tell"));
 }
 
-/// An exchange that seems to make a step faster is no communication.
+/// If a step with an exchange is faster than one without, the report gives no share of communication.
 #[test]
 fn of_steps_that_contradict() {
-    let each = Some(Exchange::PerParameter);
-    let measured = [
-        step("alone", None, 120.0, 1.0),
-        step("replicated", each, 100.0, 1.0),
-    ];
+    let naive = replicated(Exchange::PerParameter);
+    let measured = [(alone(), times(120.0, 1.0)), (naive, times(100.0, 1.0))];
     let answer = text(&sentences::steps("tiny", 2, &measured), "naive DDP");
     assert!(
         answer.contains("hides what communication adds") && !answer.contains('%'),
@@ -106,9 +131,10 @@ fn of_steps_that_contradict() {
 fn of_collectives() {
     let of = |large: Statistics| {
         let reduced = |mib, time, bus_gb_s| Collected {
+            collective: "all_reduce",
             mib,
             time,
-            bus_gb_s,
+            bus_gb_s: Some(bus_gb_s),
         };
         let all = [reduced(1, times(1.0, 0.01), 1.0), reduced(16, large, 2.0)];
         text(&sentences::collectives(4, &all), "scale")
@@ -122,18 +148,16 @@ fn of_collectives() {
 
 #[test]
 fn of_memory() {
-    let held = |strategy, part: u64| Held {
-        strategy,
+    let held = |part: u64| Held {
         init_bytes: (8 + 8 * part) << 20,
         peak_bytes: (80 + 8 * part) << 20,
         after_bytes: (70 + 8 * part) << 20,
         state_bytes: (8 * part) << 20,
+        predicted_bytes: 80 << 20,
     };
-    let answers = sentences::memory(
-        "tiny",
-        2,
-        &[held("replicated", 2), held("sharded optimizer", 1)],
-    );
+    let sharded = Way::new(StepRanks::ShardedOptimizer(config(BUCKET), SHARD));
+    let measured = [(replicated(BUCKET), held(2)), (sharded, held(1))];
+    let answers = sentences::memory("tiny", 2, &measured);
     let answer = text(&answers, "sharded optimizer");
     for part in [
         "16.0 MiB instead of 24.0",
@@ -142,8 +166,5 @@ fn of_memory() {
     ] {
         assert!(answer.contains(part), "{answer}");
     }
-    assert_eq!(
-        sentences::memory("tiny", 2, &[held("sharded optimizer", 1)]),
-        []
-    );
+    assert_eq!(sentences::memory("tiny", 2, &measured[1..]), []);
 }

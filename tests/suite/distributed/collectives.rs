@@ -1,4 +1,4 @@
-//! What ranks do together, on tensors.
+//! Collectives on tensors.
 
 use super::on_ranks;
 use crate::check::elements;
@@ -10,7 +10,7 @@ use tallow::{Error, Result};
 
 const CPU: Device = Device::Cpu;
 
-/// Rank r has r + 1, 2 (r + 1), ...
+/// Returns r + 1, 2 (r + 1), ... for rank r.
 fn of_rank(rank: usize, elements: usize, dtype: DType) -> Result<Tensor> {
     let x = (0..elements).map(|i| ((rank + 1) * (i + 1)) as f32);
     Ok(Tensor::from_iter(x, &CPU)?.to_dtype(dtype)?)
@@ -50,7 +50,7 @@ fn parts_and_wholes() {
         let ids = Tensor::new(&[rank as u32, 7], &CPU)?;
         ranks.broadcast(&ids, 2)?;
         assert_eq!(ids.to_vec1::<u32>()?, [2, 7]);
-        assert_eq!(elements(&x), elements(&of_rank(rank, 12, DType::F32)?)); // as it was
+        assert_eq!(elements(&x), elements(&of_rank(rank, 12, DType::F32)?)); // unchanged
         Ok(elements(&all))
     });
     let wanted: Vec<f64> = (1..=12).map(|i| f64::from(6 * i)).collect();
@@ -103,7 +103,7 @@ fn what_is_refused() {
     );
 }
 
-/// Ranks that do not do the same: an error that names one, on both.
+/// If ranks run different operations, both get an error that names a rank.
 #[test]
 fn not_the_same() {
     let errors = on_ranks(2, |ranks| {
@@ -115,8 +115,7 @@ fn not_the_same() {
     }
 }
 
-/// Facts that differ: an error on all that names the first rank that has another than rank 0. One that does not come is
-/// named too.
+/// If facts differ, every rank gets an error with the first rank that differs from rank 0. A missing rank is named too.
 #[test]
 fn facts_are_compared() {
     let errors = on_ranks(3, |ranks| {

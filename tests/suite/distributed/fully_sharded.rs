@@ -1,4 +1,4 @@
-//! Weights, gradients and optimizer state divided among ranks: the step of replicated ones.
+//! Fully sharded weights, gradients and optimizer state, against replicated steps.
 
 use super::{
     batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks, plan_config,
@@ -25,7 +25,7 @@ fn adamw() -> AdamWConfig {
     }
 }
 
-/// A rank's model, its optimizer and its parts.
+/// Returns a rank's model, its optimizer and its shards.
 fn sharded_model(
     ranks: &Communicator,
     config: &TransformerConfig,
@@ -46,7 +46,7 @@ fn whole_weights(model: &TransformerLM, sharded: &FullyShard) -> Result<Vec<(Str
     whole.collect()
 }
 
-/// Losses, and weights by name.
+/// Losses, and full weights by name.
 type Run = (Vec<f32>, Vec<(String, Tensor)>);
 
 fn of(architecture: Architecture) -> TransformerConfig {
@@ -56,7 +56,7 @@ fn of(architecture: Architecture) -> TransformerConfig {
     }
 }
 
-/// Three steps of both.
+/// Runs three steps, replicated and fully sharded.
 fn both_ways(
     ranks: &Communicator,
     model: &TransformerConfig,
@@ -71,10 +71,10 @@ fn both_ways(
     let whole = TransformerLM::new(model, 1, &Device::Cpu)?;
     let optimizer = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
-    let step = Step::of(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
+    let step = Step::for_model(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
     let (divided, optimizer, sharded) = sharded_model(ranks, model)?;
-    let step = Step::of_fully_sharded(&divided, &optimizer, config, &sharded)?;
+    let step = Step::fully_sharded_for_model(&divided, &optimizer, config, &sharded)?;
     let found = run(step, optimizer)?;
     let weights = whole.parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
@@ -84,7 +84,7 @@ fn both_ways(
     ])
 }
 
-/// The bits of replicated steps; also with ranks that have a part of few weights.
+/// Steps have the bits of replicated ones, also where ranks hold shards of few weights.
 #[rstest]
 fn steps_without_sums_over_parts(
     #[values(2, 3, 40)] world_size: usize,
@@ -110,7 +110,8 @@ fn steps_without_sums_over_parts(
     }
 }
 
-/// Sums of micro-batches and of squares are in another order: equal but for rounding, and the same on all ranks.
+/// Sums over micro-batches and of squares have another order, so steps are equal up to rounding, and equal on all
+/// ranks.
 #[rstest]
 fn steps_with_sums_over_parts(
     #[values(2, 3)] world_size: usize,
@@ -135,7 +136,7 @@ fn steps_with_sums_over_parts(
     }
 }
 
-/// A forward gathers its weights: an evaluation is that of the whole model. Outside of a step that is refused.
+/// A forward gathers its weights, so an evaluation equals the full model's. Outside of a step it is refused.
 #[rstest]
 fn evaluations(
     #[values(2, 3, 40)] world_size: usize,
@@ -152,8 +153,8 @@ fn evaluations(
             precision,
             ..plan_config(1, None)
         };
-        let mut of_whole = Step::of(&whole, &optimizer, &step_config)?;
-        let mut of_parts = Step::of_fully_sharded(&model, &divided, &step_config, &sharded)?;
+        let mut of_whole = Step::for_model(&whole, &optimizer, &step_config)?;
+        let mut of_parts = Step::fully_sharded_for_model(&model, &divided, &step_config, &sharded)?;
         let wanted = of_whole.forward((&tokens, &targets))?;
         let found = of_parts.forward((&tokens, &targets))?;
         let loss =
@@ -166,7 +167,7 @@ fn evaluations(
     assert!(found.into_iter().all(|is_same| is_same));
 }
 
-/// A gradient that overflows on one rank is seen by all; what is not finite is named on all.
+/// An overflow on one rank is seen by all, and all name a gradient that is not finite.
 #[test]
 fn overflows_and_what_is_not_finite() {
     let found = on_ranks(2, |ranks| {
@@ -176,20 +177,20 @@ fn overflows_and_what_is_not_finite() {
             precision: Precision::F16,
             ..plan_config(1, None)
         };
-        let mut step = Step::of_fully_sharded(&model, &optimizer, &config, &sharded)?;
+        let mut step = Step::fully_sharded_for_model(&model, &optimizer, &config, &sharded)?;
         let [tokens, targets] = batch(ranks.rank());
         let mut stepped = Vec::new();
         for init_scale in [if ranks.rank() == 0 { 1e38 } else { 1.0 }, 1.0] {
             let mut scaler = scaler_from(init_scale);
             let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
-            stepped.push(done.stepped());
+            stepped.push(done.updated());
         }
         let (_, var) = sharded.parameters().swap_remove(3);
         if ranks.rank() == 1 {
             var.set(&(var.as_tensor() * f64::INFINITY)?)?;
         }
         let clipped = plan_config(1, Some(1.0));
-        let mut step = Step::of_fully_sharded(&model, &optimizer, &clipped, &sharded)?;
+        let mut step = Step::fully_sharded_for_model(&model, &optimizer, &clipped, &sharded)?;
         let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         Ok((stepped, error.to_string(), optimizer.steps()))
     });
@@ -203,7 +204,7 @@ fn overflows_and_what_is_not_finite() {
     assert!(found[0] == found[1]);
 }
 
-/// A tied weight, and one that is read as a view, in a loss of its own.
+/// A custom loss with a tied weight and one that is read as a view.
 #[test]
 fn a_loss_of_layers() {
     let found = on_ranks(3, |ranks| {
@@ -250,10 +251,10 @@ fn a_loss_of_layers() {
         assert_eq!(of_each.len(), 2);
         Ok(of_each[0].1.elem_count())
     });
-    assert_eq!(found, [88, 88, 80]); // of 256
+    assert_eq!(found, [88, 88, 80]); // of 256 elements
 }
 
-/// A rank of a plan has its part of weights, gradients and state, and all of two blocks' weights at most.
+/// A rank's plan has its shards of weights, gradients and state, and the full weights of at most two blocks.
 #[rstest]
 fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
     let of = |shard: Option<Shard>| {
@@ -272,8 +273,8 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
             d_ff: 192,
             ..config_of_six_layers()
         };
-        let batch = Batch::hollow(1, 12).unwrap();
-        Step::plan_of(&Device::Cpu, &model, &config, batch)
+        let batch = Batch::meta(1, 12).unwrap();
+        Step::plan_for_model(&Device::Cpu, &model, &config, batch)
             .unwrap()
             .0
     };
@@ -313,13 +314,12 @@ fn what_is_refused() {
     on_ranks(2, |ranks| {
         let (divided, optimizer, sharded) = sharded_model(&ranks, &config())?;
         let config = plan_config(1, None);
-        // A plan without ranks, of a model that is not there.
-        let error = Step::of(&divided, &optimizer, &config).unwrap_err();
+        // A plan without ranks for a model that is sharded.
+        let error = Step::for_model(&divided, &optimizer, &config).unwrap_err();
         assert!(matches!(error, Error::Order { .. }), "{error}");
-        // Another model.
         let other = model(1);
         refusal(
-            Step::of_fully_sharded(&other, &optimizer, &config, &sharded),
+            Step::fully_sharded_for_model(&other, &optimizer, &config, &sharded),
             &["FullyShard::builder"],
         );
         refusal(sharded.whole("nobody"), &["nobody"]);

@@ -1,4 +1,4 @@
-//! Planned steps of several ranks with layers that the loss does not read; and weights that are no layer's.
+//! Planned steps of several ranks with layers that the loss does not read; and weights outside layers.
 
 use super::{bits, on_ranks};
 use candle_core::{DType, Device, Tensor};
@@ -16,7 +16,7 @@ use tallow::{Result, ops};
 enum Job {
     Alone,
     Replicated,
-    /// With the optimizer's state divided.
+    /// Replicated weights with a sharded optimizer state.
     Divided,
     FullySharded,
 }
@@ -50,7 +50,7 @@ impl Layer for Model {
     }
 }
 
-/// All weights after three steps on the same batch.
+/// Returns all weights after three steps on the same batch.
 fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<Vec<Tensor>> {
     let config = AdamWConfig {
         lr: 1e-2,
@@ -100,7 +100,7 @@ fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<
     weights.collect()
 }
 
-/// Every way of training together is training alone, since all ranks have the same batch.
+/// With the same batch on all ranks, every strategy gives the weights of training alone.
 #[rstest]
 fn as_alone(
     #[values(MissingGradients::Skip, MissingGradients::Zero)] missing: MissingGradients,
@@ -118,7 +118,7 @@ fn as_alone(
     assert_eq!(is_left, missing == MissingGradients::Skip);
 }
 
-/// A step and an evaluation read a divided parameter by its value, and its part has a gradient.
+/// Steps and evaluations read the full value of a sharded parameter, and its shard has a gradient.
 #[test]
 fn a_parameter_of_which_ranks_have_parts() {
     let of = |ranks: Communicator| {

@@ -1,16 +1,17 @@
-//! Steps of several GPUs on paper.
+//! Estimated step times of several GPUs.
 
 #[path = "../../../examples/distributed_benchmark/estimate.rs"]
 mod estimate;
 
 use crate::check::refusal;
 use estimate::{Estimate, estimates};
-use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
+use tallow::compile::{Batch, Op, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
 use tallow::model::TransformerConfig;
+use tallow::precision::Precision;
 
 const RATES: Rates = Rates {
-    product_flops: 1e12,
+    matmul_flops: 1e12,
     memory_bytes: 1e11,
     kernel_seconds: 1e-6,
     reduce_bytes: 1e10,
@@ -43,7 +44,7 @@ fn replicated(exchange: Exchange) -> StepConfig {
     }
 }
 
-/// Replicated, of a sharded optimizer, fully sharded.
+/// Returns the strategies: replicated, sharded optimizer, fully sharded.
 fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
     let bucket_bytes = 1 << 16;
     let exchange = ReplicatedConfig {
@@ -71,12 +72,12 @@ fn strategies(world_size: usize) -> [(&'static str, StepConfig); 3] {
     ]
 }
 
-/// Of two sequences of 32 tokens.
+/// Two sequences of 32 tokens.
 const BATCH: [usize; 2] = [2, 32];
 
 fn planned(config: &StepConfig) -> Plan {
-    let batch = Batch::hollow(BATCH[0], BATCH[1]).unwrap();
-    Step::plan_of(Target::Cuda, &model(), config, batch)
+    let batch = Batch::meta(BATCH[0], BATCH[1]).unwrap();
+    Step::plan_for_model(Target::Cuda, &model(), config, batch)
         .unwrap()
         .0
 }
@@ -101,7 +102,7 @@ fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
             close(step.step_seconds, parts);
             assert!(step.exchange_seconds > 0.0, "{name}");
             assert!(step.waiting_seconds < step.exchange_seconds, "{name}");
-            // A quarter of the exchanges' time at most, all of which is within the step.
+            // Contention is at most a quarter of the exchanges' time, which is within the step.
             assert!(step.contention_seconds > 0.0, "{name}");
             assert!(step.contention_seconds <= 0.25 * step.exchange_seconds * (1.0 + 1e-9));
             assert!(step.step_seconds >= step.exchange_seconds, "{name}");
@@ -109,7 +110,33 @@ fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
     }
 }
 
-/// A rank sends what rings and trees of NCCL's do.
+/// On the CPU, calls before the micro-batches (here copies of weights) run in every step, and are counted.
+#[test]
+fn calls_before_the_micro_batches_are_counted() {
+    let config = StepConfig {
+        accumulation: 2,
+        precision: Precision::BF16,
+        ..alone()
+    };
+    let batch = Batch::meta(2 * BATCH[0], BATCH[1]).unwrap();
+    let (plan, _) = Step::plan_for_model(Target::Cpu, &model(), &config, batch).unwrap();
+    assert!(plan.per_micro_batch().start > 0);
+    let rates = Rates {
+        matmul_flops: 1e300,
+        memory_bytes: 1e300,
+        kernel_seconds: 1.0,
+        ..RATES
+    };
+    let calls = plan.calls().iter().enumerate();
+    let kernels = calls.filter(|(_, call)| matches!(call.op, Op::Kernel(_)));
+    let runs: usize = kernels.map(|(i, _)| plan.runs_per_step(i)).sum();
+    close(
+        plan.timeline(1, &rates).unwrap().kernel_seconds,
+        runs as f64,
+    );
+}
+
+/// A rank sends the bytes of NCCL's ring and tree algorithms.
 #[test]
 fn what_a_rank_sends() {
     let parameter_bytes = 4.0 * model().num_parameters() as f64;
@@ -117,18 +144,18 @@ fn what_a_rank_sends() {
         let others = (world_size - 1) as f64 / world_size as f64;
         let [replicated, sharded, fully] =
             strategies(world_size).map(|(_, config)| on_paper(&config, world_size, &RATES));
-        let loss_bytes = 2.0 * others * 8.0; // f64
+        let loss_bytes = 2.0 * others * 8.0; // one f64
         close(
             replicated.sent_bytes,
             2.0 * others * parameter_bytes + loss_bytes,
         );
-        // Reduced to owners and fetched from them.
+        // Reduced to the owners and broadcast by them.
         close(
             sharded.sent_bytes,
             2.0 * others * parameter_bytes + loss_bytes,
         );
-        // Gathered twice and scattered; once the embedding and the head, which forward alone reads, and the last bucket
-        // of forward's: the last norm and w2.
+        // Gathered twice and scattered once. The embedding and the head, which only forward reads, are gathered once,
+        // and so is forward's last bucket: the last norm and w2.
         let read_once = 4.0 * 2.0 * (1000.0 * 64.0);
         let kept = 4.0 * (64.0 + 64.0 * 256.0);
         let gathered = 2.0 * parameter_bytes - read_once - kept;
@@ -172,7 +199,7 @@ fn what_the_network_does_to_a_step() {
             "{name}: a network that slow is all of the step"
         );
     }
-    // Nothing hides an exchange after backward; the loss's, of 8 bytes, is before.
+    // Nothing overlaps an exchange after backward; the loss's exchange of 8 bytes is earlier.
     let flat = on_paper(&replicated(Exchange::Flat), 4, &quiet);
     let of_loss = quiet.exchange_seconds + 12.0 / quiet.reduce_bytes;
     close(flat.waiting_seconds, flat.exchange_seconds - of_loss);
@@ -213,7 +240,7 @@ fn each_strategy_is_estimated_for_each_number_of_ranks() {
             8.0 * 2.0 * 32.0 / of_8.step_ms * 1e3,
         );
     }
-    // What is divided takes less, the more ranks there are; the plan knows how much.
+    // Sharded strategies need less memory the more ranks there are, as the plan reports.
     let bytes = all.map(|strategy| {
         strategy
             .iter()
@@ -233,10 +260,10 @@ fn rates_that_cannot_be_are_refused() {
     for (rates, field) in [
         (
             Rates {
-                product_flops: 0.0,
+                matmul_flops: 0.0,
                 ..RATES
             },
-            "product_flops",
+            "matmul_flops",
         ),
         (
             Rates {

@@ -1,4 +1,4 @@
-//! Planned steps: exchanges are calls of the plan.
+//! Planned steps, whose exchanges are calls of the plan.
 
 use super::{
     EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks, plan_config,
@@ -20,7 +20,7 @@ fn exchanges(plan: &Plan) -> Vec<usize> {
     exchanges.map(|(index, _)| index).collect()
 }
 
-/// Two steps of two ranks with micro-batches, against eager gradients of all batches; weights are the same on both.
+/// Two steps of two ranks with micro-batches, against eager gradients of all batches; both ranks have the same weights.
 #[rstest]
 fn as_eager(
     #[values(1, 2)] accumulation: usize,
@@ -51,8 +51,8 @@ fn as_eager(
                 precision,
                 ..plan_config(accumulation, Some(0.5))
             };
-            let mut step =
-                Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            let mut step = Step::for_model(&model, &optimizer, &config)?
+                .replicated(&optimizer, &replicated)?;
             let first = ranks.rank() * accumulation;
             let [tokens, targets] = batches(first..first + accumulation);
             let loss = step.run(&mut optimizer, (&tokens, &targets))?;
@@ -77,14 +77,14 @@ fn as_eager(
     }
 }
 
-/// A rank that ends is an error of the others' planned steps that names it, as of eager ones.
+/// If a rank ends, the others' planned steps fail with an error that names it, as eager ones do.
 #[test]
 fn a_rank_that_ends_is_named() {
     let errors = on_ranks(2, |ranks| {
         let model = model(1);
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
-        let mut step = Step::of(&model, &optimizer, &plan_config(1, Some(0.5)))?
+        let mut step = Step::for_model(&model, &optimizer, &plan_config(1, Some(0.5)))?
             .replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         step.run(&mut optimizer, (&tokens, &targets))?;
@@ -97,12 +97,12 @@ fn a_rank_that_ends_is_named() {
     assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
 }
 
-/// Where the calls are: as soon as a bucket's last gradient is there; and how large they are.
+/// Exchanges follow the last gradient of their bucket, and have its size.
 #[test]
 fn buckets_in_backward() {
     let of = |config: &StepConfig| {
-        let batch = Batch::hollow(1, 12).unwrap();
-        Step::plan_of(&Device::Cpu, &config_of_six_layers(), config, batch)
+        let batch = Batch::meta(1, 12).unwrap();
+        Step::plan_for_model(&Device::Cpu, &config_of_six_layers(), config, batch)
             .unwrap()
             .0
     };
@@ -124,7 +124,7 @@ fn buckets_in_backward() {
     let bytes: u64 = parameters.clone().map(|buffer| buffer.bytes()).sum();
 
     let each = plan(Exchange::Overlapped { bucket_bytes: 0 });
-    assert_eq!(exchanges(&each).len(), parameters.count() + 1); // and the loss
+    assert_eq!(exchanges(&each).len(), parameters.count() + 1); // plus the loss
     let flat = plan(Exchange::Flat);
     assert_eq!(exchanges(&flat).len(), 2);
     let bucket_bytes = 4000;
@@ -149,10 +149,10 @@ fn buckets_in_backward() {
             total(plan)
         );
     }
-    // Each but the last is followed by products of the backward that it hides behind; those of a flat one are over.
+    // Each exchange but the last is followed by matmuls of backward that hide it; a flat one follows all of them.
     let products_after = |plan: &Plan, index: usize| {
         let calls = plan.calls()[index..plan.per_micro_batch().end].iter();
-        calls.filter(|call| call.op.is_product()).count()
+        calls.filter(|call| call.op.is_matmul()).count()
     };
     let after: Vec<usize> = places
         .iter()
@@ -163,11 +163,11 @@ fn buckets_in_backward() {
         "{after:?}"
     );
     assert_eq!(products_after(&flat, exchanges(&flat)[1]), 0);
-    // An arena that holds them, and no more than alignment costs.
+    // The arena grows by no more than alignment.
     assert!(buckets.peak_bytes() <= alone.peak_bytes() + 256 * 80);
 }
 
-/// A gradient that overflows on one rank: no rank takes the step, and all have the same scale.
+/// If a gradient overflows on one rank, no rank takes the step, and all have the same scale.
 #[test]
 fn an_overflow_is_seen_by_all() {
     let found = on_ranks(2, |ranks| {
@@ -181,11 +181,11 @@ fn an_overflow_is_seen_by_all() {
             ..plan_config(1, Some(0.5))
         };
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let mut scaler = scaler_from(if ranks.rank() == 0 { 1e38 } else { 1.0 });
         let [tokens, targets] = batch(ranks.rank());
         let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
-        Ok((done.stepped(), optimizer.steps()))
+        Ok((done.updated(), optimizer.steps()))
     });
     assert_eq!(found, [(false, 0); 2]);
 }
@@ -202,7 +202,7 @@ fn what_is_refused() {
     let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
     let config = plan_config(1, Some(0.5));
     let [tokens, targets] = batch(0);
-    let step = Step::of(&model, &optimizer, &config).unwrap();
+    let step = Step::for_model(&model, &optimizer, &config).unwrap();
     let mut step = step.replicated(&optimizer, &replicated).unwrap();
     refusal(step.prepare((&tokens, &targets)), &["None or f32"]);
     let without_ranks = StepConfig {
@@ -210,7 +210,7 @@ fn what_is_refused() {
         ..config.clone()
     };
     let mut optimizer = optimizer;
-    let mut step = Step::of(&model, &optimizer, &without_ranks).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &without_ranks).unwrap();
     for error in [
         step.run(&mut optimizer, (&tokens, &targets)).unwrap_err(),
         step.forward_backward((&tokens, &targets)).unwrap_err(),
@@ -229,8 +229,8 @@ fn what_is_refused() {
     refusal(config.validate(), &["false with several ranks"]);
 }
 
-/// On a GPU gradients that are exchanged in bf16 are made so, clipped and applied as those in f32 are. (A job of one
-/// rank: two GPUs are `tests/distributed`'s.)
+/// On a GPU, gradients exchanged in bf16 are computed, clipped and applied like those in f32. (A job of one rank;
+/// `tests/distributed` uses two GPUs.)
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -254,7 +254,7 @@ fn in_bf16_on_a_gpu() {
         };
         let ranks = Communicator::alone(&gpu);
         let replicated = Replicated::new(&ranks, model.parameters(), way).unwrap();
-        let mut step = Step::of(&model, &optimizer, &config)
+        let mut step = Step::for_model(&model, &optimizer, &config)
             .unwrap()
             .replicated(&optimizer, &replicated)
             .unwrap();

@@ -1,4 +1,4 @@
-//! Eager steps: the gradients of all ranks averaged.
+//! Eager data parallelism: gradients averaged over all ranks.
 
 use super::{EXCHANGES, averaged, batch, bits, distance, model, on_ranks};
 use crate::check::refusal;
@@ -8,7 +8,7 @@ use tallow::distributed::{Replicated, ReplicatedConfig};
 use tallow::optim::{GradientAccumulator, MissingGradients};
 use tallow::{Error, ops};
 
-/// One rank's, of the batches of all.
+/// Returns the gradients of one rank that has the batches of all.
 fn accumulated(world_size: usize) -> Vec<(String, Tensor)> {
     let model = model(1);
     let mut sum = GradientAccumulator::new(model.parameters());
@@ -28,7 +28,7 @@ fn as_one_rank_with_all_batches(#[values(2, 3)] world_size: usize) {
     let wanted = accumulated(world_size);
     for exchange in EXCHANGES {
         let found = on_ranks(world_size, |ranks| {
-            let model = model(1 + ranks.rank() as u64); // rank 0's counts
+            let model = model(1 + ranks.rank() as u64); // rank 0's are broadcast
             let config = ReplicatedConfig {
                 exchange,
                 dtype: None,
@@ -55,7 +55,7 @@ fn as_one_rank_with_all_batches(#[values(2, 3)] world_size: usize) {
     }
 }
 
-/// In bf16 gradients are rounded, and no worse.
+/// In bf16 gradients are rounded to it and no less accurate.
 #[test]
 fn rounded_to_bf16() {
     let wanted = accumulated(2);
@@ -80,7 +80,7 @@ fn rounded_to_bf16() {
     }
 }
 
-/// A tied weight counts once; what is frozen has no part; gradients that lie on one storage stay apart.
+/// A tied weight counts once, a frozen one is left out, and gradients that share a storage stay independent.
 #[test]
 fn tied_frozen_and_shared() {
     let found = on_ranks(2, |ranks| {
@@ -102,7 +102,7 @@ fn tied_frozen_and_shared() {
     assert_eq!(found[0], found[1]);
 }
 
-/// What is left out on every rank is named.
+/// A parameter without a gradient on every rank is named.
 #[test]
 fn without_a_gradient() {
     for exchange in EXCHANGES {
@@ -124,7 +124,7 @@ fn without_a_gradient() {
     }
 }
 
-/// Each rank chooses another expert, and none the last: the mean over ranks, of which one has zeros.
+/// Each rank uses another expert, and none uses the last: gradients are means over ranks, with zeros for missing ones.
 #[test]
 fn experts_that_some_ranks_do_not_choose() {
     for exchange in EXCHANGES {

@@ -1,4 +1,4 @@
-//! The optimizer's state divided among ranks: the bits of an optimizer that has it all.
+//! The sharded optimizer state gives the bits of an unsharded optimizer.
 
 use super::{
     EXCHANGES, batch, batches, bits, config, config_of_six_layers, model, on_ranks, plan_config,
@@ -25,7 +25,7 @@ fn groups(model: &TransformerLM, moments: Moments) -> Vec<ParameterGroup> {
     decay_matrices_only(model.parameters(), config)
 }
 
-/// Weights and state as bits, by name.
+/// The bits of weights or state, by name.
 type Bits = Vec<(String, Vec<u64>)>;
 
 fn weights(model: &TransformerLM) -> Bits {
@@ -40,10 +40,10 @@ fn state(optimizer: &AdamW) -> Bits {
     state.collect()
 }
 
-/// The states of all ranks together, as one that has all.
+/// Joins the states of all ranks.
 fn joined(parts: &[Bits], of: &Bits) -> Bits {
     let all: Vec<_> = parts.iter().flatten().collect();
-    assert_eq!(all.len(), of.len()); // nobody has what another has
+    assert_eq!(all.len(), of.len()); // no state is on two ranks
     let find = |name: &String| all.iter().find(|(other, _)| other == name).unwrap();
     of.iter().map(|(name, _)| (*find(name)).clone()).collect()
 }
@@ -54,7 +54,7 @@ fn gradients(model: &TransformerLM, step: usize) -> Result<GradStore> {
 }
 
 /// Three steps on the same gradients; also with weights in half precision, which have a third state, and with moments
-/// whose rounding is drawn by each parameter's number.
+/// rounded at random by each parameter's number.
 #[rstest]
 fn eager_steps(
     #[values(2, 3, 64)] world_size: usize,
@@ -82,7 +82,7 @@ fn eager_steps(
     assert!(found.iter().all(|(weights, _)| *weights == wanted));
     let parts: Vec<Bits> = found.into_iter().map(|(_, state)| state).collect();
     assert!(joined(&parts, &wanted_state) == wanted_state);
-    // Nobody has more than a fair share and one parameter.
+    // No rank has more than its share plus one parameter.
     let elements = |state: &Bits| state.iter().map(|(_, bits)| bits.len()).sum::<usize>();
     let largest = wanted_state
         .iter()
@@ -93,7 +93,7 @@ fn eager_steps(
     assert!(parts.iter().all(|part| elements(part) <= fair));
 }
 
-/// Planned steps have the bits of replicated ones, whatever the exchange; before and after the weights are gathered.
+/// Planned steps have the bits of replicated ones for any exchange, before and after the weights are gathered.
 #[rstest]
 fn planned_steps(
     #[values(1, 2)] accumulation: usize,
@@ -117,8 +117,8 @@ fn planned_steps(
                     precision,
                     ..plan_config(accumulation, clip_norm)
                 };
-                let mut step =
-                    Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+                let mut step = Step::for_model(&model, &optimizer, &config)?
+                    .replicated(&optimizer, &replicated)?;
                 let first = ranks.rank() * accumulation;
                 let [tokens, targets] = batches(first..first + accumulation);
                 let mut losses = Vec::new();
@@ -141,7 +141,7 @@ fn planned_steps(
             assert!(found.0 == wanted.0, "{exchange}");
             assert!(found.2 == wanted.2, "{exchange}");
             assert!(joined(&parts, &wanted.3) == wanted.3, "{exchange}");
-            // What a rank owns it has at once, and nothing else of the last step.
+            // A rank has its own weights of the last step immediately, and the others only after gathering.
             for ((name, before), (_, after)) in found.1.iter().zip(&found.2) {
                 let is_own = found.4.contains(&format!("exp_avg.{name}"));
                 assert_eq!(before == after, is_own, "{name}");
@@ -150,7 +150,7 @@ fn planned_steps(
     }
 }
 
-/// A gradient that overflows on one rank is seen by all, and the next step is taken by all.
+/// An overflow on one rank is seen by all, and all take the next step.
 #[test]
 fn an_overflow_is_seen_by_all() {
     let found = on_ranks(2, |ranks| {
@@ -164,13 +164,13 @@ fn an_overflow_is_seen_by_all() {
             ..plan_config(1, None)
         };
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         let mut stepped = Vec::new();
         for init_scale in [if ranks.rank() == 0 { 1e38 } else { 1.0 }, 1.0] {
             let mut scaler = scaler_from(init_scale);
             let done = step.run_scaled(&mut optimizer, &mut scaler, (&tokens, &targets))?;
-            stepped.push(done.stepped());
+            stepped.push(done.updated());
         }
         optimizer.gather_weights()?;
         Ok((stepped, weights(&model)))
@@ -191,7 +191,7 @@ fn a_gradient_that_is_not_finite_is_named() {
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, Some(1.0));
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(ranks.rank());
         let error = step.run(&mut optimizer, (&tokens, &targets)).unwrap_err();
         Ok((error.to_string(), optimizer.steps()))
@@ -208,7 +208,7 @@ fn a_gradient_that_is_not_finite_is_named() {
     );
 }
 
-/// A rank's plan updates its own parameters, has their state alone, and fetches the others' before they are read.
+/// A rank's plan updates its own parameters, has only their state, and fetches the others before they are read.
 #[test]
 fn what_a_rank_does() {
     let of = |shard: Option<Shard>| {
@@ -220,8 +220,8 @@ fn what_a_rank_does() {
             },
             ..plan_config(1, Some(1.0))
         };
-        let batch = Batch::hollow(1, 12).unwrap();
-        Step::plan_of(&Device::Cpu, &config_of_six_layers(), &config, batch)
+        let batch = Batch::meta(1, 12).unwrap();
+        Step::plan_for_model(&Device::Cpu, &config_of_six_layers(), &config, batch)
             .unwrap()
             .0
     };
@@ -268,7 +268,7 @@ fn what_a_rank_does() {
     }
 }
 
-/// The sum of a gradient's squares is where the parameter's number is in the list that clipping has.
+/// Checks that each sum of squares is written at its parameter's position in the clip factor's list.
 fn check_places(plan: &Plan) {
     let calls = plan.calls();
     let places = calls.iter().find_map(|call| match &call.op {
@@ -293,7 +293,7 @@ fn check_places(plan: &Plan) {
     assert!(found > 0);
 }
 
-/// What rank 0 saves is the file of an optimizer that has all.
+/// Rank 0 saves the file of an unsharded optimizer.
 #[test]
 fn saved_by_three_ranks_and_loaded_by_one() {
     let folder = tempfile::tempdir().unwrap();
@@ -312,7 +312,7 @@ fn saved_by_three_ranks_and_loaded_by_one() {
         }
         optimizer.save(&path)?;
         refusal(optimizer.load(&path), &["before AdamW::shard"]);
-        // Its own part is put back as ever.
+        // Its own shard can be restored as before.
         let (state, steps) = (optimizer.state(), optimizer.steps());
         optimizer.load_state(state, steps)
     });
@@ -331,14 +331,14 @@ fn what_is_refused() {
         optimizer.shard(&ranks)?;
         let error = optimizer.shard(&ranks).unwrap_err();
         assert!(matches!(error, Error::Order { .. }), "{error}");
-        // A plan of one cannot run by the other.
+        // A plan of a sharded optimizer cannot run an unsharded one, nor the reverse.
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, None);
         let mut step =
-            Step::of(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
+            Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(0);
         refusal(step.run(&mut whole, (&tokens, &targets)), &["AdamW::shard"]);
-        let error = Step::of(&model, &optimizer, &config)
+        let error = Step::for_model(&model, &optimizer, &config)
             .and_then(|mut step| step.run(&mut optimizer, (&tokens, &targets)));
         refusal(error, &["AdamW::shard"]);
         Ok(())

@@ -1,4 +1,4 @@
-//! Runs of several ranks are runs of one with all their batches.
+//! Training runs of several ranks equal those of one rank with all their batches.
 
 use super::{bits, config, on_ranks};
 use crate::check::refusal;
@@ -43,7 +43,7 @@ fn trainer(steps: usize) -> Result<Trainer> {
     Trainer::new(model, train_config(steps), train, validation)
 }
 
-/// A run of ranks that have all of the model.
+/// Returns a run of ranks with the full model each.
 fn replicated(ranks: &Communicator, config: TrainConfig) -> Result<Trainer> {
     let model = TransformerLM::new(&model_config(), 3, &Device::Cpu)?;
     let (train, validation) = text();
@@ -52,7 +52,7 @@ fn replicated(ranks: &Communicator, config: TrainConfig) -> Result<Trainer> {
     Ok(trainer)
 }
 
-/// The same of ranks that have parts of it.
+/// Returns a run of ranks with shards of the model.
 fn of_parts(sharded: &FullyShard, config: TrainConfig) -> Result<Trainer> {
     let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
     let model = TransformerLM::from_var_builder(&model_config(), vb)?;
@@ -60,7 +60,7 @@ fn of_parts(sharded: &FullyShard, config: TrainConfig) -> Result<Trainer> {
     Trainer::fully_sharded(model, sharded, config, train, validation)
 }
 
-/// What a run has come to: losses, an evaluation, the weights' bits.
+/// The results of a run: losses, an evaluation, the weights' bits.
 type Outcome = (Vec<u64>, f64, Vec<Vec<u64>>);
 
 fn run(mut trainer: Trainer) -> Result<(Outcome, Trainer)> {
@@ -73,7 +73,7 @@ fn run(mut trainer: Trainer) -> Result<(Outcome, Trainer)> {
     Ok(((losses, evaluation, weights), trainer))
 }
 
-/// Two ranks with a batch each are one rank with two, dropout and all, but for the order of sums.
+/// Two ranks with one batch each equal one rank with two, including dropout, up to the order of sums.
 #[test]
 fn two_ranks_are_one_of_two_batches() {
     let (alone, _) = run(trainer(4).unwrap()).unwrap();
@@ -100,8 +100,8 @@ fn two_ranks_are_one_of_two_batches() {
     }
 }
 
-/// Rank 0 writes a run of two, one rank goes on with it, and two again, with the optimizer's state on both ranks or
-/// divided between them.
+/// Rank 0 writes a run of two ranks; one rank resumes it, and also two, with the optimizer's state replicated or
+/// sharded.
 #[rstest]
 fn resumed_by_another_number(#[values(false, true)] sharded: bool) {
     let folder = tempfile::tempdir().unwrap();
@@ -132,7 +132,7 @@ fn resumed_by_another_number(#[values(false, true)] sharded: bool) {
         }
         let (_, trainer) = run(trainer)?;
         trainer.save(path)?;
-        ranks.barrier() // rank 0 has written it
+        ranks.barrier() // rank 0 has written the file
     });
     let again = on_ranks(2, |ranks| {
         let mut trainer = resume(6)?;
@@ -179,7 +179,7 @@ fn what_is_refused() {
     assert!(matches!(error, Error::Order { .. }), "{error}");
 }
 
-/// Ranks whose settings or data differ train nothing: all of them get an error that names the one and what differs.
+/// Ranks whose settings or data differ do not train: all get an error with the rank and the difference.
 #[rstest]
 #[case::learning_rate(|config: &mut TrainConfig| config.schedule = Schedule::Constant { lr: 2e-3 }, "lr: 0.002")]
 #[case::seed(|config: &mut TrainConfig| config.seed += 1, "seed")]
@@ -215,8 +215,7 @@ fn ranks_of_other_settings_are_refused(
     }
 }
 
-/// A run whose ranks have parts of everything is that of ranks that have all. Two
-/// ranks write it to a file each; two, three and one go on with it.
+/// A fully sharded run equals a replicated one. Two ranks write one file each; two, three and one resume them.
 #[test]
 fn in_parts() {
     let folder = tempfile::tempdir().unwrap();
@@ -274,7 +273,7 @@ fn in_parts() {
         Ok((losses, weights))
     });
     near(&whole[0].0, &wanted[0]);
-    // Three saves, of which two are kept: what they name is there, and nothing else.
+    // Of three saves two are kept: the shard files that they name exist, and no others.
     on_ranks(2, |ranks| {
         let (mut trainer, _sharded) = sharded_trainer(&ranks, 3)?;
         while trainer.step()?.is_some() {
@@ -289,13 +288,13 @@ fn in_parts() {
     };
     assert_eq!(files(), 4);
     let three_steps = std::fs::read(path).unwrap();
-    // The same ranks go on with the same bits.
+    // The same ranks continue with the same bits.
     let again = on_ranks(2, |ranks| {
         let (losses, weights, _) = all(sharded_trainer(&ranks, 6)?.0)?;
         Ok((losses, weights))
     });
     assert!(again[0].0 == whole[0].0 && again[0].1 == whole[0].1);
-    // Other ranks, and one that has all.
+    // Another number of ranks, and one rank with the full model.
     let by_three = on_ranks(3, |ranks| Ok(all(sharded_trainer(&ranks, 6)?.0)?.0));
     near(&by_three[0], &whole[0].0);
     let resume = || {
@@ -313,7 +312,7 @@ fn in_parts() {
     let alone = resume().unwrap();
     near(&all(alone).unwrap().0, &whole[0].0);
     TransformerLM::load(&model_config(), path, &Device::Cpu).unwrap();
-    // The parts of two ranks, one in the place of the other, and parts of another step: as large, and other values.
+    // Swapped shard files of two ranks, and shard files of another step: the same sizes with other values.
     let part = |step: &str, rank: &str| {
         let parts = std::fs::read_dir(folder.path()).unwrap();
         let mut parts = parts.map(|file| file.unwrap().path());
@@ -338,7 +337,7 @@ fn in_parts() {
         std::fs::write(&first, own).unwrap();
     }
     resume().unwrap();
-    // A part that cannot be written leaves what was there, and is an error on all ranks.
+    // If a shard cannot be written, the old files stay, and all ranks get an error.
     let errors = on_ranks(2, |ranks| {
         let (trainer, sharded) = sharded_trainer(&ranks, 6)?;
         if ranks.rank() == 1 {
@@ -351,7 +350,7 @@ fn in_parts() {
     assert!(errors[1].contains("finite"), "{}", errors[1]);
     assert!(std::fs::read(path).unwrap() == three_steps);
     resume().unwrap();
-    // Without a part it is no run.
+    // With a missing shard file the run cannot be resumed.
     let parts = std::fs::read_dir(folder.path()).unwrap();
     for part in parts.map(|file| file.unwrap().path()) {
         if part.to_string_lossy().contains(".part-3-") && part.to_string_lossy().contains("-1-of") {
@@ -362,8 +361,8 @@ fn in_parts() {
     assert!(matches!(error, Error::Io { .. }), "{error}");
 }
 
-/// In f16 all ranks skip the same steps, whoever's part has overflowed, and go on with the same scale: as ranks that
-/// have all of the gradients.
+/// In f16 all ranks skip the same steps, whichever shard overflows, and continue with the same scale, like replicated
+/// ranks.
 #[test]
 fn loss_scaling_of_parts() {
     let config = || TrainConfig {
@@ -397,7 +396,8 @@ fn loss_scaling_of_parts() {
     }
 }
 
-/// Ranks weigh targets as one rank does, one without targets in a step too; a step without any is skipped by all.
+/// Ranks weight targets as one rank does, also in a step where one rank has no targets; a step without any targets is
+/// skipped by all.
 #[rstest]
 fn masked_targets(
     #[values("replicated", "sharded optimizer", "fully sharded")] strategy: &str,

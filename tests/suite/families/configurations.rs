@@ -1,4 +1,4 @@
-//! `config.json` files: of `transformers` 4 and 5, of publishers, and what is refused of them.
+//! `config.json` files: written by `transformers` 4 and 5, by publishers, and refused ones.
 
 use super::*;
 use crate::check::refusal;
@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use tallow::nn::RopeScaling;
 use tallow::ops::Gelu;
 
-/// Models by name, each with the content of its `config.json`.
+/// Returns models by name, each with the content of its `config.json`.
 fn configurations(file: &str) -> BTreeMap<String, Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/configurations");
     serde_json::from_slice(&fs::read(path.join(file)).unwrap()).unwrap()
@@ -22,7 +22,7 @@ fn read(config: &Value) -> tallow::Result<TransformerConfig> {
     read_with(config, &LoadOptions::default())
 }
 
-/// The settings without which no file of the family is read, of a small model, and these in addition.
+/// Returns the required settings of a family, for a small model, plus these.
 fn small(family: &str, more: Value) -> Value {
     let mut config = match family {
         "gpt2" => {
@@ -46,7 +46,7 @@ fn assert_refused(config: &Value, parts: &[&str]) {
     }
 }
 
-/// Sizes: V, positions, D, L, H, Hkv, Dh, F.
+/// Returns the sizes V, positions, D, L, H, Hkv, Dh, F.
 fn sizes(config: &TransformerConfig) -> [usize; 8] {
     [
         config.vocab_size,
@@ -60,7 +60,7 @@ fn sizes(config: &TransformerConfig) -> [usize; 8] {
     ]
 }
 
-/// What `to_dict()` of each family's configuration class returns, all defaults included.
+/// The output of `to_dict()` of each family's configuration class, with all defaults.
 #[rstest]
 #[case("transformers_4.30.2.json", &["gpt2", "llama"])]
 #[case("transformers_4.44.2.json", &["gpt2", "llama", "mistral", "qwen2"])]
@@ -94,7 +94,7 @@ fn dumps_of_the_library(#[case] file: &str, #[case] families: &[&str]) {
     }
 }
 
-/// The number of parameters is the one that each publisher's model has.
+/// The parameter count equals that of each published model.
 #[rstest]
 #[case("Qwen/Qwen2.5-0.5B", [151_936, 32_768, 896, 24, 14, 2, 64, 4864], 494_032_768)]
 #[case("Qwen/Qwen2.5-1.5B", [151_936, 131_072, 1536, 28, 12, 2, 128, 8960], 1_543_714_304)]
@@ -198,7 +198,7 @@ fn settings_out_of_range_name_the_file(
     assert_refused(&small(family, json!({ key: value })), &[field]);
 }
 
-/// An unknown key is refused until a caller names it, and other unknown keys are refused all the same.
+/// An unknown key is refused unless the caller names it; other unknown keys are still refused.
 #[test]
 fn keys_that_a_caller_ignores() {
     let config = small(
@@ -217,7 +217,7 @@ fn keys_that_a_caller_ignores() {
     let both = ignoring(&["logits_scaling", "residual_multiplier"]);
     let plain = read(&small("llama", json!({}))).unwrap();
     assert_eq!(read_with(&config, &both).unwrap(), plain);
-    // One inside another, and one that is known.
+    // A nested key, and one that is known.
     let config = small(
         "llama",
         json!({"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": true}}),
@@ -241,7 +241,7 @@ fn keys_that_a_caller_ignores() {
     model.unwrap();
 }
 
-/// As the library takes them: `rope_scaling` unless it is empty, with its own theta or the file's.
+/// `rope_scaling` takes precedence unless it is empty, with its own theta or the file's, like in `transformers`.
 #[test]
 fn two_scalings_of_angles() {
     let newer = json!({"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0});
@@ -262,7 +262,7 @@ fn two_scalings_of_angles() {
     assert_eq!(of(json!(null)), (linear(4.0), 5e5));
 }
 
-/// Where a file leaves heads out, the family decides; null is the library's None.
+/// Heads that a file omits are determined by the family; null is `None` of `transformers`.
 #[rstest]
 #[case("llama", 32, 8)]
 #[case("mistral", 8, 8)]
@@ -291,7 +291,7 @@ fn heads_that_a_file_leaves_out(
     }
 }
 
-/// Qwen's layers from `max_window_layers` on have the window, where it is in use.
+/// Qwen's window applies to the layers from `max_window_layers` on, if it is enabled.
 #[rstest]
 #[case(json!({"sliding_window": 8}), true)]
 #[case(json!({"sliding_window": 8, "use_sliding_window": false}), true)]
@@ -326,7 +326,7 @@ fn activations_of_gpt2(#[case] name: Value, #[case] gelu: Gelu) {
     assert_eq!(config.gelu, gelu);
 }
 
-/// A negative id counts from the end of the vocabulary, as PyTorch's `padding_idx` does.
+/// A negative id counts from the end of the vocabulary, as in PyTorch's `padding_idx`.
 #[test]
 fn padding_ids() {
     let of = |id: Value| {
@@ -340,7 +340,7 @@ fn padding_ids() {
     assert_eq!(of(json!(-1)), Some(29));
 }
 
-/// Biases of attention are written and read again, in the family that has them.
+/// Configurations are written and read again, with attention biases in the families that have them.
 #[rstest]
 #[case("llama_biased", "llama")]
 #[case("qwen3_biased", "qwen3")]
@@ -371,7 +371,7 @@ fn configurations_that_are_written(#[case] name: &str, #[case] family: &str) {
     assert_eq!(again.config(), model.config());
 }
 
-/// Gemma 2's windows are in every second layer, or nowhere; its caps and its activation may be others.
+/// Gemma 2's windows are in every second layer or in none; its caps and its activation may differ.
 #[test]
 fn settings_of_gemma() {
     let of = |more: Value| read(&small("gemma2", more));
@@ -427,7 +427,7 @@ fn settings_of_gemma() {
     );
 }
 
-/// A bias of the output projection alone is no family's.
+/// A bias of the output projection alone belongs to no family.
 #[test]
 fn biases_that_no_family_has() {
     let golden = Golden::read("qwen3_biased");

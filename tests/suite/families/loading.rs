@@ -1,4 +1,4 @@
-//! Folders as publishers and other programs leave them.
+//! Folders written by publishers and other programs.
 
 use super::{Golden, fixtures};
 use crate::check::elements;
@@ -57,7 +57,7 @@ fn says<T>(result: tallow::Result<T>, parts: &[&str]) {
     }
 }
 
-/// `transformers` ties head and embedding only where the file has one of them, or both with equal weights.
+/// `transformers` ties head and embedding only if the file has one of them, or both with equal weights.
 #[test]
 fn a_head_that_the_configuration_ties() {
     let golden = Golden::read("llama_tied");
@@ -88,7 +88,7 @@ fn a_head_that_the_configuration_ties() {
     let (tied, logits) = is_tied();
     assert!(!tied);
     let doubled: Vec<f64> = wanted.iter().map(|x| 2.0 * x).collect();
-    assert_eq!(logits, doubled); // doubled exactly: by powers of two nothing is rounded
+    assert_eq!(logits, doubled); // exactly, because a power of two rounds nothing
     let model = golden.load().unwrap();
     let saved = tempdir().unwrap();
     hf::save(&model, saved.path()).unwrap();
@@ -107,7 +107,7 @@ fn a_head_that_the_configuration_ties() {
     says(golden.load(), &[HEAD, "got [3, 5]"]);
 }
 
-/// As `transformers` chooses: a folder in shards over which one file was saved has that model.
+/// A single file saved into a folder of shards takes precedence over the index, like in `transformers`.
 #[test]
 fn one_file_goes_before_an_index() {
     let golden = Golden::read("qwen3");
@@ -128,7 +128,7 @@ fn one_file_goes_before_an_index() {
     assert_eq!(golden.logits(&golden.load().unwrap()), wanted);
 }
 
-/// Of a base model (`AutoModel`), or saved from inside of another module.
+/// Prefixes of a base model (`AutoModel`), or of a model saved inside another module.
 #[rstest]
 fn names_with_other_beginnings(#[values("llama_tied", "qwen3", "mistral")] name: &str) {
     let golden = Golden::read(name);
@@ -162,7 +162,7 @@ fn a_base_model_without_its_head() {
     says(golden.load(), &[HEAD, "base model", "tie_word_embeddings"]);
 }
 
-/// 8-bit weights are read into every dtype. (Into f64 candle's conversion calls itself for ever.)
+/// 8-bit weights are converted to every dtype. (candle's own conversion to f64 recurses endlessly.)
 #[rstest]
 fn weights_of_8_bits(#[values(DType::F64, DType::F32, DType::BF16)] dtype: DType) {
     let golden = Golden::read("llama");

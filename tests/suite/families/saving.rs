@@ -1,4 +1,5 @@
-//! What a saved folder keeps of the one that the model was loaded from, and what it does not replace.
+//! A saved folder: the settings kept from the folder that the model was loaded from, and the files that are not
+//! overwritten.
 
 use super::Golden;
 use crate::check::{elements, refusal};
@@ -19,7 +20,7 @@ fn settings(folder: &Path) -> Value {
     serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap()
 }
 
-/// The settings after a change of the model.
+/// Returns the saved settings after a change of the model.
 fn saved(golden: &Golden, change: impl FnOnce(TransformerLM) -> TransformerLM) -> (TempDir, Value) {
     let model = change(hf::load(golden.folder.path(), &CPU).unwrap());
     let folder = tempdir().unwrap();
@@ -32,7 +33,7 @@ fn saved(golden: &Golden, change: impl FnOnce(TransformerLM) -> TransformerLM) -
     (folder, settings)
 }
 
-/// Sampling, special tokens and classes are nothing that this crate computes with, and not lost.
+/// Settings of sampling, special tokens and classes are kept, although this crate does not use them.
 #[rstest]
 fn settings_are_written_as_they_were_read(
     #[values("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gpt2")] name: &str,
@@ -67,13 +68,13 @@ fn the_class_stays() {
     let (_folder, found) = saved(&golden, |model| model);
     assert_eq!(found["model_type"], "mistral");
     assert_eq!(found["architectures"], json!(["MistralForCausalLM"]));
-    // What is saved has a head.
+    // A saved model has a head.
     golden.set("architectures", json!(["MistralModel"]));
     let (_folder, found) = saved(&golden, |model| model);
     assert_eq!(found["architectures"], json!(["MistralForCausalLM"]));
 }
 
-/// One setting is another, and the others are as they were.
+/// Changed settings are written, and the others are kept.
 #[test]
 fn what_has_changed_is_written() {
     let golden = Golden::read("llama");
@@ -100,7 +101,7 @@ fn options(from: &Path) -> SaveOptions {
     }
 }
 
-/// A model that comes out of a training knows no folder: it is named.
+/// A newly trained model has no source folder, so it is passed as an option.
 #[test]
 fn settings_of_a_folder_that_is_named() {
     let golden = Golden::read("qwen2");
@@ -111,7 +112,7 @@ fn settings_of_a_folder_that_is_named() {
     let folder = tempdir().unwrap();
     hf::save_with(&trained, folder.path(), &options(golden.folder.path())).unwrap();
     assert_eq!(settings(folder.path()), settings(golden.folder.path()));
-    // Of another model's folder only the tokens are kept.
+    // From another model's folder only the token settings are kept.
     let other = Golden::read("gpt2");
     other.set("eos_token_id", json!(11));
     let folder = tempdir().unwrap();
@@ -221,7 +222,7 @@ fn what_is_there_is_replaced_only_where_that_is_allowed(#[case] file: &str) {
     assert_eq!(fs::read(folder.path().join("LICENSE")).unwrap(), b"new");
 }
 
-/// An index may name the one file, or shards that are missing: neither removes what is saved, nor is it taken for it.
+/// If an old index names the saved file or missing shards, the saved files are neither removed nor confused with it.
 #[rstest]
 #[case("model.safetensors")]
 #[case("model-00001-of-00001.safetensors")]
@@ -255,7 +256,7 @@ fn an_index_of_other_files(
     assert_eq!(count, contents(empty.path()).len());
 }
 
-/// The settings of generation are those of the model that was there.
+/// The generation settings of the previous model are removed.
 #[test]
 fn generation_settings_of_another_model_go() {
     let folder = tempdir().unwrap();
@@ -284,7 +285,7 @@ fn an_adapter_in_the_folder() {
     );
 }
 
-/// As the snapshots of the hub's cache are: what they lead to is not the folder's to change.
+/// The hub's cache consists of links, whose targets must not be changed.
 #[cfg(unix)]
 #[rstest]
 #[case("config.json")]

@@ -1,4 +1,4 @@
-//! Scores with a soft cap: against the oracle, with every mask, packed documents and dropout.
+//! Soft-capped scores against the oracle, with every mask, packed documents and dropout.
 
 use super::judge::judge_each;
 use super::packed::{naive_there, of_lengths};
@@ -16,7 +16,7 @@ fn capped(problem: Problem, cap: f64) -> Problem {
     Problem { config, ..problem }
 }
 
-/// Caps that bind, that almost never do, and that all scores are far beyond.
+/// Caps that scores reach often, almost never, or exceed by far.
 pub fn problems(head_dim: usize) -> Vec<Problem> {
     let odd = Sizes::new((2, 4, 2), (300, 331), head_dim);
     let each = MASKS.map(|mask| capped(Problem::random(odd, mask, None, 71), 2.0));
@@ -46,7 +46,7 @@ pub fn problems(head_dim: usize) -> Vec<Problem> {
 #[rstest]
 fn over_tiles(#[values(16, 32, 64, 80, 96, 128, 256)] head_dim: usize) {
     if ![16, 80].contains(&head_dim) && !device().is_cuda() {
-        return; // the CPU has one kernel for all
+        return; // the CPU has one kernel for all head dimensions
     }
     judge_each(problems(head_dim), &DTYPES, FLASH);
 }

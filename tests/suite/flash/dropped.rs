@@ -1,4 +1,5 @@
-//! Probabilities dropped: against the oracle, whose factors are those of `ops::dropout` of a tensor of probabilities.
+//! Dropout of probabilities against the oracle, which uses the factors that `ops::dropout` gives a tensor of
+//! probabilities.
 
 use super::judge::judge_each;
 use super::packed::{naive_there, of_lengths, window};
@@ -14,7 +15,7 @@ fn dropout(probability: f64) -> Dropout {
     Dropout { probability, key }
 }
 
-/// Over several tiles, whose ends are no multiples of eight keys, in groups of heads.
+/// Several tiles with grouped heads; lengths are not multiples of eight keys.
 pub fn problems(head_dim: usize) -> Vec<Problem> {
     let odd = Sizes::new((2, 4, 2), (300, 331), head_dim);
     let each = MASKS.map(|mask| Problem::random(odd, mask, None, 61).with_dropout(dropout(0.2)));
@@ -35,7 +36,7 @@ pub fn problems(head_dim: usize) -> Vec<Problem> {
 #[rstest]
 fn over_tiles(#[values(16, 32, 64, 80, 96, 128, 256)] head_dim: usize) {
     if ![16, 80].contains(&head_dim) && !device().is_cuda() {
-        return; // the CPU has one kernel for all
+        return; // the CPU has one kernel for all head dimensions
     }
     judge_each(problems(head_dim), &DTYPES, FLASH);
 }
@@ -48,7 +49,7 @@ fn by_others(
     judge_each(problems(8), &[dtype], attend);
 }
 
-/// Another key drops others; the same one the same, whatever the run.
+/// Another key drops other elements; the same key gives the same bits in each run.
 #[test]
 fn the_key_says_which() {
     let sizes = Sizes::new((1, 2, 2), (90, 90), 16);

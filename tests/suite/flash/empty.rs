@@ -1,5 +1,5 @@
-//! Nothing to do: no batch, no heads, no queries. Out is as empty, and gradients are zero or empty. Without keys out is
-//! zeros, and so is the gradient of q.
+//! Empty attention: no batch, no heads or no queries. Out is empty, and gradients are zero or empty. Without keys, out
+//! and the gradient of q are zeros.
 
 use super::problem::{
     Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, not_on_a_gpu, tensor,
@@ -8,7 +8,7 @@ use candle_core::DType;
 use rstest::rstest;
 use tallow::attention;
 
-/// Naive attention and its reference, for which nothing sees a key.
+/// Naive attention, with the log-sum-exp -inf of queries that see no key.
 const NAIVE: Attend = |q, k, v, config| {
     let lse = tensor(
         &vec![f64::NEG_INFINITY; q.elem_count() / 24],
@@ -70,7 +70,7 @@ fn no_keys(#[values(FLASH, REFERENCE, NAIVE, NAIVE_REFERENCE)] attend: Attend) {
     }
 }
 
-/// The least there can be: out is v, lse the only score, and dv what arrives.
+/// With sizes of one, out is v, lse the only score, and dv is d_out.
 #[rstest]
 fn one_of_everything(#[values(FLASH, REFERENCE)] attend: Attend) {
     for mask in MASKS {

@@ -1,11 +1,11 @@
-//! Gradients in f64 against differences of sum(out * d_out), element by element.
+//! Gradients in f64 against finite differences of sum(out * d_out), element by element.
 
 use super::problem::{Attend, FLASH, MASKS, Problem, REFERENCE, Sizes, elements};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use tallow::no_grad;
 
-/// Over this distance a fourth-order difference is off by about 1e-12 in both ways, by its order and by rounding.
+/// With this step a fourth-order difference has errors of about 1e-12, both from truncation and from rounding.
 const STEP: f64 = 1e-3;
 
 fn objective(problem: &Problem, [q, k, v]: &[Tensor; 3], attend: Attend) -> f64 {
@@ -14,7 +14,7 @@ fn objective(problem: &Problem, [q, k, v]: &[Tensor; 3], attend: Attend) -> f64 
     terms.iter().zip(&problem.d_out).map(|(y, d)| y * d).sum()
 }
 
-/// The fourth-order difference of `f` at 0.
+/// Returns the fourth-order difference of `f` at 0.
 fn slope(f: impl Fn(f64) -> f64) -> f64 {
     (8.0 * (f(STEP) - f(-STEP)) - (f(2.0 * STEP) - f(-2.0 * STEP))) / (12.0 * STEP)
 }
@@ -62,7 +62,7 @@ fn every_element(
     }
 }
 
-/// Over more than one tile, along a random direction in each input.
+/// A random direction in each input, over more than one tile.
 #[rstest]
 fn directions_across_tiles(#[values(FLASH, REFERENCE)] attend: Attend) {
     for mask in MASKS {
@@ -97,7 +97,7 @@ fn directions_across_tiles(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// One tensor as q, k and v: its three gradients add up.
+/// One tensor used as q, k and v: its three gradients accumulate.
 #[rstest]
 fn one_tensor_three_times(#[values(FLASH, REFERENCE)] attend: Attend) {
     for mask in MASKS {

@@ -1,4 +1,4 @@
-//! Against PyTorch's results for ten shapes and masks (`fixtures/README.md`).
+//! Flash attention against PyTorch's results for ten shapes and masks (`fixtures/README.md`).
 
 use super::judge::hold_against;
 use super::oracle::Oracle;
@@ -12,7 +12,7 @@ use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
 
 struct Golden {
     tensors: HashMap<String, Tensor>,
-    /// case -> its mask and scale
+    /// The mask and scale of each case.
     settings: serde_json::Map<String, serde_json::Value>,
 }
 
@@ -98,7 +98,6 @@ fn pytorch_agrees(
     }
 }
 
-/// The oracle of the other tests is PyTorch's equal too.
 #[test]
 fn pytorch_agrees_with_the_oracle() {
     let golden = Golden::read("f64");
@@ -111,7 +110,7 @@ fn pytorch_agrees_with_the_oracle() {
     }
 }
 
-/// `flash` is `flash_with_lse` without its second result.
+/// `flash` has the bits of `flash_with_lse`'s first result.
 #[test]
 fn flash_without_lse_has_the_same_bits() {
     let alone: Attend = |q, k, v, config| {

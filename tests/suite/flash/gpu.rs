@@ -1,5 +1,5 @@
-//! On a GPU: in f32 out, lse and gradients judged as on the CPU, by f64 and naive f32; and how far what is not finite
-//! reaches.
+//! Flash attention on a GPU: out, lse and gradients in f32 against f64 and naive f32, as on the CPU; and how far values
+//! that are not finite spread.
 
 use super::judge::judge;
 use super::oracle::Oracle;
@@ -11,7 +11,7 @@ use rstest::rstest;
 use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
-/// The GPU's own kernel, on inputs that come from the CPU and results that go back there.
+/// The GPU's kernel, on inputs copied from the CPU, with results copied back.
 pub const ON_CARD: Attend = |q, k, v, config| {
     let strict: Attend = |q, k, v, config| {
         with_kernel_policy(KernelPolicy::Strict, || {
@@ -21,7 +21,7 @@ pub const ON_CARD: Attend = |q, k, v, config| {
     on(&tallow::device("cuda:0")?, strict, [q, k, v], config)
 };
 
-/// The problem with four thirds of each number, which take all of f32's digits: products of narrower ones would show.
+/// Multiplies each input by 4/3, so that values use all digits of f32 and a matmul of fewer digits would show.
 pub fn thirds(problem: Problem) -> Problem {
     let thirds = |values: &[f64]| values.iter().map(|x| 4.0 / 3.0 * x).collect();
     let wide = Problem {
@@ -34,8 +34,8 @@ pub fn thirds(problem: Problem) -> Problem {
     wide.rounded_to(DType::F32)
 }
 
-/// A NaN in one row reaches what depends on it. What the mask hides from it has the bits that it has without it, but in
-/// rows so near that a tile may hold both.
+/// A NaN in one row reaches everything that depends on it. What the mask hides from it keeps its bits, except in nearby
+/// rows that a tile may hold together with the NaN.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn what_is_not_finite_stays_near(
@@ -73,7 +73,7 @@ fn what_is_not_finite_stays_near(
     }
 }
 
-/// Heads in groups; queries without a key, tails of tiles, and more tiles than one on both sides.
+/// Grouped heads, queries that see no key, tails of tiles, and several tiles in both directions.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn in_f32(
@@ -92,8 +92,8 @@ fn in_f32(
     }
 }
 
-/// Documents and windows, and the same bits each time. (In half precision and in TF32, too, they are judged with
-/// `TALLOW_TEST_DEVICE`, and in `tf32`.)
+/// Documents and windows, with the same bits each time. (Half precision and TF32 are tested with `TALLOW_TEST_DEVICE`,
+/// and in `tf32`.)
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn packed(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
@@ -109,15 +109,15 @@ fn packed(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
     }
 }
 
-/// Scores of a hundred and more. A product as three of TF32 has 23 bits. Where scores and outputs are sums of few, f32
-/// itself hardly rounds: there the bound is the one of `judge`, twice naive's error.
+/// Scores above 100. A matmul made of three TF32 matmuls has 23 bits. Short sums hardly round in f32 itself, so their
+/// bound is that of `judge`, twice naive's error.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn wide_scores() {
     no_worse_than_naive(ON_CARD, [1.6, 2.0]);
 }
 
-/// No keys, or none of something else: zeros, minus infinity, and as many zeros for gradients as there are elements.
+/// No keys, queries, heads or batch: out is zero, lse -inf, and gradients are zeros of the right size.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 #[case::no_keys((1, 2, 3), 0)]
@@ -130,7 +130,7 @@ fn nothing_to_attend_to(
     #[case] keys: usize,
 ) {
     let gpu = crate::gpu();
-    // Views of nothing: candle has no tensor of no elements there by itself, and no gradient that begins at one.
+    // Empty views, because candle cannot create empty tensors on a GPU, nor start a backward from one.
     let cut = |length: usize| {
         let whole = tensor(&vec![1.0; 2 * 3 * 8], &[1, 2, 3, 8], dtype).to_device(&gpu);
         let cut = whole.and_then(|x| {

@@ -1,5 +1,5 @@
-//! What gets into candle's graph: nothing under `no_grad` or from plain tensors, one op for any number of tiles, and
-//! each input on its own.
+//! Tracking in candle's graph: nothing under `no_grad` or from plain tensors, one node for any number of tiles, and
+//! each input separately.
 
 use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, elements};
 use candle_core::{DType, Tensor, Var};
@@ -38,8 +38,8 @@ fn plain_tensors_are_not_tracked(#[values(FLASH, REFERENCE)] attend: Attend) {
     assert!(!out.track_op() && !lse.track_op());
 }
 
-/// One input a Var and the others plain: its gradient is the one it has among Vars. An input that is neither plain nor
-/// a Var passes its gradient on.
+/// An input that is the only Var has the gradient that it has among Vars. An intermediate tensor passes its gradient
+/// on.
 #[rstest]
 fn each_input_alone(#[values(FLASH, REFERENCE)] attend: Attend) {
     let problem = problem();
@@ -66,7 +66,7 @@ fn each_input_alone(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// A loss made of lse alone has nothing to go back to; beside out it adds nothing.
+/// The log-sum-exp has no gradient: alone it gives none, and added to the loss it changes none.
 #[rstest]
 fn lse_carries_no_gradient(#[values(FLASH, REFERENCE)] attend: Attend) {
     let problem = problem();
@@ -87,7 +87,6 @@ fn lse_carries_no_gradient(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// Backward twice from one graph gives the same twice: nothing is used up.
 #[rstest]
 fn backward_twice(#[values(FLASH, REFERENCE)] attend: Attend) {
     let problem = problem();
@@ -104,7 +103,7 @@ fn backward_twice(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// candle walks its graph by recursion: a node for each of these thousand tiles of keys would overflow the stack.
+/// candle walks its graph recursively, so a node for each of a thousand tiles of keys would overflow the stack.
 #[rstest]
 fn many_tiles_are_one_node(#[values(FLASH, REFERENCE)] attend: Attend) {
     let sizes = Sizes::new((1, 1, 1), (3, 64_000), 1);

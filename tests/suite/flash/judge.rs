@@ -1,23 +1,24 @@
-//! How far a result may be from the exact one.
+//! Bounds for errors against the exact result.
 //!
-//! A rounding in a score is an error of |score| eps in an exponent, hence a relative error of the probability; every
-//! other rounding is a relative error of a few eps. Together: relative errors of at most r = 4 eps max|score| + 8 eps
-//! in what is summed. A sum whose terms are each off by r of their size is off by at most r times the sum of their
-//! sizes, element by element, so r times [`Oracle::terms`] is the floor of what arithmetic with that eps can promise:
-//! |v| weighted by the probabilities for out (never more than max|v|), and likewise for the gradients. It is small
-//! where the terms are, and where they cancel it is what their cancellation costs any algorithm that rounds them first.
+//! A rounding of a score is an error of |score| eps in an exponent, hence a relative error of the probability. Every
+//! other rounding is a relative error of a few eps. Together, each summand has a relative error of at most r = 4 eps
+//! max|score| + 8 eps. A sum whose terms each have an error of r of their size has an error of at most r times the sum
+//! of their sizes, element by element. So r times [`Oracle::terms`] is the floor that arithmetic with that eps can
+//! guarantee: |v| weighted by the probabilities for out (never more than max|v|), and similarly for the gradients. The
+//! floor is small where the terms are small. Where they cancel, it is the error of any algorithm that rounds them
+//! first.
 //!
-//! A log-sum-exp is off by as much as its scores, which no average evens out as it does in out. Dh roundings of half an
-//! eps add up to sqrt(Dh) / 2 eps of a score's terms, by chance (Higham and Mary, "A New Approach to Probabilistic
-//! Rounding Error Analysis", 2019), and three more come from scale, sum and result; a few eps are the logarithm's.
+//! A log-sum-exp has the error of its scores, which no average reduces as it does for out. Dh roundings of half an eps
+//! add up statistically to sqrt(Dh) / 2 eps of a score's terms (Higham and Mary, "A New Approach to Probabilistic
+//! Rounding Error Analysis", 2019). Three more come from scale, sum and result, and the logarithm adds a few eps.
 //!
-//! Above the floor, f32 is judged by the error of naive f32 attention on the same inputs (out and lse: twice,
-//! gradients: three times), f32 in TF32 by that of naive attention in TF32, and half precision by the error of rounding
-//! the exact result to it (1.1 times). f64, to which the oracle is no better judge than it to the oracle, has no judge
-//! but 1e-12 in place of the few eps. All hold by norm and for the largest error.
+//! Above the floor, the allowed error of f32 is that of naive f32 attention on the same inputs (out and lse: twice,
+//! gradients: three times). TF32 is compared with naive attention in TF32 in the same way, and half precision with the
+//! error of rounding the exact result to it (1.1 times). f64, in which the oracle itself is no more accurate, has only
+//! the floor, with 1e-12 in place of the few eps. All bounds hold by norm and for the largest error.
 //!
-//! A GPU's products in half precision take probabilities and score gradients rounded to it, so there each term is off
-//! by half an eps of that precision besides ([`on_a_gpu`]).
+//! A GPU's matmuls in half precision read probabilities and score gradients rounded to it, which adds half an eps of
+//! that precision to each term ([`on_a_gpu`]).
 
 use super::oracle::Oracle;
 use super::problem::{
@@ -28,15 +29,15 @@ use std::ops::Range;
 use tallow::attention::{self, AttentionConfig};
 use tallow::ops;
 
-/// eps of the arithmetic that `dtype` is computed in, and a few of them.
+/// Returns eps of the arithmetic that `dtype` is computed in, and a few of them.
 fn eps_of(dtype: DType) -> (f64, f64) {
     match dtype {
-        DType::F64 => (2.0 * f64::EPSILON, 1e-12), // the oracle's roundings and those of what it judges
+        DType::F64 => (2.0 * f64::EPSILON, 1e-12), // the roundings of the oracle and of the tested code
         _ => (f64::from(f32::EPSILON), 8.0 * f64::from(f32::EPSILON)),
     }
 }
 
-/// What each element may be off by, whatever the judge says.
+/// Returns the floor of the error of each element.
 pub fn floors(oracle: &Oracle, head_dim: usize, (eps, few_eps): (f64, f64)) -> Results {
     let r = 4.0 * eps * oracle.largest_score + few_eps;
     let of_score = eps * ((head_dim as f64).sqrt() + 3.0) / 2.0;
@@ -51,9 +52,9 @@ pub fn floors(oracle: &Oracle, head_dim: usize, (eps, few_eps): (f64, f64)) -> R
     }
 }
 
-/// The floors of a GPU's tensor cores: what is multiplied with v, dO, k and q was rounded to half precision first.
+/// Returns the floors of a GPU's tensor cores: the factors of v, dO, k and q were rounded to half precision first.
 fn on_a_gpu(floors: Results, oracle: &Oracle, dtype: DType) -> Results {
-    let off = 2.0 * half_eps(dtype); // the rounding of a probability, and that of the score gradient made from it
+    let off = 2.0 * half_eps(dtype); // the rounding of a probability, and of the score gradient computed from it
     let add = |floors: Vec<f64>, terms: &[f64]| -> Vec<f64> {
         let both = floors.into_iter().zip(terms);
         both.map(|(floor, term)| floor + off * term).collect()
@@ -68,7 +69,7 @@ fn on_a_gpu(floors: Results, oracle: &Oracle, dtype: DType) -> Results {
     }
 }
 
-/// The most that rounding takes from a number, as a share of it.
+/// Returns the largest relative rounding error of a dtype.
 fn half_eps(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-9),
@@ -77,7 +78,7 @@ fn half_eps(dtype: DType) -> f64 {
     }
 }
 
-/// A tensor's size: its norm and its largest element.
+/// The norm of a tensor, and its largest element.
 #[derive(Clone, Copy, Debug)]
 struct Size {
     norm: f64,
@@ -88,7 +89,7 @@ fn size(values: impl Iterator<Item = f64>) -> Size {
     let (mut squares, mut largest) = (0.0, 0.0f64);
     for value in values {
         squares += value * value;
-        largest = largest.max(value.abs()); // drops a NaN, which the norm keeps
+        largest = largest.max(value.abs()); // ignores NaN, which the norm keeps
     }
     Size {
         norm: squares.sqrt(),
@@ -98,12 +99,12 @@ fn size(values: impl Iterator<Item = f64>) -> Size {
 
 fn error(found: &[f64], exact: &[f64]) -> Size {
     assert_eq!(found.len(), exact.len());
-    // Where both are -inf (the lse of a query that sees no key) nothing is off.
+    // Where both are -inf (the lse of a query that sees no key) the error is 0.
     let off = |(a, b): (&f64, &f64)| if a == b { 0.0 } else { a - b };
     size(found.iter().zip(exact).map(off))
 }
 
-/// The largest share of their bounds that errors have come to, for out, lse, dq, dk and dv.
+/// The largest error of out, lse, dq, dk and dv, as a share of its bound.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shares(pub [f64; 5]);
 
@@ -115,30 +116,30 @@ impl Shares {
     }
 }
 
-/// How many times the judge's error is allowed.
+/// The multiple of the judge's error that is allowed.
 pub struct Factors {
     out: f64,
     lse: f64,
     gradients: f64,
-    /// What rounding a result may cost it besides, where it stands out: a share of the largest.
+    /// An additional error from rounding a result, as a share of the largest element.
     rounding: Option<f64>,
 }
 
-/// Against another computation in the same dtype.
+/// Factors for a comparison with another computation in the same dtype.
 pub const OF_ANOTHER: Factors = Factors {
     out: 2.0,
     lse: 2.0,
     gradients: 3.0,
     rounding: None,
 };
-/// Against the exact results rounded to half precision; lse is f32 and its judge naive all the same.
+/// Factors for a comparison with exact results rounded to half precision; lse is f32 and is compared with naive's.
 const OF_ROUNDING: Factors = Factors {
     out: 1.1,
     lse: 2.0,
     gradients: 1.1,
     rounding: None,
 };
-/// The floor alone.
+/// Factors that allow the floor alone.
 const NOTHING: Factors = Factors {
     out: 0.0,
     lse: 0.0,
@@ -146,7 +147,7 @@ const NOTHING: Factors = Factors {
     rounding: None,
 };
 
-/// Holds `found` against `exact`: errors are at most `factors` times those of `judge`, plus the floors.
+/// Checks that errors of `found` are at most `factors` times those of `judge`, plus the floors.
 pub fn hold(
     exact: &Results,
     found: &Results,
@@ -172,7 +173,7 @@ pub fn hold(
             norm: factor * theirs.norm + floor.norm,
             largest: factor * theirs.largest + floor.largest + rounding,
         };
-        // Written so that NaN fails.
+        // Negated, so that NaN fails.
         if !(ours.norm <= bound.norm && ours.largest <= bound.largest) {
             return Err(format!(
                 "{what} is off by {ours:?}, over {bound:?}; the judge is off by {theirs:?}, the floor is {floor:?}"
@@ -185,7 +186,7 @@ pub fn hold(
     Ok(shares)
 }
 
-/// Runs `problem`, whose inputs `dtype` represents exactly, and judges the results by the oracle.
+/// Runs `problem`, whose inputs `dtype` represents exactly, and checks the results against the oracle.
 pub fn judge(
     problem: &Problem,
     oracle: &Oracle,
@@ -215,7 +216,8 @@ pub fn judge(
     }
 }
 
-/// Holds `found` against `wanted`, exact results from elsewhere; in f32 judged by `narrow`, which are from there too.
+/// Checks `found` against the exact results `wanted` of another source; in lower precision the judge is `narrow` from
+/// the same source.
 pub fn hold_against(
     problem: &Problem,
     oracle: &Oracle,
@@ -231,8 +233,8 @@ pub fn hold_against(
     }
 }
 
-/// Holds `found` against the exact results by another computation that rounds where it does, between and at the end.
-/// The last rounding of a large element is luck: it may have hit the judge's well and ours badly.
+/// Checks `found` against the exact results, with a judge that rounds in the same places. The last rounding of a large
+/// element is random: it may have been lucky for the judge only.
 #[cfg(feature = "cuda")]
 pub fn hold_against_alike(
     problem: &Problem,
@@ -254,7 +256,7 @@ pub fn hold_against_alike(
     hold(&oracle.results, found, judge, factors, &floors)
 }
 
-/// Judges `attend` on each of these problems in each of these dtypes that the device has kernels for.
+/// Checks `attend` on each of these problems, in each of these dtypes that the device has kernels for.
 pub fn judge_each(problems: impl IntoIterator<Item = Problem>, dtypes: &[DType], attend: Attend) {
     for problem in problems {
         let oracle = Oracle::of(&problem);
@@ -265,12 +267,12 @@ pub fn judge_each(problems: impl IntoIterator<Item = Problem>, dtypes: &[DType],
     }
 }
 
-/// Naive attention in `dtype`.
+/// Runs naive attention in `dtype`.
 pub fn naive(problem: &Problem, dtype: DType) -> Results {
     with_own_heads(problem, |problem| problem.run(dtype, naive_with_lse))
 }
 
-/// Runs `attend` with a head of keys for each head of queries; their gradients are added up in f64.
+/// Runs `attend` with a head of keys for each head of queries, and sums their gradients in f64.
 pub fn with_own_heads(problem: &Problem, attend: impl FnOnce(&Problem) -> Results) -> Results {
     let sizes = problem.sizes;
     let group = sizes.heads / sizes.kv_heads;
@@ -303,7 +305,7 @@ pub fn with_own_heads(problem: &Problem, attend: impl FnOnce(&Problem) -> Result
     }
 }
 
-/// Naive attention, with the log-sum-exp of its scores, which come in the inputs' dtype and are added up in f64.
+/// Naive attention with the log-sum-exp of its scores. The scores have the inputs' dtype and are summed in f64.
 pub fn naive_with_lse(
     q: &Tensor,
     k: &Tensor,

@@ -1,14 +1,15 @@
-//! Queries that see no key: out 0, lse -inf, zero gradients, to the bit and whatever they hold.
+//! Queries that see no key (blind queries): out 0, lse -inf and zero gradients, exactly, whatever their values.
 
 use super::oracle::Oracle;
 use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_gpu};
 use rstest::rstest;
 use tallow::attention::Mask;
 
-/// With `CausalEnd` the first Tq - Tk queries are blind; here within a tile, over whole tiles, and across their edges.
+/// Lengths (Tq, Tk). With `CausalEnd` the first Tq - Tk queries are blind: within a tile, over complete tiles, and
+/// across their edges.
 const LENGTHS: [(usize, usize); 5] = [(2, 1), (9, 5), (67, 3), (200, 70), (257, 1)];
 
-/// Splits rows of `width` into the blind ones and the others.
+/// Splits rows of `width` elements into those of blind queries and the others.
 fn split(x: &[f64], width: usize, queries: usize, keys: usize) -> (Vec<f64>, Vec<f64>) {
     let (mut blind, mut others) = (Vec::new(), Vec::new());
     for (row, x) in x.chunks(width).enumerate() {
@@ -33,7 +34,7 @@ fn blind_queries_get_zeros(#[values(FLASH, REFERENCE)] attend: Attend) {
             for (name, x) in [("out", &found.out), ("dq", &found.dq)] {
                 let (blind, others) = split(x, 24, queries, keys);
                 assert!(blind.iter().all(|x| *x == 0.0), "{what}: {name}");
-                // With a single key p is 1, and dq nothing but rounding.
+                // With a single key p is 1, and dq is only rounding error.
                 let alive = others.iter().any(|x| *x != 0.0) || (name == "dq" && keys == 1);
                 assert!(alive, "{what}: {name}");
             }
@@ -47,7 +48,7 @@ fn blind_queries_get_zeros(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// Keys that no query sees get zero gradients.
+/// Keys that no query sees have zero gradients.
 #[rstest]
 fn unseen_keys_get_zeros(#[values(FLASH, REFERENCE)] attend: Attend) {
     for (queries, keys) in [(1, 2), (3, 67), (70, 200)] {
@@ -67,7 +68,7 @@ fn unseen_keys_get_zeros(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// What a blind query holds, and what arrives at its out, has no say.
+/// The values of a blind query, and the gradient of its out, have no effect.
 #[rstest]
 fn blind_queries_hide_what_they_hold(#[values(FLASH, REFERENCE)] attend: Attend) {
     if not_on_a_gpu("its products are of whole tiles, with zeros where the mask hides") {
@@ -99,7 +100,7 @@ fn same_values(one: &Results, other: &Results, what: &str) {
     }
 }
 
-/// The oracle holds to the same.
+/// The oracle gives the same results.
 #[test]
 fn the_oracle_gives_blind_queries_zeros() {
     let sizes = Sizes::new((1, 1, 1), (9, 5), 3);

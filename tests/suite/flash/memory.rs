@@ -1,4 +1,4 @@
-//! What the kernel takes beside its arguments: asserted where attention with its probabilities would take gigabytes.
+//! Scratch memory of the flash kernel, at a size where materialized probabilities would need gigabytes.
 
 use crate::child;
 use tallow::attention::Mask;
@@ -9,8 +9,6 @@ use tallow::memory::tracker;
 
 const MIB: u64 = 1 << 20;
 
-/// Alone in its process, since the counts are the process's.
-///
 /// B8 T16384 D64: scores and probabilities would be 8 GiB each.
 #[test]
 fn scratch_stays_small() {
@@ -79,7 +77,7 @@ fn scratch_stays_small() {
     let delta_bytes = 4 * (batch * length) as u64;
     println!("{} KiB", (beyond - delta_bytes) / 1024);
     assert!(beyond - delta_bytes < 64 * MIB, "{beyond} bytes");
-    // What was computed is attention: some of its rows against the plain sum.
+    // The results are attention: some rows are compared with plain sums.
     for query in [0, 1, 777, length - 1] {
         let row = |x: Heads<'_, f32>, t: usize| x.data[t * head_dim..(t + 1) * head_dim].to_vec();
         let q_row = row(q, query);

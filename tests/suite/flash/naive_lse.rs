@@ -1,5 +1,5 @@
-//! The log-sum-exp that naive attention gives: against the oracle and flash attention's, in every dtype, by the kernel
-//! and by candle's own ops.
+//! The log-sum-exp of naive attention against the oracle and against flash attention's, in every dtype, by kernel and
+//! by candle's own ops.
 
 use super::judge::judge;
 use super::oracle::Oracle;
@@ -19,7 +19,7 @@ const KERNEL: Attend = |q, k, v, config| there(attention::naive_with_lse, [q, k,
 const REFERENCE: Attend =
     |q, k, v, config| with_kernel_policy(KernelPolicy::Reference, || KERNEL(q, k, v, config));
 
-/// Few matrices for the threads and many, queries that see no key, one head for several.
+/// Fewer matrices than threads and more, queries that see no key, grouped heads.
 fn problems() -> impl Iterator<Item = Problem> {
     let sizes = [
         Sizes::new((1, 1, 1), (257, 123), 24),
@@ -43,7 +43,7 @@ fn is_as_near_as_it_must_be(#[values(KERNEL, REFERENCE)] attend: Attend) {
     }
 }
 
-/// A few eps of the scores' size from flash attention's, and -inf for the same queries.
+/// It is within a few eps of flash attention's, relative to the scores, and -inf for the same queries.
 #[rstest]
 fn is_that_of_flash_attention(#[values(KERNEL, REFERENCE)] attend: Attend) {
     for problem in problems() {
@@ -64,7 +64,7 @@ fn is_that_of_flash_attention(#[values(KERNEL, REFERENCE)] attend: Attend) {
     }
 }
 
-/// Asking for it changes no other bit.
+/// Computing it changes no bit of the other results.
 #[test]
 fn costs_no_bit_of_the_others() {
     let plain: Attend = |q, k, v, config| {
@@ -99,7 +99,7 @@ fn of_no_keys_and_of_one_head_without_a_batch() {
     assert!(near(lse[0], 2.0) && near(lse[1], 3.0), "{lse:?}");
 }
 
-/// In a trace it is a composition beside the op, and a constant.
+/// In a trace it is a composed node next to the op, and is not tracked.
 #[test]
 fn is_traced() {
     if not_on_a_gpu("a trace is on no device") {

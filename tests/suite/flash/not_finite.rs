@@ -1,7 +1,6 @@
-//! A NaN or an infinity reaches what depends on it and nothing else: not the rows beside it in a tile, and nothing that
-//! the mask hides from it.
+//! A NaN or an infinity reaches only what depends on it: not its neighbours in a tile, nor what the mask hides from it.
 //!
-//! The oracle walks over visible pairs alone, so where it has NaN is where the mathematics has it.
+//! The oracle visits visible pairs only, so it has NaN exactly where the mathematics does.
 
 use super::oracle::Oracle;
 use super::problem::{
@@ -11,11 +10,11 @@ use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Mask;
 
-/// Queries and keys of more than one tile, the last ones short.
+/// Lengths (Tq, Tk) of up to several tiles, the last ones partial.
 const LENGTHS: [(usize, usize); 4] = [(7, 7), (5, 70), (70, 5), (140, 135)];
 const DIM: usize = 5;
 
-/// Why a GPU is held to less: see `gpu::what_is_not_finite_stays_near`.
+/// The reason that a GPU guarantees less: see `gpu::what_is_not_finite_stays_near`.
 const WHOLE_TILES: &str = "its products are of whole tiles, with zeros where the mask hides";
 
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +25,7 @@ enum Input {
     DOut,
 }
 
-/// The problem with one element of one row, first, middle or last, of its first head replaced.
+/// Replaces one element of the first head, in its row at the fraction `row` of the length.
 fn poisoned(problem: &Problem, input: Input, row: f64, value: f64) -> Problem {
     let mut sick = problem.clone();
     let sizes = problem.sizes;
@@ -41,7 +40,7 @@ fn poisoned(problem: &Problem, input: Input, row: f64, value: f64) -> Problem {
     sick
 }
 
-/// NaN where `wanted` has it, else what `clean` has, up to the order of additions.
+/// Checks for NaN where `wanted` has it, and elsewhere for the values of `clean`, up to the order of sums.
 fn check(found: &Results, clean: &Results, wanted: &Results, what: &str) {
     let (found, clean) = (found.named(), clean.named());
     for (i, (name, wanted)) in wanted.named().into_iter().enumerate() {
@@ -82,7 +81,7 @@ fn nan_reaches_what_depends_on_it(
     }
 }
 
-/// Every dtype, on the shape where most can go wrong.
+/// Every dtype, on the most critical shape.
 #[rstest]
 fn nan_in_every_dtype(#[values(FLASH, REFERENCE)] attend: Attend) {
     if not_on_a_gpu(WHOLE_TILES) {
@@ -100,7 +99,8 @@ fn nan_in_every_dtype(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// A NaN in a row of q: that row of out, lse and dq, and the keys it sees; in plain words, without the oracle.
+/// A NaN in a row of q reaches that row of out, lse and dq, and the keys that it sees. This test does not use the
+/// oracle.
 #[rstest]
 fn nan_in_a_query_stays_in_its_row(#[values(FLASH, REFERENCE)] attend: Attend) {
     if not_on_a_gpu(WHOLE_TILES) {
@@ -131,8 +131,8 @@ fn nan_in_a_query_stays_in_its_row(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// An infinity in k or v: queries that do not see it are as if it were not there. (What those see who do is NaN or
-/// infinite, as the sums happen to go.)
+/// An infinity in k or v has no effect on queries that do not see it. (Those that do see it become NaN or infinite,
+/// depending on the order of sums.)
 #[rstest]
 fn infinities_stay_hidden(#[values(FLASH, REFERENCE)] attend: Attend) {
     if not_on_a_gpu(WHOLE_TILES) {
@@ -175,7 +175,7 @@ fn infinities_stay_hidden(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// An infinite value that is seen shows in its own column of out, and in no other.
+/// A visible infinite value appears in its own column of out, and in no other.
 #[rstest]
 fn infinite_values_show(#[values(FLASH, REFERENCE)] attend: Attend) {
     if not_on_a_gpu(WHOLE_TILES) {
@@ -194,7 +194,7 @@ fn infinite_values_show(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// Finite inputs give finite results, however large: scores of 1e30 and more, too large for f16 to hold their inputs.
+/// Finite inputs give finite results, also with scores of 1e30 and more (f16 cannot represent such inputs).
 #[rstest]
 fn huge_scores_are_finite(
     #[values(FLASH, REFERENCE)] attend: Attend,
@@ -202,7 +202,8 @@ fn huge_scores_are_finite(
 ) {
     for mask in MASKS {
         let mut problem = Problem::random(Sizes::new((1, 2, 1), (70, 67), 24), mask, None, 10);
-        // A GPU scales and subtracts in one multiply-add, whose rounding is an exponent: scores of 1e8 there.
+        // A GPU scales and subtracts in one multiply-add, whose rounding error becomes an exponent; hence scores of 1e8
+        // there.
         let factor = if device().is_cuda() { 3e3 } else { 1e16 };
         problem.q.iter_mut().for_each(|x| *x *= factor);
         problem.k.iter_mut().for_each(|x| *x *= factor);

@@ -1,16 +1,16 @@
-//! Attention written down in f64 over plain slices, pair by pair, with nothing of this crate but the meaning of a mask:
-//! the results that all others are held against, and how large the terms are that they are sums of.
+//! Attention in f64 over plain slices, pair by pair. It uses nothing of this crate except the definition of masks. All
+//! other results are compared with it, and it also gives the sizes of the terms in each sum.
 
 use super::problem::{Problem, Results};
 
-/// The exact results, and what rounding is measured by.
+/// The exact results, and the sizes that bound rounding errors.
 #[derive(Clone, Debug)]
 pub struct Oracle {
     pub results: Results,
     /// For each element of out, dq, dk and dv: the sum of the absolute values of its terms (see [`Head::attend`]). For
-    /// lse: that of the row's score whose terms are largest.
+    /// lse: that of the row's score with the largest terms.
     pub terms: Results,
-    /// The largest |score| that goes into an exponential, times scale.
+    /// The largest |score| after the scale (and the cap) that is passed to an exponential.
     pub largest_score: f64,
 }
 
@@ -55,21 +55,21 @@ fn dot_of_sizes(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum()
 }
 
-/// `y += factor x`.
+/// Computes `y += factor x`.
 fn add(y: &mut [f64], factor: f64, x: &[f64]) {
     for (y, x) in y.iter_mut().zip(x) {
         *y += factor * x;
     }
 }
 
-/// `y += factor |x|`.
+/// Computes `y += factor |x|`.
 fn add_sizes(y: &mut [f64], factor: f64, x: &[f64]) {
     for (y, x) in y.iter_mut().zip(x) {
         *y += factor * x.abs();
     }
 }
 
-/// One query head with the key head it attends to, as places in the problem's slices.
+/// A query head with its key head, as offsets into the problem's slices.
 struct Head {
     batch: usize,
     q_start: usize,
@@ -78,15 +78,15 @@ struct Head {
 }
 
 impl Head {
-    /// Everything that one query gives: its rows of out, lse and dq, and its part of dk and dv.
+    /// Adds the results of one query: its rows of out, lse and dq, and its contributions to dk and dv.
     ///
-    /// With p = softmax(s), f what dropout multiplies it by, out = sum_j f_j p_j v_j, dp_j = f_j dO v_j, D = dO out,
-    /// ds_j = scale p_j (dp_j - D), the terms of (without dropout and cap)
+    /// With p = softmax(s) and the dropout factors f: out = sum_j f_j p_j v_j, dp_j = f_j dO v_j, D = dO out, ds_j =
+    /// scale p_j (dp_j - D). Without dropout and cap, the terms are
     ///
-    /// - out are p_j |v_j|, summed over the keys;
-    /// - dv_j are p_j |dO|, summed over the queries;
-    /// - ds_j are m_j = |scale| p_j (|dO| |v_j| + |dO| (sum_k p_k |v_k|)): all that dp_j and D are sums of;
-    /// - dq are m_j |k_j|, and of dk_j are m_j |q|.
+    /// - of out: p_j |v_j|, summed over the keys;
+    /// - of dv_j: p_j |dO|, summed over the queries;
+    /// - of ds_j: m_j = |scale| p_j (|dO| |v_j| + |dO| (sum_k p_k |v_k|)), all that dp_j and D are sums of;
+    /// - of dq: m_j |k_j|, and of dk_j: m_j |q|.
     fn attend(&self, problem: &Problem, query: usize, oracle: &mut Oracle) {
         let sizes = problem.sizes;
         let dim = sizes.head_dim;
@@ -115,7 +115,7 @@ impl Head {
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         if scores.is_empty() {
-            return; // zeros, and -inf
+            return; // out stays 0, and lse -inf
         }
         *largest_score = scores.iter().fold(*largest_score, |a, s| a.max(s.abs()));
         results.lse[self.lse_start + query] = top + sum.ln();

@@ -1,5 +1,5 @@
-//! Documents packed into one sequence, and sliding windows: against the oracle over several tiles, against the
-//! documents one by one, and what is refused.
+//! Packed documents and sliding windows: against the oracle over several tiles, against separate documents, and refused
+//! inputs.
 
 use super::judge::judge_each;
 use super::problem::{
@@ -14,7 +14,7 @@ pub fn window(keys: usize) -> Mask {
     Mask::Window(NonZeroUsize::new(keys).unwrap())
 }
 
-/// The first keys of documents of these lengths, sequence after sequence.
+/// Returns the first keys of documents of these lengths, one list per sequence.
 pub fn of_lengths(lengths: &[&[usize]]) -> Vec<u32> {
     let lengths: Vec<Vec<usize>> = lengths.iter().map(|lengths| lengths.to_vec()).collect();
     let first_keys = FirstKeys::of_lengths(&lengths).unwrap();
@@ -26,8 +26,7 @@ pub fn of_lengths(lengths: &[&[usize]]) -> Vec<u32> {
         .unwrap()
 }
 
-/// Documents that end within tiles, at their ends, and that are whole tiles; with windows, and with all keys after the
-/// first of a document.
+/// Documents that end within tiles or at their ends, or fill complete tiles; with windows, and with causal masks.
 pub fn problems(head_dim: usize) -> Vec<Problem> {
     let square = Sizes::new((2, 4, 2), (700, 700), head_dim);
     let documents: [&[&[usize]]; 3] = [
@@ -42,7 +41,7 @@ pub fn problems(head_dim: usize) -> Vec<Problem> {
     });
     let windows = [1, 64, 200, 699, 5_000_000_000]
         .map(|keys| Problem::random(square, window(keys), None, 52));
-    // Queries that see nothing, and keys that nobody sees, over whole tiles.
+    // Over complete tiles, queries that see no key and keys that no query sees.
     let uneven = Sizes::new((1, 2, 1), (500, 600), head_dim);
     let late: Vec<u32> = (0..500).map(|i| if i < 300 { 0 } else { 550 }).collect();
     let beyond: Vec<u32> = (0..500)
@@ -62,7 +61,7 @@ pub fn problems(head_dim: usize) -> Vec<Problem> {
 #[rstest]
 fn over_tiles(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
     if head_dim > 64 && !device().is_cuda() {
-        return; // the CPU has one kernel for all
+        return; // the CPU has one kernel for all head dimensions
     }
     judge_each(problems(head_dim), &DTYPES, FLASH);
 }
@@ -80,8 +79,8 @@ fn by_others(
     judge_each(problems, &[dtype], attend);
 }
 
-/// Naive attention over several blocks of queries, and with other numbers of heads of q than of k and v, which cut
-/// their queries into other chunks forward and backward.
+/// Naive attention over several blocks of queries. With grouped heads, forward and backward split the queries into
+/// different blocks.
 #[test]
 fn naive_over_blocks() {
     let documents = Sizes::new((1, 16, 4), (1024, 1024), 24);
@@ -116,7 +115,7 @@ fn naive_reference(
     Ok((on(&device(), reference, [q, k, v], config)?.0, lse))
 }
 
-/// Each document has what it has alone: naive attention to the bit, whose rows are sums of their own.
+/// Each document has the results that it has alone.
 #[rstest]
 fn documents_one_by_one(#[values(FLASH, REFERENCE, naive_there)] attend: Attend) {
     let lengths = [30, 1, 90, 59];
@@ -155,7 +154,7 @@ fn documents_one_by_one(#[values(FLASH, REFERENCE, naive_there)] attend: Attend)
     }
 }
 
-/// What a document holds has no say in another, whatever it is.
+/// Values in a document have no effect on other documents, whatever they are.
 #[rstest]
 fn what_is_not_finite_stays_in_its_document(#[values(FLASH, REFERENCE)] attend: Attend) {
     if super::problem::not_on_a_gpu(
@@ -202,7 +201,7 @@ fn the_same_bits_on_any_number_of_threads() {
     assert!(runs[0] == runs[1] && runs[0] == runs[2]);
 }
 
-/// Only where there is something of them to be seen: documents of one sequence are as no first keys.
+/// One document per sequence has the bits of attention without first keys.
 #[test]
 fn one_document_is_no_first_keys() {
     let sizes = Sizes::new((2, 2, 1), (130, 130), 16);

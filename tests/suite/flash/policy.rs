@@ -1,5 +1,5 @@
-//! Which path flash takes: on the CPU the kernel, in every dtype, on a GPU in all but f64, and the reference where it
-//! is asked for.
+//! Kernel policies of flash attention: the CPU has a kernel for every dtype, a GPU for all except f64, and the
+//! reference runs on request.
 
 use super::judge::judge;
 use super::oracle::Oracle;
@@ -44,7 +44,7 @@ fn the_reference_is_taken_where_asked_for() {
     }
 }
 
-/// Kernel and reference of one problem are both as near to the oracle as they must be, in every dtype.
+/// Kernel and reference are both within the bounds of the oracle, in every dtype.
 #[test]
 fn kernel_and_reference_agree() {
     for problem in problems() {

@@ -1,4 +1,4 @@
-//! An attention with its inputs in f64, and running it in any dtype.
+//! An attention problem with inputs in f64, which runs in any dtype.
 
 pub use crate::check::elements;
 use candle_core::{DType, Device, Tensor, Var};
@@ -19,29 +19,29 @@ pub const MASKS: [Mask; 4] = [
 ];
 pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
-/// Those that the device has kernels for.
+/// Returns the dtypes that the device has kernels for.
 pub fn dtypes_with_kernels() -> impl Iterator<Item = DType> {
     let cuda = device().is_cuda();
     let has_kernel = move |dtype: &DType| !cuda || *dtype != DType::F64;
     DTYPES.into_iter().filter(has_kernel)
 }
 
-/// Something to test: (q, k, v, config) to (out, lse).
+/// A tested function: (q, k, v, config) to (out, lse).
 pub type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<(Tensor, Tensor)>;
 
-/// The kernel, wherever there is one.
+/// The kernel where there is one, otherwise the reference.
 pub const FLASH: Attend = |q, k, v, config| there(attention::flash_with_lse, [q, k, v], config);
 pub const REFERENCE: Attend =
     |q, k, v, config| there(attention::reference::flash, [q, k, v], config);
 
-/// The device that attention runs on (see the head of `flash.rs`).
+/// Returns the device that attention runs on (see `flash.rs`).
 pub fn device() -> Device {
     let name = std::env::var("TALLOW_TEST_DEVICE");
     let name = name.as_deref().unwrap_or("cpu");
     tallow::device(name).unwrap_or_else(|error| panic!("TALLOW_TEST_DEVICE={name}: {error}"))
 }
 
-/// Whether attention runs on a GPU, of which `why` says why a test means nothing there.
+/// Returns whether attention runs on a GPU, and if so prints why the test is skipped there.
 pub fn not_on_a_gpu(why: &str) -> bool {
     let on_a_gpu = device().is_cuda();
     if on_a_gpu {
@@ -59,7 +59,7 @@ pub fn there(
     on(&device(), attend, operands, config)
 }
 
-/// Runs `attend` on a device, on inputs that come from the CPU, lying as they do there, and results that go back to it.
+/// Runs `attend` on a device. Inputs are copied from the CPU with their strides, and results are copied back.
 pub fn on(
     device: &Device,
     attend: Attend,
@@ -82,7 +82,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// (B, H, Hkv) and (Tq, Tk) and Dh.
+    /// Creates sizes from (B, H, Hkv), (Tq, Tk) and Dh.
     pub fn new(heads: (usize, usize, usize), lengths: (usize, usize), head_dim: usize) -> Self {
         Self {
             batch: heads.0,
@@ -94,17 +94,17 @@ impl Sizes {
         }
     }
 
-    /// (B, H, Tq, Dh): q, out and their gradients.
+    /// The shape of q, out and their gradients: (B, H, Tq, Dh).
     pub fn q_shape(&self) -> [usize; 4] {
         [self.batch, self.heads, self.queries, self.head_dim]
     }
 
-    /// (B, Hkv, Tk, Dh): k, v and their gradients.
+    /// The shape of k, v and their gradients: (B, Hkv, Tk, Dh).
     pub fn k_shape(&self) -> [usize; 4] {
         [self.batch, self.kv_heads, self.keys, self.head_dim]
     }
 
-    /// (B, H, Tq).
+    /// The shape of lse: (B, H, Tq).
     pub fn lse_shape(&self) -> [usize; 3] {
         [self.batch, self.heads, self.queries]
     }
@@ -114,18 +114,18 @@ impl Sizes {
 pub struct Problem {
     pub sizes: Sizes,
     pub config: AttentionConfig,
-    /// Those of the configuration, (B, Tq), or nothing.
+    /// The configuration's first keys, (B, Tq), or empty.
     pub first_keys: Vec<u32>,
-    /// What probabilities are multiplied by where some are dropped, (B, H, Tq, Tk), or nothing.
+    /// The dropout factors of the probabilities, (B, H, Tq, Tk), or empty.
     pub factors: Vec<f64>,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
-    /// The gradient that arrives at out.
+    /// The gradient of out.
     pub d_out: Vec<f64>,
 }
 
-/// What attention gives, widened to f64.
+/// The results of attention, converted to f64.
 #[derive(Clone, Debug, Default)]
 pub struct Results {
     pub out: Vec<f64>,
@@ -146,7 +146,7 @@ impl Results {
         ]
     }
 
-    /// Every element's bits, so that NaN equals NaN and 0 does not equal -0.
+    /// Returns every element's bits, so that NaN equals NaN and 0 differs from -0.
     pub fn bits(&self) -> [Vec<u64>; 5] {
         let bits = |(_, values): (_, &[f64])| values.iter().map(|x| x.to_bits()).collect();
         self.named().map(bits)
@@ -154,7 +154,7 @@ impl Results {
 }
 
 impl Problem {
-    /// Standard normal inputs that every dtype with at least bf16's digits and range represents exactly.
+    /// Returns a problem with standard normal inputs that every dtype from bf16 on represents exactly.
     pub fn random(sizes: Sizes, mask: Mask, scale: Option<f64>, seed: u64) -> Self {
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let mut normal = |shape: [usize; 4]| normal(shape.iter().product(), &mut random);
@@ -175,7 +175,7 @@ impl Problem {
         problem.rounded_to(DType::BF16)
     }
 
-    /// The same with first keys (B, Tq).
+    /// Sets first keys (B, Tq).
     pub fn with_first_keys(self, first_keys: Vec<u32>) -> Self {
         let shape = (self.sizes.batch, self.sizes.queries);
         let tensor = Tensor::from_slice(&first_keys, shape, &Device::Cpu).expect("a tensor");
@@ -190,7 +190,7 @@ impl Problem {
         }
     }
 
-    /// The same with dropout: that of a tensor of probabilities.
+    /// Sets dropout, with the factors that it gives a tensor of probabilities.
     pub fn with_dropout(self, dropout: Dropout) -> Self {
         let Sizes { queries, keys, .. } = self.sizes;
         let shape = (self.sizes.batch * self.sizes.heads, queries, keys);
@@ -205,14 +205,14 @@ impl Problem {
         }
     }
 
-    /// What the probability of a query of matrix `head` (of B H) for a key is multiplied by.
+    /// Returns the dropout factor of a probability, for matrix `head` of B H.
     pub fn factor(&self, head: usize, query: usize, key: usize) -> f64 {
         let Sizes { queries, keys, .. } = self.sizes;
         let factor = self.factors.get((head * queries + query) * keys + key);
         factor.copied().unwrap_or(1.0)
     }
 
-    /// The keys that a query of sequence `batch` sees.
+    /// Returns the keys that a query of sequence `batch` sees.
     pub fn visible(&self, batch: usize, query: usize) -> Range<usize> {
         let Sizes { queries, keys, .. } = self.sizes;
         let seen = self.config.mask.visible(query, queries, keys);
@@ -221,7 +221,7 @@ impl Problem {
         seen.start.max(first).min(seen.end)..seen.end
     }
 
-    /// The same problem with inputs that `dtype` represents exactly.
+    /// Rounds the inputs to values that `dtype` represents exactly.
     pub fn rounded_to(&self, dtype: DType) -> Self {
         let round = |values: &[f64]| rounded(values, dtype);
         Self {
@@ -233,7 +233,7 @@ impl Problem {
         }
     }
 
-    /// (q, k, v) in `dtype`.
+    /// Returns (q, k, v) in `dtype`.
     pub fn operands(&self, dtype: DType) -> [Tensor; 3] {
         let (q_shape, k_shape) = (self.sizes.q_shape(), self.sizes.k_shape());
         [
@@ -247,7 +247,7 @@ impl Problem {
         tensor(&self.d_out, &self.sizes.q_shape(), dtype)
     }
 
-    /// Forward and backward in `dtype`; shapes and dtypes of all that comes out are checked on the way.
+    /// Runs forward and backward in `dtype`, and checks the shapes and dtypes of all results.
     pub fn run(&self, dtype: DType, attend: Attend) -> Results {
         let [q, k, v] = self
             .operands(dtype)

@@ -1,4 +1,4 @@
-//! Drawn cases against the oracle (see the head of `flash.rs` for how many, and how to have more).
+//! Random cases against the oracle (see `flash.rs` for their number and seed).
 
 use super::judge::{Shares, judge};
 use super::oracle::Oracle;
@@ -14,25 +14,24 @@ use std::cell::Cell;
 use std::num::NonZeroUsize;
 use tallow::attention::{AttentionConfig, Mask};
 
-/// What is special about the inputs beside their spread.
+/// A special feature of the inputs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Oddity {
     Nothing,
-    /// Every other key and value is a copy of its neighbour, and so is every other query.
+    /// Every other query, key and value is a copy of its predecessor.
     Duplicates,
-    /// All keys are one key: every probability is the same, and dq is 0 but for rounding.
+    /// All keys are equal: every probability is the same, and dq is only rounding error.
     EqualKeys,
-    /// All values are one value: out is that value, dq and dk are 0 but for rounding.
+    /// All values are equal: out is that value, and dq and dk are only rounding errors.
     EqualValues,
-    /// One query whose scores go up to 1e4, or as far as f16 lets them.
+    /// One query has scores up to 1e4, or as large as f16 allows.
     HugeQuery,
-    /// One key like that: where it is seen, it takes all or nothing.
+    /// One key has such scores: where it is seen, its probability is 0 or 1.
     HugeKey,
-    /// One value a thousand times the others.
+    /// One value is a thousand times the others.
     HugeValue,
-    /// A query, a key and a value of zeros.
+    /// A query, a key and a value are zero.
     Zeros,
-    /// Everything zero.
     AllZeros,
 }
 
@@ -57,17 +56,17 @@ struct Case {
     keys: usize,
     head_dim: usize,
     mask: Mask,
-    /// How many documents there are in a sequence, about.
+    /// About the number of documents in a sequence.
     documents: usize,
     scale: Option<f64>,
-    /// About how far scores go.
+    /// About the largest score.
     largest_score: f64,
     oddity: Oddity,
     by_reference: bool,
     seed: u64,
 }
 
-/// Multiply-adds of a matrix product that a case may have, so that none takes long: beyond it, heads are left out.
+/// The most multiply-adds of a matmul in a case; larger cases have fewer heads, to limit the time.
 const LARGEST_CASE: usize = 2_000_000;
 
 fn cases() -> impl Strategy<Value = Case> {
@@ -130,7 +129,7 @@ fn cases() -> impl Strategy<Value = Case> {
         )
 }
 
-/// The largest finite f16 is 65504; inputs and gradients stay below this.
+/// The limit of inputs and gradients, below the largest finite f16, 65504.
 const ROOM_IN_F16: f64 = 3e4;
 
 fn scale_by(values: &mut [f64], factor: f64) {
@@ -138,7 +137,7 @@ fn scale_by(values: &mut [f64], factor: f64) {
 }
 
 impl Case {
-    /// The case's inputs, as `dtype` represents them.
+    /// Returns the case's inputs, rounded to `dtype`.
     fn problem(&self, dtype: DType) -> Problem {
         let heads = (self.batch, self.kv_heads * self.group, self.kv_heads);
         let sizes = Sizes::new(heads, (self.queries, self.keys), self.head_dim);
@@ -163,7 +162,7 @@ impl Case {
         if self.documents > 1 {
             problem = problem.with_first_keys(self.first_keys());
         }
-        // A score is a sum of Dh products, and the largest of some thousand lies at about 3.5 standard deviations.
+        // A score is a sum of Dh products, and the largest of some thousand is at about 3.5 standard deviations.
         if scale > 0.0 {
             let deviation = 3.5 * scale * (self.head_dim as f64).sqrt();
             let spread = (self.largest_score / deviation).sqrt();
@@ -180,7 +179,8 @@ impl Case {
         problem.rounded_to(dtype)
     }
 
-    /// Drawn: of documents that begin anywhere, some of them after keys that nobody sees, and beyond all keys.
+    /// Returns random first keys: documents that begin anywhere, some after keys that no query sees, some beyond all
+    /// keys.
     fn first_keys(&self) -> Vec<u32> {
         let mut random = ChaCha8Rng::seed_from_u64(!self.seed);
         let mut drawn = |below: usize| random.random_range(0..=below);
@@ -203,7 +203,6 @@ impl Case {
     fn make_odd(&self, problem: &mut Problem) {
         let Problem { q, k, v, .. } = problem;
         let dim = self.head_dim;
-        // A row somewhere in the middle.
         let row = |x: &[f64]| {
             let rows = x.len() / dim;
             let row = self.seed as usize % rows;
@@ -257,13 +256,13 @@ impl Case {
     }
 }
 
-/// A number from the environment.
+/// Returns a number from the environment.
 fn setting(name: &str, default: u64) -> u64 {
     let parse = |text: String| text.parse().unwrap_or_else(|_| panic!("{name}={text}"));
     std::env::var(name).map_or(default, parse)
 }
 
-/// All dtypes together come to the number that was asked for; f32, which has the finest judge, gets half of it.
+/// All dtypes together run the requested number of cases. f32, which has the tightest bounds, runs half of them.
 #[rstest]
 #[case::f32(DType::F32, 50)]
 #[case::f16(DType::F16, 20)]
@@ -273,7 +272,7 @@ fn drawn_cases(#[case] dtype: DType, #[case] percent: u64) {
     let cases_wanted = (setting("TALLOW_PROPTEST_CASES", 600) * percent).div_ceil(100);
     let mut runner = TestRunner::new(ProptestConfig {
         cases: u32::try_from(cases_wanted).expect("as many cases as a u32 counts"),
-        // The same cases every time: a test that fails now and then teaches little.
+        // The same cases each time, because a test that fails at random is hard to reproduce.
         rng_seed: RngSeed::Fixed(setting("TALLOW_PROPTEST_SEED", 20_230_717)),
         failure_persistence: None,
         max_shrink_iters: 300,

@@ -1,4 +1,4 @@
-//! Bad input: each error names the op, what it wanted and what came, under every policy.
+//! Invalid input: each error names the op, what it expected and what it got, under every policy.
 
 use super::problem::{Attend, FLASH, REFERENCE, tensor};
 use candle_core::{DType, Tensor};
@@ -17,7 +17,7 @@ fn x(dims: &[usize], dtype: DType) -> Tensor {
     tensor(&vec![1.0; dims.iter().product()], dims, dtype)
 }
 
-/// The error is `kind`, and its text has every one of `parts`.
+/// Checks that the error is of this kind and contains all `parts`.
 fn refused(kind: fn(&Error) -> bool, parts: &[&str], [q, k, v]: [&Tensor; 3]) {
     for policy in POLICIES {
         for attend in [FLASH, REFERENCE] {
@@ -65,14 +65,12 @@ fn shapes_that_do_not_fit() {
             "same head dimension",
         ],
     );
-    // k and v with different heads.
     shape(
         &[1, 2, 3, 4],
         &good,
         &[1, 1, 5, 4],
         &[wanted, "v [1, 1, 5, 4]"],
     );
-    // Another batch.
     let batch = "dimensions before the heads must be the same";
     shape(
         &[2, 2, 3, 4],
@@ -93,7 +91,6 @@ fn shapes_that_do_not_fit() {
         &[wanted, "q [3, 1, 2, 5, 4]"],
     );
     shape(&[5, 4], &[1, 5, 4], &[1, 5, 4], &[wanted, "q [5, 4]"]);
-    // Too few dimensions.
     shape(&[4], &[5, 4], &[5, 4], &[wanted, "q [4]", "two dimensions"]);
     shape(&[5, 4], &[5, 4], &[4], &[wanted, "v [4]", "two dimensions"]);
     shape(&[], &[], &[], &[wanted, "q []"]);
@@ -135,7 +132,7 @@ fn head_dimensions_without_a_kernel(
     shape(&q, &[1, 2, 5, head_dim], &[1, 2, 5, value_dim], &parts);
 }
 
-/// The limit itself is taken.
+/// The limit itself is accepted.
 #[rstest]
 fn the_largest_head_dimension(#[values(FLASH, REFERENCE)] attend: Attend) {
     let (q, k) = (

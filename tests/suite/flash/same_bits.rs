@@ -1,11 +1,11 @@
-//! The same bits for any number of threads, and every time.
+//! Results have the same bits with any number of threads and in each repetition.
 
 use super::problem::{DTYPES, FLASH, MASKS, Problem, Sizes};
 use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Mask;
 
-/// Threads by tiles, heads and groups: more of each than threads, and fewer.
+/// Work split by tiles, heads and groups, with more of each than threads and fewer.
 fn problems() -> Vec<Problem> {
     let mut problems = Vec::new();
     for (heads, lengths, head_dim) in [
@@ -42,7 +42,7 @@ fn threads_do_not_change_a_bit(
     }
 }
 
-/// A hundred times, on two threads that race each other anew every time.
+/// A hundred repetitions on two threads whose timing varies.
 #[test]
 fn repeats_do_not_change_a_bit() {
     let sizes = Sizes::new((1, 4, 2), (133, 130), 24);

@@ -1,4 +1,4 @@
-//! However q, k and v lie in memory, the results have the bits that they have for contiguous copies.
+//! With any strides of q, k and v, the results have the bits of contiguous copies.
 
 use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, elements, tensor};
 use candle_core::{DType, Tensor, Var};
@@ -7,12 +7,12 @@ use tallow::attention::{AttentionConfig, Mask};
 
 const NAN: f64 = f64::NAN;
 
-/// Tensors that hold q, k and v somewhere, and how to look at them.
+/// A way to store q, k and v in larger tensors, and the view that reads them.
 struct Layout {
     name: &'static str,
-    /// From x (B, H, T, D) to what lies in memory; what lies beside x is NaN, so that reading it shows.
+    /// Returns the stored tensor for x (B, H, T, D). Elements outside x are NaN, so that reading them shows.
     store: fn(&Tensor) -> candle_core::Result<Tensor>,
-    /// Back to x, without a copy.
+    /// Returns x as a view, without a copy.
     view: fn(&Tensor) -> candle_core::Result<Tensor>,
 }
 
@@ -67,7 +67,7 @@ const LAYOUTS: [Layout; 6] = [
     },
 ];
 
-/// Bits of out, lse and the gradients of the three bases, with the views as they are or copied first.
+/// Returns the bits of out, lse and the gradients of the three bases, with views or with copies of them.
 fn run(
     bases: &[Var; 3],
     view: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
@@ -125,7 +125,7 @@ fn any_strides(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// d_out comes as candle's graph makes it: here transposed, and one number for all.
+/// d_out has any strides of candle's graph: here transposed, and expanded from one number.
 #[rstest]
 fn any_strides_of_d_out(#[values(FLASH, REFERENCE)] attend: Attend) {
     let problem = Problem::random(Sizes::new((2, 4, 2), (70, 67), 24), Mask::Causal, None, 42);
@@ -150,8 +150,8 @@ fn any_strides_of_d_out(#[values(FLASH, REFERENCE)] attend: Attend) {
     }
 }
 
-/// One head of k and v, repeated by a stride of zero; one query for the whole batch. The op sums the gradients of what
-/// is repeated in f32, where candle, which does it for the reference, sums in the operands' dtype.
+/// One head of q, k and v, expanded over batch and heads with strides of 0. The op sums their gradients in f32. The
+/// reference leaves that to candle, which sums in the operands' dtype.
 #[rstest]
 #[case::op(FLASH, true)]
 #[case::reference(REFERENCE, false)]
@@ -179,7 +179,7 @@ fn expanded_inputs(#[case] attend: Attend, #[case] sums_in_f32: bool) {
     }
 }
 
-/// Two, three and five dimensions mean the same as four.
+/// Inputs of two, three and five dimensions give the results of four.
 #[rstest]
 fn any_leading_dimensions(#[values(FLASH, REFERENCE)] attend: Attend) {
     let sizes = Sizes::new((2, 4, 2), (5, 9), 24);
@@ -195,7 +195,7 @@ fn any_leading_dimensions(#[values(FLASH, REFERENCE)] attend: Attend) {
     assert_eq!(elements(&out5), elements(&out));
     assert_eq!(elements(&lse5), elements(&lse));
 
-    // Fewer heads may be cut into other tiles: near, not equal.
+    // Fewer heads may be split into other tiles: results are close, not equal.
     let near = |a: &Tensor, b: &Tensor| {
         let pairs = elements(a).into_iter().zip(elements(b));
         assert_eq!(a.dims(), b.dims());

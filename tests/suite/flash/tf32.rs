@@ -1,4 +1,5 @@
-//! On a GPU in TF32: judged by f64 and naive attention in TF32, to the bit the same again, and apart from f32.
+//! Flash attention on a GPU in TF32: against f64 and naive attention in TF32, with reproducible bits, which differ from
+//! f32's.
 
 use super::gpu::{ON_CARD, thirds};
 use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
@@ -12,7 +13,7 @@ use tallow::attention::Mask;
 use tallow::hardware::{set_tf32, tf32};
 use tallow::ops::{matmul, matmul_transposed};
 
-/// x, each element the nearest of 11 significant bits, of ties the one away from zero.
+/// Rounds each element to TF32 (11 significant bits); ties are rounded away from zero.
 fn to_tf32(x: &Tensor) -> Tensor {
     let rounded = |x: f32| f32::from_bits((x.to_bits() + 0x1000) & 0xffff_e000);
     let values: Vec<f32> = x.flatten_all().and_then(|x| x.to_vec1()).unwrap();
@@ -20,8 +21,8 @@ fn to_tf32(x: &Tensor) -> Tensor {
     Tensor::from_vec(values, x.dims(), &Device::Cpu).unwrap()
 }
 
-/// Naive attention as it is written down, in f32, the factors of each product rounded to TF32. (A library's products in
-/// TF32 are exact where that suits the sizes.)
+/// Naive attention in f32, with the factors of each matmul rounded to TF32. (A library's TF32 matmuls are computed
+/// exactly for some sizes.)
 fn naive_in_tf32(problem: &Problem) -> Results {
     let sizes = problem.sizes;
     let scale = problem.config.scale_for(sizes.head_dim);
@@ -78,7 +79,7 @@ fn naive_in_tf32(problem: &Problem) -> Results {
     }
 }
 
-/// A judge that were further off would allow more than TF32 does.
+/// The judge's error has the size of TF32's eps; a larger one would allow too much.
 #[test]
 fn the_judge_is_off_by_tf32s_eps() {
     let sizes = Sizes::new((2, 4, 2), (70, 33), 64);
@@ -92,8 +93,8 @@ fn the_judge_is_off_by_tf32s_eps() {
     }
 }
 
-/// Runs and judges `problem`. A single key has P = 1 and dS = 0, which naive attention gets exactly while delta is not
-/// dP but for rounding: there the floor is what TF32's own eps promises.
+/// Runs `problem` and checks it. With a single key P = 1 and dS = 0, which naive attention computes exactly, while
+/// delta and dP differ by rounding. So the floor uses TF32's own eps there.
 fn judge(problem: &Problem, narrow: &Results) -> Result<Shares, String> {
     let oracle = Oracle::of(problem);
     let queries =
@@ -108,7 +109,7 @@ fn judge(problem: &Problem, narrow: &Results) -> Result<Shares, String> {
     hold(&oracle.results, &found, narrow, OF_ANOTHER, &floors)
 }
 
-/// Heads in groups; queries without a key, tails of tiles, and more tiles than one on both sides.
+/// Grouped heads, queries that see no key, tails of tiles, and several tiles in both directions.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn judged() {
@@ -152,7 +153,7 @@ fn over_tiles() {
     }
 }
 
-/// Against naive attention whose products are candle's on the GPU, of sizes that all have tensor cores for.
+/// Against naive attention by candle's matmuls on the GPU, with sizes that all suit tensor cores.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn judged_by_the_gpus_own() {
@@ -175,8 +176,8 @@ fn judged_by_the_gpus_own() {
     }
 }
 
-/// The same bits each time in either arithmetic; and backward is of the arithmetic of its forward, whatever the switch
-/// says by then.
+/// Each arithmetic gives the same bits each time. Backward uses its forward's arithmetic, even if the switch has
+/// changed.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn switched() {

@@ -1,6 +1,6 @@
-//! Scores of a hundred and more, whose log-sum-exp has lost digits that probabilities need: f32 against the exact
-//! results by naive f32's own error, without a floor. Errors are added up over many problems, so that no single one's
-//! luck decides.
+//! Scores above 100, where the log-sum-exp has lost digits that probabilities need. f32 is compared with the exact
+//! results and with naive f32's own error, without a floor. Errors are summed over many problems, so that no single one
+//! decides.
 
 use super::judge;
 use super::oracle::Oracle;
@@ -9,8 +9,8 @@ use candle_core::DType;
 use rstest::rstest;
 use tallow::attention::Mask;
 
-/// Sums of the squared errors of out, dq, dk and dv, relative to the terms that they are sums of: a result that nearly
-/// cancels, and weighs by its own size, would decide over all others.
+/// Sums of the squared errors of out, dq, dk and dv, relative to the sizes of their terms. Relative to its own size, a
+/// result that nearly cancels would dominate all others.
 type Errors = [f64; 4];
 
 fn add(errors: &mut Errors, found: &Results, oracle: &Oracle) {
@@ -27,11 +27,12 @@ fn add(errors: &mut Errors, found: &Results, oracle: &Oracle) {
     }
 }
 
-/// Asserts errors by norm of at most `allowed` times naive's: with 64 keys, and with at most 6 keys and heads of 8.
+/// Checks that errors by norm are at most `allowed` times naive's: with 64 keys, and with at most 6 keys and a head
+/// dimension of 8.
 pub fn no_worse_than_naive(attend: Attend, allowed: [f64; 2]) {
     let many = Sizes::new((1, 2, 2), (64, 64), 32);
     let few = Sizes::new((4, 1, 1), (3, 6), 8);
-    // Where d_out is the same everywhere, what backward subtracts from is large, and differences are small.
+    // With a constant d_out, backward subtracts large numbers and the differences are small.
     let cases = [
         (many, 40.0, 16, false, allowed[0]),
         (few, 25.0, 64, false, allowed[1]),
@@ -42,7 +43,7 @@ pub fn no_worse_than_naive(attend: Attend, allowed: [f64; 2]) {
             let (mut of_attend, mut of_naive) = (Errors::default(), Errors::default());
             for seed in 0..problems {
                 let mut problem = Problem::random(sizes, mask, None, 300 + seed);
-                problem.q.iter_mut().for_each(|x| *x *= spread / 3.0); // takes all of f32's digits
+                problem.q.iter_mut().for_each(|x| *x *= spread / 3.0); // uses all digits of f32
                 if ones {
                     problem.d_out.fill(1.0);
                     problem.v.iter_mut().for_each(|x| *x *= 5.0);
@@ -71,8 +72,8 @@ fn as_exact_as_naive(#[values(FLASH, REFERENCE)] attend: Attend) {
     no_worse_than_naive(attend, [1.6; 2]);
 }
 
-/// Where one key takes all of a query's probability, what backward subtracts from its dP is its dP to the bit: nothing
-/// but the other keys' share of dq is left.
+/// If one key has the whole probability of a query, backward subtracts from its dP exactly that dP. Only the other
+/// keys' share of dq remains.
 #[test]
 fn one_key_takes_all() {
     if not_on_a_gpu("a GPU adds the two up in different orders") {

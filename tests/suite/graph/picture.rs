@@ -1,6 +1,6 @@
 //! A graph as a picture for Graphviz, and as a table.
 
-use super::{config, hollow_ids, hollow_model, in_precision};
+use super::{config, in_precision, meta_ids, meta_model};
 use candle_core::DType;
 use rstest::rstest;
 use std::collections::HashSet;
@@ -13,7 +13,7 @@ use tallow::{ops, profile};
 
 fn of_model(attention: Algorithm, half: Option<DType>, checkpointing: Checkpointing) -> Graph {
     let config = config(attention, checkpointing);
-    let (model, [x, y]) = (hollow_model(&config), hollow_ids(3, 5));
+    let (model, [x, y]) = (meta_model(&config), meta_ids(3, 5));
     graph::trace(Target::Cpu, || in_precision(half, || model.loss(&x, &y))).unwrap()
 }
 
@@ -56,7 +56,7 @@ fn a_small_graph_in_full() {
     assert_eq!(graph.to_dot(), wanted);
 }
 
-/// The text without what stands between quotes.
+/// Returns the text without its quoted parts.
 fn unquoted(text: &str) -> String {
     text.split('"').step_by(2).collect()
 }
@@ -94,7 +94,7 @@ fn all_of_a_model_is_drawn_once(
     assert_eq!(drawn.len(), graph.nodes().count() + outside.count());
     let operands = graph
         .nodes()
-        .map(|node| node.inputs.len() + node.reads.len());
+        .map(|node| node.inputs.len() + node.extra_inputs.len());
     assert_eq!(arrows.len(), operands.sum::<usize>());
     for arrow in arrows {
         let ends: Vec<&str> = arrow.split([' ', ';']).step_by(2).take(2).collect();
@@ -126,7 +126,7 @@ fn the_table_has_every_node_with_its_cost() {
         .rows
         .iter()
         .find(|row| row.get("op").unwrap() == "attention::flash");
-    // lse in f32, (1, B, H, T), and what rounding took from the output in bf16, (B, H, T, Dh).
+    // lse in f32, (1, B, H, T), and the rounding error of the output in bf16, (B, H, T, Dh).
     let kept_bytes = 3 * 2 * 5 * (4 + 2 * 8);
     assert_eq!(
         flash.unwrap().get("kept_bytes").unwrap(),

@@ -1,4 +1,4 @@
-//! What checkpointing leaves: predicted, measured, and recommended.
+//! Memory under checkpointing: estimated, measured, and recommended.
 
 use super::precisions::wrong_of;
 use super::{MODES, config};
@@ -10,10 +10,10 @@ use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::precision::{Precision, Regime};
 
-/// All but `none`, which other tests measure.
+/// All strategies except `none`, which other tests measure.
 const STRATEGIES: [&str; 4] = ["block", "every-2", "every-3", "sqrt"];
 
-/// The same model by a strategy, and what is run of it.
+/// Returns the model and workload with a strategy.
 fn by(
     strategy: Checkpointing,
     config: &TransformerConfig,
@@ -31,7 +31,6 @@ fn by(
     (config, workload)
 }
 
-/// Alone in its process, since the counts are the process's.
 #[test]
 fn every_strategy_takes_what_is_predicted() {
     if child::ran("memory::checkpointing::every_strategy_takes_what_is_predicted") {
@@ -52,7 +51,7 @@ fn every_strategy_takes_what_is_predicted() {
     ];
     let mut wrong = Vec::new();
     for (index, (config, batch_size)) in configs.iter().enumerate() {
-        // Everything on one model; on the others what differs most, by turns.
+        // The first model runs all combinations; the others alternate between those that differ most.
         let (precisions, modes, attentions) = match index {
             0 => (&precisions[..], &MODES[..], &Algorithm::ALL[..]),
             _ => (
@@ -92,7 +91,8 @@ fn peak(strategy: Checkpointing, config: &TransformerConfig, workload: &Workload
     estimate(&config, &workload).unwrap().peak_bytes
 }
 
-/// O(L) with the graph kept, the blocks' inputs with each run again, and 2 sqrt(L) at the worst moment with segments.
+/// Activations are O(L) without checkpointing and the blocks' inputs with recomputed blocks. With segments of sqrt(L)
+/// blocks they are about 2 sqrt(L) at the peak.
 #[test]
 fn residuals_grow_with_the_root_of_the_depth() {
     let workload = Workload {
@@ -118,7 +118,7 @@ fn residuals_grow_with_the_root_of_the_depth() {
         assert!(activations("none", layers) > depth * one);
         let blocks = activations("block", layers);
         assert!(blocks > depth * stream && blocks < (depth * stream) + one + rest);
-        // As many blocks as there are segments, each with copies of its input and output, and each segment's input.
+        // One segment's blocks, each with copies of its input and output, and each segment's input.
         let sqrt = activations("sqrt", layers);
         let most = root * (one + 3.0 * stream) + rest;
         assert!(
@@ -128,7 +128,7 @@ fn residuals_grow_with_the_root_of_the_depth() {
     }
 }
 
-/// Whatever is alike adds the same. (Of many blocks: of few it may be another moment that is the worst.)
+/// Equal layers add equal memory, if there are many. (With few layers the peak may be at another point in time.)
 #[test]
 fn every_layer_adds_the_same() {
     for attention in Algorithm::ALL {
@@ -160,7 +160,7 @@ fn every_layer_adds_the_same() {
     }
 }
 
-/// The fewest blocks run again of all that fit, by trying all of them.
+/// The recommendation recomputes the fewest blocks of all strategies that fit, compared with trying all.
 #[test]
 fn the_cheapest_that_fits_is_recommended() {
     for (layers, vocab_size) in [(1, 300), (2, 300), (7, 300), (12, 5000), (12, 50)] {
@@ -245,12 +245,12 @@ fn too_many_layers() {
         estimate(&of(4097), &workload),
         &["num_layers must be at most 4096"],
     );
-    // Parameters that no address reaches.
+    // More parameters than can be addressed.
     let estimate = estimate(&of(2_000_000_000), &workload).unwrap();
     assert_eq!(estimate.peak_bytes, u64::MAX);
 }
 
-/// A workload that was written before there was a choice.
+/// A workload from before this field existed.
 #[test]
 fn workloads_without_it_keep_the_graph() {
     let mut json = serde_json::to_value(Workload::default()).unwrap();

@@ -1,4 +1,4 @@
-//! What fits, what does not, and from where on half precision saves.
+//! The largest sizes that fit in memory, and the smallest at which half precision saves memory.
 
 use super::config;
 use crate::check::refusal;
@@ -6,7 +6,7 @@ use crate::child;
 use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::bench::{EndToEnd, Execution};
+use tallow::bench::{EndToEnd, Execution, Status};
 use tallow::memory::{
     Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond, tracker,
 };
@@ -45,7 +45,7 @@ fn the_largest_batch_is_the_last_that_fits(
         assert!(found >= Some(wanted));
     }
     assert_eq!(largest_batch_size(&config, &at(4), 1000).unwrap(), None);
-    // Beyond any machine each sequence adds the same.
+    // For sizes beyond any machine, each sequence adds the same memory.
     let added = peak(&config, &at(1001)) - peak(&config, &at(1000));
     let most = largest_batch_size(&config, &at(4), u64::MAX)
         .unwrap()
@@ -94,7 +94,7 @@ fn what_is_no_model_fits_nowhere() {
     }
 }
 
-/// Sizes beyond any machine's, one by one and together: an answer or an error, without allocating for them.
+/// Sizes beyond any machine, alone and combined, give a result or an error, without allocations of that size.
 #[test]
 fn predictions_allocate_nothing_for_the_sizes() {
     if child::ran("memory::fit::predictions_allocate_nothing_for_the_sizes") {
@@ -149,7 +149,7 @@ fn predictions_allocate_nothing_for_the_sizes() {
                 };
                 within(&format!("{run:?}"), || {
                     if let Ok(rows) = run.run(&Device::Cpu, |_, _| panic!("nothing may run")) {
-                        assert_eq!(rows[0].get("status"), Some(&"OOM".into()), "{run:?}");
+                        assert_eq!(rows[0].status, Status::OutOfMemory, "{run:?}");
                     }
                 });
             }
@@ -157,7 +157,7 @@ fn predictions_allocate_nothing_for_the_sizes() {
     }
 }
 
-/// Calls `f`, which may allocate 16 MiB at once.
+/// Calls `f` and checks that it allocates less than 16 MiB at its peak.
 fn within(what: &str, f: impl FnOnce()) {
     let before = tracker::current_bytes().unwrap();
     tracker::reset_peak();

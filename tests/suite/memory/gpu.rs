@@ -1,4 +1,4 @@
-//! Recordings on a GPU: exact on scripted allocations, and beside the pool's own counters.
+//! Recordings on a GPU: exact on scripted allocations, and compared with the pool's own counters.
 
 use super::recording::assert_adds_up;
 use super::{MODES, config, run};
@@ -14,7 +14,7 @@ use tallow::probe;
 
 const MIB: u64 = 1 << 20;
 
-/// Alone in its process: a recording is the process's, and so is CUPTI.
+/// Runs in its own process, because recordings and CUPTI are per process.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_gpus_allocations_are_recorded_exactly() {
@@ -40,7 +40,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
     let kept = {
         let _phase = probe::phase("forward");
         let _layer = probe::module(|| "layer");
-        drop(zeros(2)); // comes and goes outside of an op
+        drop(zeros(2)); // allocated and freed outside of an op
         zeros(1)
     };
     let gradient = {
@@ -50,7 +50,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
         zeros(4)
     };
     let recording = recorder.finish();
-    drop(zeros(7)); // after it
+    drop(zeros(7)); // after the recording
     drop(gradient);
 
     let blocks = recording.blocks().iter();
@@ -76,7 +76,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
     assert_adds_up(&recording);
     assert_eq!((recording.lost_events, recording.unknown_blocks), (0, 0));
 
-    // What was there before and has no label has no size.
+    // A block allocated before the recording and without a label has unknown size.
     let unlabelled = zeros(6);
     let recorder = record_on(&gpu, config).unwrap();
     drop(unlabelled);

@@ -1,4 +1,4 @@
-//! Estimates of traced functions: any function's, and a model's, whatever its depth.
+//! Memory estimates of traced functions: custom functions, and models of any depth.
 
 use super::config;
 use crate::check::refusal;
@@ -21,7 +21,7 @@ use tallow::ops::DropoutKey;
 use tallow::precision::Precision;
 use tallow::{Result, nn, no_grad, ops};
 
-/// Bytes alive after forward, and at the peak, on a GPU: as they were when measured ones were as predicted.
+/// Live bytes after forward and at the peak, on a GPU: estimates from the time when they agreed with measurements.
 #[rstest]
 #[case("small", (64, 16_384), "naive", "bf16-full", "none", Mode::ForwardBackward, [5_513_650_984_452, 5_515_276_957_188])]
 #[case("large", (16, 2048), "flash", "f16", "every-7", Mode::ForwardBackward, [9_145_734_148, 31_641_047_040])]
@@ -83,7 +83,7 @@ fn figures_stay_what_they_were(
     assert_eq!([plan.after_forward_bytes, plan.peak_bytes], wanted);
 }
 
-/// A model that is nobody's: tied weights, a frozen one, a bias that is used twice, segments whose graph is freed.
+/// A custom model: tied weights, a frozen one, a bias that is used twice.
 struct Mine {
     /// (V, D), embedding and head.
     table: Var,
@@ -131,7 +131,7 @@ impl Mine {
     }
 }
 
-/// A model that drops wherever it can: no mask is kept.
+/// Returns a model with dropout everywhere, for which no mask is saved.
 fn dropping(attention: Algorithm) -> Result<TransformerLM> {
     let config = TransformerConfig {
         architecture: Architecture::Gpt2,
@@ -142,7 +142,7 @@ fn dropping(attention: Algorithm) -> Result<TransformerLM> {
     TransformerLM::new(&config, 0, &Device::Cpu)
 }
 
-/// What is predicted of `loss` and what it takes, forward and backward: alive after forward, and at the peak.
+/// Returns estimated and measured bytes of `loss`, forward and backward: live after forward, and at the peak.
 fn compared(loss: impl Fn() -> Result<Tensor>) -> ([u64; 2], [u64; 2], Estimate) {
     let traced = graph::trace(Target::Cpu, &loss).unwrap();
     let plan = estimate_graph(&traced, Mode::ForwardBackward).unwrap();
@@ -161,7 +161,7 @@ fn compared(loss: impl Fn() -> Result<Tensor>) -> ([u64; 2], [u64; 2], Estimate)
     (predicted, [there + after_forward, there + peak], plan)
 }
 
-/// Bytes that are there before the function runs, beside weights.
+/// Returns the bytes of inputs and constants, which exist before the function runs.
 fn traced_inputs(traced: &graph::Graph) -> u64 {
     let from_outside = |value: &&graph::Value| {
         matches!(
@@ -173,11 +173,11 @@ fn traced_inputs(traced: &graph::Graph) -> u64 {
     values.map(|value| value.bytes() as u64).sum()
 }
 
-/// Where they differ by more than a hundredth and the records of tensors and ops, in words.
+/// Returns a description if estimate and measurement differ by more than 1% and the records of tensors and ops.
 fn far(what: &str, (predicted, measured, plan): ([u64; 2], [u64; 2], Estimate)) -> Option<String> {
     let line = format!("{what}: {predicted:?} {measured:?}");
     println!("{line}");
-    // A thread that finds no work holds none of the scratch.
+    // A thread without work allocates no scratch memory.
     let idle = [0, 1 << 20];
     let mut pairs = predicted.iter().zip(&measured).zip(idle);
     let fits = pairs.all(|((predicted, measured), idle)| {
@@ -241,7 +241,7 @@ fn what_has_no_gradient_has_no_backward() {
     refusal(estimate_graph(&traced, Mode::TrainStep), &["no gradient"]);
 }
 
-/// The longest walk through candle's graph is a loop here, not a recursion.
+/// The deepest walk through candle's graph is a loop here, not a recursion.
 #[test]
 fn a_deep_graph_is_followed() {
     let x = Var::zeros((2, 2), DType::F32, &Device::Cpu).unwrap();
@@ -251,7 +251,7 @@ fn a_deep_graph_is_followed() {
     assert_eq!(plan.after_forward_bytes, 16 * 501);
 }
 
-/// A planned step's memory, with each of its options: the plan's own bytes, kind by kind.
+/// The memory of a planned step with each of its options: the plan's own bytes by kind.
 #[test]
 fn a_plans_memory_by_kind() {
     let own = Shard {
@@ -264,10 +264,10 @@ fn a_plans_memory_by_kind() {
     };
     let alone = StepConfig::default();
     let parameters = 4 * TransformerConfig::tiny().num_parameters() as u64;
-    let batch = Batch::hollow(8, 128).unwrap();
+    let batch = Batch::meta(8, 128).unwrap();
     for target in [compile::Target::Cpu, compile::Target::Cuda] {
         let of = |config: &StepConfig| {
-            let plan = Step::plan_of(target, &TransformerConfig::tiny(), config, &batch);
+            let plan = Step::plan_for_model(target, &TransformerConfig::tiny(), config, &batch);
             let (plan, _) = plan.unwrap();
             let breakdown = planned_breakdown(&plan);
             assert_eq!(breakdown.peak_bytes(), plan.total_bytes());
@@ -318,7 +318,7 @@ fn attention_of_nothing_takes_nothing() {
     }
 }
 
-/// The gradient of `w` is that of the sum, which the ops behind its other operand read and leave.
+/// The gradient of `w` is also the gradient of the sum, which the ops of the other operand read and leave intact.
 #[test]
 fn a_weights_gradient_that_is_passed_on_stays() {
     let weights = graph::weights(DType::F32);
@@ -329,12 +329,12 @@ fn a_weights_gradient_that_is_passed_on_stays() {
         ops::sum(&ops::add(&w, &ops::relu(&ops::linear(&x, &u)?)?)?)
     });
     let plan = estimate_graph(&traced.unwrap(), Mode::ForwardBackward).unwrap();
-    // The peak is where the gradient of u is made, two ops later.
+    // The peak is where the gradient of u is computed, two ops later.
     let gradients = plan.breakdown.bytes_of(MemoryKind::Gradients);
     assert_eq!(gradients, 4 * 64 * (64 + 4096), "{plan}");
 }
 
-/// What is returned beside the loss is there until the end.
+/// Tensors returned with the loss stay allocated until the end.
 #[test]
 fn what_is_returned_stays() {
     let weights = graph::weights(DType::F32);
@@ -356,6 +356,6 @@ fn what_is_returned_stays() {
         Ok(vec![loss, y])
     }));
     let loss = of(graph::trace(Target::Cpu, alone));
-    // At the last weight's gradient only what is returned is there of y.
+    // At the last weight's gradient, the difference is y, which is returned.
     assert_eq!(both - loss, 4 * 4 * 256);
 }

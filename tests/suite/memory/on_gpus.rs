@@ -1,4 +1,4 @@
-//! Predictions for GPUs, on any machine.
+//! Estimates for GPUs, computed on any machine.
 
 use super::{MODES, config};
 use tallow::attention::Algorithm;
@@ -6,7 +6,7 @@ use tallow::memory::{Kernels, Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 
-/// On a GPU naive attention keeps its probabilities in q's dtype.
+/// On a GPU naive attention saves its probabilities in q's dtype.
 #[test]
 fn what_attention_keeps_on_a_gpu() {
     let plan = |config: &TransformerConfig, attention, precision, mode| {
@@ -35,7 +35,7 @@ fn what_attention_keeps_on_a_gpu() {
         let difference = kept(Algorithm::Naive) - kept(Algorithm::Flash);
         assert_eq!(difference, 3 * (naive_bytes - flash_bytes), "{precision}");
     }
-    // Where scores are nearly all there is: probabilities, and the scores' gradients.
+    // Where scores dominate, the peak has probabilities and the scores' gradients.
     let long = TransformerConfig {
         context_length: 4096,
         ..config(16, 16, 1, 50)
@@ -46,7 +46,7 @@ fn what_attention_keeps_on_a_gpu() {
     assert!((2.0..2.1).contains(&times), "{times}");
 }
 
-/// What the pool of an H200 had given out at most, on 2026-11-23, in each mode.
+/// The peaks of an H200's memory pool in each mode, measured on 2026-11-23.
 #[test]
 fn a_gpus_peaks_are_predicted() {
     let measured = [
@@ -86,7 +86,7 @@ fn a_gpus_peaks_are_predicted() {
             };
             let predicted_bytes = estimate(&config, &workload).unwrap().peak_bytes;
             println!("{attention} {precision} {mode:?}: {predicted_bytes} {measured_bytes}");
-            // Ids and tables are not followed to the byte.
+            // Ids and tables are not counted exactly.
             if predicted_bytes.abs_diff(measured_bytes) > measured_bytes / 1000 + 16_384 {
                 far.push((attention, precision, mode, predicted_bytes, measured_bytes));
             }
@@ -95,8 +95,8 @@ fn a_gpus_peaks_are_predicted() {
     assert!(far.is_empty(), "{far:#?}");
 }
 
-/// Training steps of the presets at B 4, by `e2e_benchmark` on the same GPU on 2026-11-23, in MiB; those of bf16 from
-/// T 256 on an H100 on 2026-11-26.
+/// Training steps of the presets at B 4, measured by `e2e_benchmark` on the same GPU on 2026-11-23, in MiB. bf16 from T
+/// 256 on was measured on an H100 on 2026-11-26.
 #[test]
 fn presets_peaks_on_a_gpu_are_predicted() {
     let measured = [

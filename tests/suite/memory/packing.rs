@@ -1,14 +1,14 @@
-//! What products say they pack, against what they take.
+//! The reported packing buffers of matmuls, against their allocations.
 
 use crate::child;
 use half::bf16;
 use proptest::prelude::*;
 use tallow::internals::Stored;
-use tallow::internals::gemm::{MatRef, ProductSizes, Threads, matmul, packing_bytes};
+use tallow::internals::gemm::{MatRef, MatmulSizes, Threads, matmul, packing_bytes};
 use tallow::memory::tracker;
 
-fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
-    ProductSizes {
+fn sizes(rows: usize, depth: usize, cols: usize) -> MatmulSizes {
+    MatmulSizes {
         rows,
         depth,
         cols,
@@ -18,9 +18,9 @@ fn sizes(rows: usize, depth: usize, cols: usize) -> ProductSizes {
     }
 }
 
-/// Bytes that a product takes at its peak, on one thread that has computed one like it.
-fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
-    let ProductSizes {
+/// Returns the peak allocation of a matmul, in bytes, on a thread that has computed one of the same sizes.
+fn taken<T: Stored>(sizes: MatmulSizes) -> u64 {
+    let MatmulSizes {
         rows, depth, cols, ..
     } = sizes;
     let a = vec![T::one(); rows * depth];
@@ -35,8 +35,8 @@ fn taken<T: Stored>(sizes: ProductSizes) -> u64 {
     tracker::peak_bytes().unwrap() - before
 }
 
-/// Alone in its process, since the counts are the process's; in a pool of one thread, since others allocate as they
-/// begin.
+/// Runs in its own process, because the tracker counts per process, and in a pool of one thread, because other threads
+/// allocate when they start.
 #[test]
 fn products_pack_what_they_say() {
     if child::ran("memory::packing::products_pack_what_they_say") {
@@ -59,23 +59,23 @@ fn compare() {
     ] {
         let half = sizes(rows, depth, cols);
         assert_eq!(packing_bytes(half, Threads::One), 0.0);
-        assert!(taken::<bf16>(half) < 256, "{half:?}: kept by the thread"); // beside the list of blocks
+        assert!(taken::<bf16>(half) < 256, "{half:?}: kept by the thread"); // except the list of blocks
 
-        let full = ProductSizes {
+        let full = MatmulSizes {
             element_bytes: 4,
             ..half
         };
         let (said, taken) = (packing_bytes(full, Threads::One), taken::<f32>(full) as f64);
         println!("{full:?}: {said} {taken}");
-        assert!(said + 256.0 >= taken, "{full:?}: {said} for {taken}"); // and a cache line or two
+        assert!(said + 256.0 >= taken, "{full:?}: {said} for {taken}"); // plus one or two cache lines
         assert!(said <= 2.1 * taken + 1024.0, "{full:?}: {said} for {taken}");
     }
 }
 
 proptest! {
-    /// What fits is searched for by halving the interval, over B and T: the rows of one factor, or the depth of a
-    /// weight's gradient. Where a longer product is ours, and not the `gemm` crate's, it packs into what the threads
-    /// keep.
+    /// The largest size that fits is searched by bisection, over B and T: the rows of one operand, or the depth of a
+    /// weight's gradient. So memory must not shrink with size, except where a larger matmul is this crate's own and not
+    /// the `gemm` crate's: it packs into buffers that the threads keep.
     #[test]
     fn a_longer_product_packs_no_less(
         rows in 1usize..3000,
@@ -86,18 +86,18 @@ proptest! {
         half: bool,
     ) {
         let element_bytes = if half { 2 } else { 4 };
-        let forward = ProductSizes { b_transposed, element_bytes, ..sizes(rows, depth, cols) };
-        let longer = ProductSizes { rows: rows + more, ..forward };
+        let forward = MatmulSizes { b_transposed, element_bytes, ..sizes(rows, depth, cols) };
+        let longer = MatmulSizes { rows: rows + more, ..forward };
         prop_assert!(is_no_less(packing_bytes(longer, Threads::All), packing_bytes(forward, Threads::All)));
 
-        let gradient = ProductSizes { a_transposed: true, b_transposed: false, ..forward };
-        let deeper = ProductSizes { depth: depth + more, ..gradient };
+        let gradient = MatmulSizes { a_transposed: true, b_transposed: false, ..forward };
+        let deeper = MatmulSizes { depth: depth + more, ..gradient };
         prop_assert!(is_no_less(packing_bytes(deeper, Threads::All), packing_bytes(gradient, Threads::All)));
     }
 }
 
 fn is_no_less(longer: f64, shorter: f64) -> bool {
-    longer >= shorter * (1.0 - 1e-12) || longer == 0.0 // the order of the terms is the cut's
+    longer >= shorter * (1.0 - 1e-12) || longer == 0.0 // terms may be summed in another order
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn sizes_beyond_any_machine_do_not_overflow() {
     let most = usize::MAX;
     for element_bytes in [2, 4, 8] {
         for transposed in [false, true] {
-            let sizes = ProductSizes {
+            let sizes = MatmulSizes {
                 a_transposed: transposed,
                 element_bytes,
                 ..sizes(most, most, most)

@@ -21,7 +21,6 @@ pub(super) fn every_precision() -> Vec<Precision> {
     all
 }
 
-/// Alone in its process, since the counts are the process's.
 #[test]
 fn every_precision_takes_what_is_predicted() {
     if child::ran("memory::precisions::every_precision_takes_what_is_predicted") {
@@ -69,11 +68,11 @@ fn every_precision_takes_what_is_predicted() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Of a tensor, beside its elements: what candle knows of it, with storage and device, which are larger where there are
-/// GPUs.
+/// The bytes of a tensor in addition to its elements: candle's record with storage and device, which is larger in
+/// builds with GPUs.
 const RECORD_BYTES: usize = 223 + size_of::<Storage>() + size_of::<Device>();
 
-/// Where prediction and measurement disagree, in words.
+/// Returns a description if estimate and measurement disagree.
 pub(crate) fn wrong_of(
     config: &TransformerConfig,
     workload: &Workload,
@@ -89,11 +88,11 @@ pub(crate) fn wrong_of(
     ];
     let line = format!("{pairs:?} {:?}", (config, workload));
     println!("{line}");
-    // Records of tensors and ops; more where each weight has one that a segment reads.
+    // Records of tensors and ops; more where a segment has a record of each weight that it reads.
     let of_segments = usize::from(workload.checkpointing != Checkpointing::None) * 32;
     let records = config.num_layers.max(4) * (64 + of_segments);
     let records = (records * RECORD_BYTES) as f64;
-    // The breakdown has what every thread works in; on a busy machine not all may at the same time.
+    // The estimate includes the scratch memory of all threads; on a busy machine some may be idle.
     let idle = 1048576.0 * rayon::current_num_threads() as f64;
     let slack = [
         (0.001 * pairs[0].1 + records, 0.0),
@@ -106,7 +105,7 @@ pub(crate) fn wrong_of(
     (!fits).then_some(line)
 }
 
-/// What the documentation says of the activations.
+/// Activations match the formulas in the documentation.
 #[test]
 fn half_precision_follows_the_formulas() {
     let config = config(64, 100, 3, 500);
@@ -158,7 +157,6 @@ fn half_precision_follows_the_formulas() {
     }
 }
 
-/// Layer by layer the same is added.
 #[test]
 fn every_layer_adds_the_same() {
     for precision in every_precision() {

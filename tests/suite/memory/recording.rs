@@ -1,4 +1,4 @@
-//! Recordings: exact on scripted allocations, and attributed so that everything adds up.
+//! Recordings: exact on scripted allocations, with attributions that add up.
 
 use super::{config, run};
 use crate::check::refusal;
@@ -15,7 +15,6 @@ use tallow::{Error, probe};
 
 const MIB: u64 = 1 << 20;
 
-/// Alone in its process, since the counts are the process's.
 #[test]
 fn scripted_allocations_are_recorded_exactly() {
     if child::ran("memory::recording::scripted_allocations_are_recorded_exactly") {
@@ -33,7 +32,7 @@ fn scripted_allocations_are_recorded_exactly() {
     let kept = {
         let _phase = probe::phase("forward");
         let _layer = probe::module(|| "layer");
-        drop(black_box(vec![1u8; 2_000_000])); // comes and goes outside of an op
+        drop(black_box(vec![1u8; 2_000_000])); // allocated and freed outside of an op
         vec![1u8; 1_000_000]
     };
     let gradient = {
@@ -44,7 +43,7 @@ fn scripted_allocations_are_recorded_exactly() {
     };
     let mut grown: Vec<u8> = Vec::with_capacity(10_000);
     grown.reserve_exact(20_000);
-    drop(black_box(vec![1u8; 4095])); // too small
+    drop(black_box(vec![1u8; 4095])); // below the recorded size
     drop(black_box(grown));
     let recording = recorder.finish();
     drop(gradient);
@@ -88,7 +87,7 @@ fn scripted_allocations_are_recorded_exactly() {
     assert_adds_up(&recording);
 }
 
-/// The recorder itself, and paths, take a little.
+/// Compares bytes, with a tolerance for the recorder itself and for paths.
 fn assert_near(bytes: u64, wanted: u64) {
     assert!(
         (wanted..wanted + 16_384).contains(&bytes),
@@ -96,7 +95,7 @@ fn assert_near(bytes: u64, wanted: u64) {
     );
 }
 
-/// By holding, by event, by block.
+/// Checks that the recording adds up by holding, by event and by block.
 pub(super) fn assert_adds_up(recording: &MemoryRecording) {
     let all = recording.holdings();
     assert_eq!(all.len(), recording.events());
@@ -141,7 +140,7 @@ fn threads_lose_nothing() {
         assert!(of_thread.iter().all(|b| b.given_back_at > b.taken_at));
         assert!(of_thread.iter().all(|b| b.thread == of_thread[0].thread));
     }
-    // No two blocks that are alive at once share an address.
+    // No two blocks that are live at the same time share an address.
     for event in (0..recording.events()).step_by(97) {
         let alive = recording.blocks().iter().filter(|b| b.is_alive_at(event));
         let mut addresses: Vec<usize> = alive.map(|block| block.address).collect();
@@ -194,7 +193,7 @@ fn what_cannot_be_recorded_is_refused_or_counted() {
         record(endless).err(),
         Some(Error::OutOfMemory { .. })
     ));
-    drop(record(RecordConfig::default()).unwrap()); // dropped, not finished
+    drop(record(RecordConfig::default()).unwrap()); // dropped without finish
     let recording = record(RecordConfig::default()).unwrap().finish();
     assert_eq!(
         recording.bytes_at(recording.peak_at()),
@@ -236,7 +235,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
                     ..base.config.clone()
                 },
                 precision,
-                // What kernels keep is there before the first step.
+                // The buffers that kernels keep exist before the recorded step.
                 warmup_steps: match attention {
                     Algorithm::Naive => 0,
                     Algorithm::Flash => 2,
@@ -248,7 +247,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
                 .unwrap();
             let recording = &profile.recording;
             assert_adds_up(recording);
-            // Records of tensors, too small to be events, since the last one.
+            // Records of tensors since the last event, too small to be events.
             let unseen = profile.peak_bytes - recording.peak_bytes();
             assert!(unseen < 16 * 1024, "{mode:?}: {unseen}");
             let names: Vec<_> = recording.phases().iter().map(|phase| phase.name).collect();
@@ -265,26 +264,26 @@ fn a_steps_memory_is_where_the_account_has_it() {
                 let predicted = profile.estimate.breakdown.bytes_of(holds);
                 let bytes = measured.bytes_of(holds);
                 println!("{attention} {precision} {mode:?} {holds}: {predicted} {bytes}");
-                // Records of tensors are nobody's, and tables of positions are not labelled.
+                // Records of tensors have no kind, and tables of positions have no label.
                 let slack = match holds {
                     MemoryKind::Other => MIB / 4,
                     MemoryKind::Scratch | MemoryKind::Inputs => 65_536,
                     MemoryKind::Weights | MemoryKind::Optimizer => 0,
                     _ => predicted / 50 + 65_536,
                 };
-                // Without a graph two moments are nearly as bad.
+                // Without a graph, two points in time are nearly equal peaks.
                 assert!(
                     mode == Mode::Forward || predicted.abs_diff(bytes) <= slack,
                     "{attention} {precision} {mode:?} {holds}: {predicted} predicted, {bytes} measured"
                 );
             }
-            // Nothing that an op takes is nobody's.
+            // Every block that an op allocates has a kind.
             let lost = recording.blocks().iter().filter(|block| {
                 block.kind == MemoryKind::Other && !block.phase.is_empty() && block.bytes > 65_536
             });
             assert_eq!(lost.count(), 0);
             let svg = timeline(recording, "a step").to_svg().unwrap();
-            // Phases are named where there is room, which is a matter of time.
+            // The names of phases are not checked, because they are omitted where the phase is too short.
             for name in ["weights", "activations", "logits"] {
                 assert!(svg.contains(name), "{name}");
             }

@@ -1,4 +1,4 @@
-//! Allocations that the system refuses: errors, not an aborted process.
+//! Allocations that the system refuses give errors instead of an aborted process.
 
 use super::config;
 use crate::child;
@@ -14,13 +14,13 @@ use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
 use tallow::{Result, backward};
 
-/// The system's allocator, which refuses large blocks where memory ends at a limit.
+/// The system's allocator, with a limit on the memory of large blocks.
 pub struct Refusing;
 
-/// How large blocks are that may be refused: what an error needs for its words is smaller.
+/// The smallest size that may be refused; the text of an error needs less.
 const LARGE_BYTES: usize = 1 << 17;
 
-/// The bytes that are left for large blocks; `usize::MAX` is no limit.
+/// The bytes left for large blocks; `usize::MAX` means no limit.
 static LEFT: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 impl Refusing {
@@ -42,11 +42,11 @@ impl Refusing {
     }
 }
 
-// SAFETY: the system's, or no block.
+// SAFETY: returns the system allocator's block, or null.
 unsafe impl GlobalAlloc for Refusing {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match self.grants(layout.size()) {
-            // SAFETY: the caller's promises are the allocator's.
+            // SAFETY: the caller's guarantees are those that the system allocator requires.
             true => unsafe { System.alloc(layout) },
             false => std::ptr::null_mut(),
         }
@@ -76,7 +76,6 @@ unsafe impl GlobalAlloc for Refusing {
     }
 }
 
-/// A way to train.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     planned: bool,
@@ -96,7 +95,7 @@ impl Way {
         }
     }
 
-    /// A new model, optimizer and batch, and one step.
+    /// Creates a model, an optimizer and a batch, and runs one step.
     fn step(&self) -> Result<f32> {
         let weights = nn::seeded(0, self.precision.parameter_dtype(), &Device::Cpu);
         let model = TransformerLM::from_var_builder(&self.config(), weights)?;
@@ -105,7 +104,7 @@ impl Way {
         let tokens = tokens.broadcast_as(SHAPE)?;
         if self.planned {
             let plan = in_precision(self.precision);
-            let mut step = Step::of(&model, &optimizer, &plan)?;
+            let mut step = Step::for_model(&model, &optimizer, &plan)?;
             return step.run(&mut optimizer, (&tokens, &tokens));
         }
         let loss = self.precision.run(|| model.loss(&tokens, &tokens))?;
@@ -143,7 +142,7 @@ fn ways() -> [Way; 5] {
     [eager, in_bf16(eager), recomputed, planned, in_bf16(planned)]
 }
 
-/// Runs a step with so many bytes left; the error, if that was noticed.
+/// Runs a step with `left` bytes of memory; returns the error if an allocation failed.
 fn attempt(way: &Way, left: usize, expected: f32) -> Option<tallow::Error> {
     LEFT.store(left, SeqCst);
     let step = way.step();
@@ -163,13 +162,13 @@ fn attempt(way: &Way, left: usize, expected: f32) -> Option<tallow::Error> {
     }
 }
 
-/// The limits on memory that are tried: none is left, and so on until a step runs.
+/// Returns the memory limits to try: zero, and then more until a step succeeds.
 fn limits() -> impl Iterator<Item = usize> {
     (0..).map(|i| i * LARGE_BYTES)
 }
 
-/// Alone in its process, which an abort would end. Memory ends at so many bytes beyond what is there, from none to what
-/// a step from the drawing of the weights on takes: in turn each of its large allocations is the first to fail.
+/// Runs in its own process, because an abort would end it. The limit grows from the current memory to that of a
+/// complete step including the weights, so that each large allocation is the first to fail once.
 #[test]
 fn a_step_that_memory_is_refused_is_an_error() {
     if child::ran("memory::refused::a_step_that_memory_is_refused_is_an_error") {
@@ -183,7 +182,7 @@ fn a_step_that_memory_is_refused_is_an_error() {
     }
 }
 
-/// As above, each time on threads that have computed nothing yet: what a thread keeps for products is refused too.
+/// Repeats this on new threads each time, where the buffers that threads keep for matmuls fail too.
 #[test]
 fn a_first_step_of_threads_that_memory_is_refused_is_an_error() {
     if child::ran("memory::refused::a_first_step_of_threads_that_memory_is_refused_is_an_error") {

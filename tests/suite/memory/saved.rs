@@ -1,4 +1,4 @@
-//! What a graph holds, tensor by tensor.
+//! Tensors that a graph saves for backward.
 
 use super::config;
 use candle_core::{DType, Device};
@@ -12,7 +12,7 @@ use tallow::precision::Precision;
 
 const BATCH: usize = 3;
 
-/// The graph of a loss, whole, and the sizes of what it holds as the breakdown has them.
+/// The complete graph of a loss saves the sizes that the breakdown reports.
 #[rstest]
 fn a_models_graph_holds_what_the_account_says(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -39,12 +39,12 @@ fn a_models_graph_holds_what_the_account_says(
     let breakdown = plan.activation_bytes + plan.logit_bytes + plan.weight_cast_bytes;
     assert_eq!(saved.residual_bytes(), breakdown);
 
-    // Sums of parts are the whole, each layer has the same, and every tensor has an op.
+    // The parts sum to the total, each layer saves the same, and every tensor has an op.
     let blocks = saved.by_block();
     let sum: u64 = blocks.iter().map(|(_, _, bytes)| bytes).sum();
     assert_eq!(sum, saved.residual_bytes());
     let of = |name: &str| blocks.iter().find(|block| block.0 == name).unwrap().2;
-    // The tables of angles in half precision, rounded, are made once.
+    // The rotary tables rounded to half precision are created once.
     let tables = match precision {
         Precision::F32 => 0,
         _ => 2 * 4 * length as u64 * (64 / 4 / 2),
@@ -96,12 +96,12 @@ fn recomputed_blocks_keep_nothing() {
         blocks.filter(|b| b.0 == block).map(|b| b.2).sum()
     };
     let [none, block] = ["none", "block"].map(saved);
-    // Blocks run again leave nothing; the last one, whose backward comes first, is not.
+    // Recomputed blocks save nothing; the last one, whose backward comes first, is not recomputed.
     assert_eq!(
         (of(&block, "layers.1"), of(&block, "layers.2")),
         (0, of(&none, "layers.2"))
     );
-    let output = 4 * (BATCH * 9 * 64) as u64; // a block's, as the op that stands for it hands it on
+    let output = 4 * (BATCH * 9 * 64) as u64; // a block's output, returned by its checkpoint op
     assert_eq!(of(&block, "checkpoint"), 2 * output);
     let scores = |saved: &tallow::memory::SavedTensors| {
         let tensors = saved.residuals();
@@ -127,7 +127,7 @@ fn a_storage_is_counted_once() {
     let x = candle_core::Var::ones((6, 4), DType::F32, &Device::Cpu).unwrap();
     let graph = trace(Target::Cpu, || {
         let y = ops::relu(&x)?;
-        let view = y.t()?.narrow(0, 1, 2)?; // one storage
+        let view = y.t()?.narrow(0, 1, 2)?; // shares the storage
         ops::add(&ops::sum(&view)?, &ops::sum(&y)?)
     });
     let saved = saved_tensors(&graph.unwrap());
@@ -136,6 +136,6 @@ fn a_storage_is_counted_once() {
     assert_eq!((relu.bytes, relu.shape.as_slice()), (96, &[6, 4][..]));
     assert!(of_relu.next().is_none());
     assert_eq!(saved.parameter_bytes(), 96);
-    let copy = 2 * 6 * 4; // of the view, whose elements sum reads in order
-    assert_eq!(saved.residual_bytes(), 96 + copy + 3 * 4); // two sums and theirs
+    let copy = 2 * 6 * 4; // of the view, because sum reads its elements in order
+    assert_eq!(saved.residual_bytes(), 96 + copy + 3 * 4); // two sums and their sum
 }

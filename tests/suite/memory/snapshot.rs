@@ -1,4 +1,4 @@
-//! Snapshots, read by PyTorch's own script.
+//! Memory snapshots, read by PyTorch's own script.
 
 use super::{config, run};
 use crate::child;
@@ -8,8 +8,8 @@ use std::process::Command;
 use tallow::Error;
 use tallow::memory::{Mode, RecordConfig, Snapshot, record, timeline};
 
-/// Every block inside its segment, and every event a known one; prints what it has seen. `_memory_viz.py` is loaded as
-/// a file: importing torch would take seconds, and CUDA.
+/// Checks that every block is inside its segment and every event is known, and prints a summary. `_memory_viz.py` is
+/// loaded as a file, because importing torch needs seconds, and CUDA.
 const CHECK: &str = r#"
 import importlib.util, json, pickle, sys
 spec = importlib.util.spec_from_file_location("viz", sys.argv[1])
@@ -48,7 +48,7 @@ print(len(viz.segsum(data)), len(viz.trace(data)), len(viz.trace_plot(data)), le
 print("active", segment["active_size"], "most", most)
 "#;
 
-/// PyTorch's script, if there is a Python that has one.
+/// Returns the path of PyTorch's script, if a Python with torch is installed.
 fn memory_viz() -> Option<PathBuf> {
     let find =
         "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])";
@@ -72,7 +72,7 @@ fn pytorch_reads_the_snapshot() {
     let [pickle, json] = ["step.pickle", "step.json"].map(|name| folder.path().join(name));
     snapshot.save_pickle(&pickle).unwrap();
     snapshot.save_json(&json).unwrap();
-    // Parameters and the optimizer's state are alive at the end, with their names.
+    // Parameters and the optimizer's state are live at the end, with their names.
     let text = std::fs::read_to_string(&json).unwrap();
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let parameters = 4 * step.config.num_parameters() as u64;
@@ -130,7 +130,7 @@ fn what_cannot_be_written_is_an_error() {
             "{error}"
         );
     }
-    // A disk that is full while it is written to.
+    // The disk is full during the write.
     if cfg!(target_os = "linux") {
         let full = Path::new("/dev/full");
         let error = snapshot.save_json(full).unwrap_err();

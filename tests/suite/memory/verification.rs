@@ -1,20 +1,27 @@
-//! The estimate against measured configurations: those of fifty that are cheap.
+//! The estimate against measurements of the fifty configurations, as far as they are cheap.
 
 #[path = "../../../examples/memory_estimate/answers.rs"]
-#[allow(dead_code)] // the example's own
+#[allow(dead_code)] // belongs to the example
 mod answers;
+#[path = "../../../examples/common/labels.rs"]
+#[allow(dead_code)]
+mod labels;
 #[path = "../../../examples/memory_profile/answers.rs"]
+#[allow(dead_code)]
 mod profiled;
 
 use super::cases;
 use crate::check::refusal;
 use crate::words;
 use cases::{COUNT, case, is_outside};
+use labels::Labels;
 use tallow::attention::Algorithm;
 use tallow::memory::{Mode, Workload, estimate, measure};
 use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
+use tallow::precision::Precision;
 
-/// Those that take less than so much.
+/// The limit of a cheap configuration's memory.
 const CHEAP_BYTES: u64 = 64 << 20;
 
 fn cheap() -> Vec<(usize, TransformerConfig, Workload)> {
@@ -79,7 +86,7 @@ fn checkpointing_is_answered_by_its_figures() {
         strategy("every-6", 6, 800),
     ];
     let text = |mib: u64| {
-        let answer = answers::checkpointing(&strategies, 12, mib << 20).unwrap();
+        let answer = answers::checkpointing(&strategies, 12, Some(mib << 20)).unwrap();
         answer.answer
     };
     let least = "block uses the least: 600.0 MiB instead of 1,000.0 MiB (40.0% less). It runs 11 of 12 blocks a second \
@@ -95,7 +102,9 @@ fn checkpointing_is_answered_by_its_figures() {
         let text = text(mib);
         assert!(text.starts_with(least) && text.contains(part), "{text}");
     }
-    let answer = answers::checkpointing(&strategies[..1], 12, 1 << 40).unwrap();
+    let without_limit = answers::checkpointing(&strategies, 12, None).unwrap();
+    assert!(!without_limit.answer.contains("fit"), "{without_limit:?}");
+    let answer = answers::checkpointing(&strategies[..1], 12, Some(1 << 40)).unwrap();
     assert!(
         answer.answer.starts_with("No strategy saves memory"),
         "{answer:?}"
@@ -129,10 +138,12 @@ fn sizes_that_fit_are_named() {
 
 #[test]
 fn a_profile_answers_by_its_rows() {
-    let row = |precision: &str, checkpointing: &str, mib: u64| profiled::Row {
-        precision: precision.into(),
-        checkpointing: checkpointing.into(),
-        mode: "train-step".into(),
+    let row = |precision, checkpointing, mib: u64| profiled::Row {
+        labels: Labels {
+            precision,
+            checkpointing,
+            ..Default::default()
+        },
         peak_bytes: Some(mib << 20),
         forward_peak_bytes: Some((mib - 2) << 20),
         backward_peak_bytes: Some(mib << 20),
@@ -140,9 +151,9 @@ fn a_profile_answers_by_its_rows() {
         ..Default::default()
     };
     let mut rows = [
-        row("f32", "none", 100),
-        row("bf16", "none", 120),
-        row("f32", "block", 60),
+        row(Precision::F32, Checkpointing::None, 100),
+        row(Precision::BF16, Checkpointing::None, 120),
+        row(Precision::F32, Checkpointing::Block, 60),
     ];
     profiled::compare_with_f32(&mut rows);
     let changes: Vec<Option<&str>> = rows.iter().map(|row| row.than_f32.as_deref()).collect();
@@ -166,7 +177,7 @@ fn a_profile_answers_by_its_rows() {
         );
     }
     let oom = profiled::Row {
-        estimate_bytes: Some(1 << 30),
+        estimate_bytes: 1 << 30,
         ..Default::default()
     };
     let text = &profiled::answers(&[oom], &names[..1])[0].answer;
@@ -199,7 +210,7 @@ fn what_cannot_be_run_is_refused_before_it_is() {
     refusal(measure(&nothing, &workload(1, 8)), &["vocab_size"]);
 }
 
-#[cfg(not(feature = "cuda"))] // where candle's records of tensors are larger, which predictions leave out
+#[cfg(not(feature = "cuda"))] // there candle's records of tensors, which estimates omit, are larger
 mod near {
     use super::super::config;
     use super::{cheap, is_outside};
@@ -208,14 +219,14 @@ mod near {
     use tallow::memory::{Mode, Workload, estimate, measure};
     use tallow::precision::Precision;
 
-    /// Alone in its process, since the counts are the process's. One thread holds what the breakdown says it does; of
-    /// several, on a busy machine, not all may at the same time.
+    /// Runs in its own process, because the tracker counts per process. One thread always allocates the estimated
+    /// scratch memory; of several threads on a busy machine some may be idle.
     #[test]
     fn estimates_are_near_on_a_sample() {
         if child::ran("memory::verification::near::estimates_are_near_on_a_sample") {
             return;
         }
-        // One pool for all: a thread that ends gives back what its products kept.
+        // One pool for all cases, since a thread that ends frees its matmul buffers.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
         let wrong = pool.unwrap().install(|| {
             let mut wrong = Vec::new();
@@ -235,7 +246,7 @@ mod near {
         assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     }
 
-    /// Without a graph a segment's input goes with the segment, while copies of weights go on growing.
+    /// Without a graph a segment's input is freed with the segment, while copies of weights accumulate.
     #[test]
     fn segments_without_a_graph_take_what_is_predicted() {
         if child::ran("memory::verification::near::segments_without_a_graph_take_what_is_predicted")
@@ -256,7 +267,7 @@ mod near {
             let plan = estimate(&config, &workload).unwrap();
             let measured = measure(&config, &workload).unwrap();
             println!("{layers} {strategy}: {} {measured:?}", plan.peak_bytes);
-            // Of tensors and ops; a block's copies of weights have 94,208 bytes.
+            // Records of tensors and ops; one block's copies of weights have 94,208 bytes.
             let records = 12 * 1024 * layers as u64;
             assert!(
                 plan.peak_bytes.abs_diff(measured.peak_bytes) < records,

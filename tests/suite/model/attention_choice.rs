@@ -1,4 +1,4 @@
-//! The attention that a configuration chooses: another way to the same numbers, from the same weights.
+//! The configured attention algorithm: another way to compute the same numbers, from the same weights.
 
 use super::*;
 use candle_core::safetensors;
@@ -9,7 +9,7 @@ use tallow::nn::{CausalSelfAttention, TransformerBlock};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tempfile::tempdir;
 
-/// Heads of `head_dim` elements, an odd number of them.
+/// Returns a configuration with three heads of `head_dim` elements.
 fn heads_of(head_dim: usize) -> TransformerConfig {
     TransformerConfig {
         context_length: 257,
@@ -18,7 +18,7 @@ fn heads_of(head_dim: usize) -> TransformerConfig {
     }
 }
 
-/// Weights drawn in f32, as they are in either dtype.
+/// Returns a model whose weights are drawn in f32 and equal in each dtype.
 fn twin(attention: Algorithm, head_dim: usize, dtype: DType) -> TransformerLM {
     let drawn = model_of(&heads_of(head_dim), 1, DType::F32);
     let weights = drawn.parameters().into_iter();
@@ -29,7 +29,7 @@ fn twin(attention: Algorithm, head_dim: usize, dtype: DType) -> TransformerLM {
     TransformerLM::from_var_builder(&attending(attention, heads_of(head_dim)), vb).unwrap()
 }
 
-/// Logits, loss and every gradient, by name.
+/// Returns logits, loss and every gradient, by name.
 fn everything(model: &TransformerLM, length: usize, policy: KernelPolicy) -> Vec<(String, Tensor)> {
     let tokens = ids(29, 2, length);
     let targets = ids(29, length, 2).t().unwrap();
@@ -41,8 +41,8 @@ fn everything(model: &TransformerLM, length: usize, policy: KernelPolicy) -> Vec
     })
 }
 
-/// f64 to rounding; f32 no further from f64 than naive attention in f32 is (twice its error, gradients three times, and
-/// a floor for where that happens to be none).
+/// Checks flash against naive attention. f64 agrees up to rounding. In f32 the error against f64 is at most twice
+/// naive's (gradients: three times), plus a floor for the case that naive's error is 0.
 fn agree(head_dim: usize, length: usize, policy: KernelPolicy) {
     let run = |attention, dtype| everything(&twin(attention, head_dim, dtype), length, policy);
     let exact = run(Algorithm::Naive, DType::F64);
@@ -53,7 +53,7 @@ fn agree(head_dim: usize, length: usize, policy: KernelPolicy) {
     for (i, (name, exact)) in exact.iter().enumerate() {
         let size: f64 = elements(exact).iter().map(|g| g.abs()).sum();
         if length == 1 && size < 1e-12 {
-            continue; // the gradients of q and k, which one key leaves at zero
+            continue; // gradients of q and k, which are 0 with one key
         }
         close(name, &wide[i].1, exact, 1e-12);
         let [naive, flash] = [naive, flash].map(|run| distance(&run[i].1, exact));
@@ -79,7 +79,7 @@ fn flash_and_naive_references_agree(#[values(1, 13, 123)] length: usize) {
     agree(6, length, KernelPolicy::Reference);
 }
 
-/// The loss that training takes is the one above.
+/// `loss`, which training calls, agrees too.
 #[test]
 fn losses_of_one_op_agree() {
     let [naive, flash] = Algorithm::ALL.map(|attention| {
@@ -92,7 +92,7 @@ fn losses_of_one_op_agree() {
     close("loss", &flash, &naive, 1e-13);
 }
 
-/// Else all of this would be true of naive attention twice over.
+/// The two algorithms differ in their bits; otherwise these tests would compare naive attention with itself.
 #[test]
 fn they_are_two_algorithms() {
     let [naive, flash] = Algorithm::ALL.map(|attention| {
@@ -123,7 +123,7 @@ fn both_write_the_same_text() {
     }
 }
 
-/// Seed and file give the same weights to both, and a file does not say which wrote it.
+/// A seed or a file gives both algorithms the same weights, and a file does not record which one wrote it.
 #[test]
 fn weights_do_not_depend_on_it() {
     let folder = tempdir().unwrap();
@@ -148,7 +148,7 @@ fn weights_do_not_depend_on_it() {
     assert_eq!(logits(&read), logits(&flash.0));
 }
 
-/// A layer built by hand meets the limit where it attends, and the error says what takes such heads.
+/// A layer built directly meets the limit in its forward, and the error names the algorithm that accepts such heads.
 #[test]
 fn heads_that_flash_attention_does_not_take() {
     let width = 258;

@@ -1,4 +1,4 @@
-//! Rotary positions, self-attention and the whole block alone, against plain formulas.
+//! Rotary positions, self-attention and the complete block, against plain formulas.
 
 use super::*;
 use candle_core::{D, Module};
@@ -12,7 +12,7 @@ fn rotary(head_dim: usize, max_length: usize) -> RotaryEmbedding {
     RotaryEmbedding::new(THETA, head_dim, max_length, DType::F64, &CPU).unwrap()
 }
 
-/// `vector` turned to `position`, pair by pair: the formula as it is written.
+/// Rotates `vector` to `position`, pair by pair, by the formula.
 fn turned(vector: &[f64], position: usize) -> Vec<f64> {
     let width = vector.len() as f64;
     let pairs = vector.chunks_exact(2).enumerate();
@@ -39,12 +39,12 @@ fn rotation_by_the_formula(#[values(2, 6, 10)] head_dim: usize, #[values(0, 4)] 
         for (got, wanted) in y.iter().zip(turned(x, start + row % 5)) {
             assert!((got - wanted).abs() < 1e-14, "row {row}: {got} {wanted}");
         }
-        // A rotation changes no length.
+        // A rotation preserves the norm.
         assert!((dot(x, x) - dot(y, y)).abs() < 1e-13, "row {row}");
     }
 }
 
-/// q at i against k at j depends on i - j alone.
+/// The score of q at i and k at j depends on i - j alone.
 #[test]
 fn rotations_are_relative() {
     let tables = rotary(8, 40);
@@ -64,13 +64,13 @@ fn rotations_are_relative() {
             );
         }
     }
-    // And it does depend on the distance, and on its sign.
+    // It does depend on the distance, and on its sign.
     assert!((score(0, 0) - score(1, 0)).abs() > 1e-3);
     assert!((score(7, 0) - score(0, 7)).abs() > 1e-3);
     assert!((score(0, 0) - dot(&elements(&q), &elements(&k))).abs() < 1e-14);
 }
 
-/// Position 0 stays, and the tables' dtype is the caller's.
+/// Position 0 is not rotated, and the tables have the caller's dtype.
 #[test]
 fn the_first_position_does_not_turn() {
     for dtype in [DType::F32, DType::F64] {
@@ -83,7 +83,7 @@ fn the_first_position_does_not_turn() {
     }
 }
 
-/// softmax(scale q k^T under the mask) v for one layer, by loops over plain numbers: x (B, T, D) row by row.
+/// Computes softmax(scale q k^T under the mask) v of one layer by loops over numbers, for x (B, T, D), row by row.
 fn attention_by_loops(x: &Tensor, weights: &[Tensor], heads: usize, turns: bool) -> Vec<f64> {
     let (batch, length, width) = x.dims3().unwrap();
     let dim = width / heads;
@@ -134,7 +134,7 @@ fn self_attention(
 ) {
     let (heads, dim) = heads;
     if turns && dim % 2 == 1 {
-        return; // pairs only
+        return; // rotation needs pairs
     }
     let tables = turns.then(|| rotary(dim, 7));
     let layer = CausalSelfAttention::new(6, heads, tables, seeded(DType::F64)).unwrap();
@@ -208,7 +208,8 @@ fn a_block(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     assert_eq!(bits(&x.apply(&block).unwrap()), bits(&got));
 }
 
-/// Gradients reach the block's input and every parameter; under `no_grad` nothing is recorded, though x is a variable.
+/// Gradients reach the block's input and every parameter. Under `no_grad` nothing is recorded, although x is a
+/// variable.
 #[rstest]
 fn graphs_of_layers(
     #[values(DType::F32, DType::BF16)] dtype: DType,

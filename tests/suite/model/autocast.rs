@@ -1,4 +1,4 @@
-//! The model in autocast regions: f32 parameters and gradients, half precision in between.
+//! The model in autocast regions: parameters and gradients in f32, half precision in between.
 
 use super::*;
 use rstest::rstest;
@@ -8,7 +8,7 @@ use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Autocast, OpClass};
 use tallow::{autocast, no_grad};
 
-/// A batch of 2 x 13: inputs and targets.
+/// Returns a batch of 2 x 13: inputs and targets.
 fn batch() -> (Tensor, Tensor) {
     let both = ids(29, 2, 26);
     let half = |start| both.narrow(1, start, 13).unwrap().contiguous().unwrap();
@@ -67,8 +67,8 @@ fn all_of(gradients: &[(String, Tensor)]) -> Tensor {
     Tensor::cat(&flat.collect::<Vec<_>>(), 0).unwrap()
 }
 
-/// The residual stream is what f32 is kept for: in bf16 too it costs digits, which this test would see lost. Of one
-/// model the errors are a matter of luck: the means of eight are compared.
+/// The residual stream stays in f32 because bf16 costs accuracy, which this test would detect. The errors of one model
+/// vary at random, so the means of eight are compared.
 #[test]
 fn a_residual_stream_in_bf16_is_worse() {
     const MODELS: u64 = 8;

@@ -1,4 +1,4 @@
-//! Presets, counts and what `validate` refuses.
+//! Configurations: presets, counts, and the errors of `validate`.
 
 use super::*;
 use rstest::rstest;
@@ -6,7 +6,7 @@ use tallow::attention::Algorithm;
 use tallow::model::flops;
 use tallow::ops::Gelu;
 
-/// The table of the presets: name, D, F, L, H, parameters at vocabulary 10,000.
+/// The presets: name, D, F, L, H, and parameters at vocabulary 10,000.
 const PRESETS: [(&str, usize, usize, usize, usize, usize); 8] = [
     ("tiny", 512, 1344, 4, 16, 22_696_448),
     ("small", 768, 3072, 12, 12, 128_625_408),
@@ -82,7 +82,7 @@ fn presets_by_name_and_by_function_agree() {
     }
     assert_eq!(C::default(), C::tiny());
     let sizes = C::PRESETS.map(|name| C::preset(name).unwrap().num_parameters());
-    assert!(sizes.is_sorted(), "{sizes:?}"); // smallest model first, whatever their names say
+    assert!(sizes.is_sorted(), "{sizes:?}"); // ordered by size, whatever their names
     refusal(
         C::preset("huge"),
         &["preset", "\"huge\"", "tiny, small, medium", "2.7b"],
@@ -108,8 +108,8 @@ fn counting_saturates() {
         };
         sizes.num_parameters()
     };
-    assert_eq!(counted(1 << 40, 1 << 40, 1, 1), usize::MAX); // past 64 bits
-    // Past 128 too, with a sum that leaves 2^63 of a counter that wraps.
+    assert_eq!(counted(1 << 40, 1 << 40, 1, 1), usize::MAX); // more than 64 bits
+    // More than 128 bits too; with wrapping arithmetic the sum would be 2^63.
     assert_eq!(counted(1 << 63, 1 << 63, 4, 1 << 63), usize::MAX);
 }
 
@@ -121,7 +121,7 @@ fn it_survives_json() {
         let text = serde_json::to_string(&config).unwrap();
         assert!(text.contains("\"d_ff\":25"), "{text}");
         assert_eq!(read(&text), config);
-        // A configuration from before there was a choice.
+        // A configuration from before this field existed.
         let silent = text.replace(&format!(",\"attention\":\"{attention}\""), "");
         assert_ne!(silent, text);
         assert_eq!(read(&silent), mini());
@@ -183,7 +183,7 @@ fn configurations_that_are_no_models(#[case] change: Change, #[case] parts: &[&s
     change(&mut config);
     let with_type = [&["TransformerConfig: "], parts].concat();
     refusal(config.validate(), &with_type);
-    // Whoever builds a model gets the same answer, before anything is drawn or read.
+    // Every constructor gives the same error, before any weight is drawn or read.
     refusal(TransformerLM::new(&config, 0, &CPU), parts);
     refusal(
         TransformerLM::from_var_builder(&config, seeded(DType::F32)),
@@ -192,7 +192,7 @@ fn configurations_that_are_no_models(#[case] change: Change, #[case] parts: &[&s
     refusal(TransformerLM::load(&config, "no such file", &CPU), parts);
 }
 
-/// Up to 256 elements a head, and any number if it is naive; of the presets, `wide` is the one with more.
+/// Flash attention accepts up to 256 elements per head, naive any number. Of the presets, only `wide` has more.
 #[test]
 fn heads_that_flash_attention_takes() {
     let of = |attention, head_dim: usize| TransformerConfig {
@@ -209,7 +209,7 @@ fn heads_that_flash_attention_takes() {
     }
 }
 
-/// Petabytes: refused before anything is drawn, with both sizes.
+/// Petabytes are refused before any weight is drawn, with both sizes in the error.
 #[cfg(target_os = "linux")]
 #[test]
 fn more_than_there_is_memory() {
@@ -239,7 +239,7 @@ fn more_than_there_is_memory() {
     assert!(available_bytes > 0 && available_bytes < wanted_bytes);
 }
 
-/// B 2, T 3, V 11, D 4, F 6, L 5, H 2, matrix product by matrix product.
+/// B 2, T 3, V 11, D 4, F 6, L 5, H 2, matmul by matmul.
 #[test]
 fn flops_by_hand() {
     let config = TransformerConfig {
@@ -251,7 +251,7 @@ fn flops_by_hand() {
         d_ff: 6,
         ..Default::default()
     };
-    // (rows, depth, columns) of a product cost 2 * rows * depth * columns.
+    // A matmul of (rows, depth, columns) costs 2 * rows * depth * columns.
     let product = |rows: u32, depth: u32, columns: u32| f64::from(2 * rows * depth * columns);
     let rows = 2 * 3; // B T
     let forward = flops::forward(&config, 2, 3);

@@ -14,7 +14,7 @@ fn on_stack<T: Send + 'static>(bytes: usize, f: impl FnOnce() -> T + Send + 'sta
     thread.spawn(f).unwrap().join().unwrap()
 }
 
-/// Forward, backward and the end of the graph.
+/// Runs forward and backward, and drops the graph.
 fn step(checkpointing: Checkpointing, keeps_graph: bool) -> tallow::Result<()> {
     let config = TransformerConfig {
         vocab_size: 3,
@@ -35,7 +35,7 @@ fn step(checkpointing: Checkpointing, keeps_graph: bool) -> tallow::Result<()> {
     Ok(())
 }
 
-/// Alone in its process, which an overflow ends.
+/// Runs in its own process, because a stack overflow would end it.
 #[test]
 fn a_graph_too_deep_for_the_stack_is_refused() {
     if child::ran("model::depth::a_graph_too_deep_for_the_stack_is_refused") {

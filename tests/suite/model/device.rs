@@ -1,4 +1,4 @@
-//! Devices by name.
+//! Devices selected by name, and their peak rates.
 
 use super::*;
 use rstest::rstest;
@@ -64,7 +64,7 @@ fn a_description_counts_the_threads() {
     }
 }
 
-/// In FLOP/s, not GFLOP/s, and no more than any machine has.
+/// The rate is in FLOP/s, not GFLOP/s, within the range of real machines.
 #[test]
 fn the_peak_rate_is_measured_in_f32() {
     let peak = hardware::measure_peak_flops(&CPU, DType::F32).unwrap();

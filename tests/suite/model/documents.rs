@@ -1,4 +1,4 @@
-//! Documents packed into sequences: the loss is the mean over all that they predict one by one.
+//! Documents packed into sequences: the loss is the mean over the predictions of the separate documents.
 
 use crate::check::refusal;
 use candle_core::{DType, Device, Tensor};
@@ -25,7 +25,7 @@ fn model(attention: Algorithm, checkpointing: Checkpointing) -> TransformerLM {
     TransformerLM::from_var_builder(&config, weights).unwrap()
 }
 
-/// Text (2, 91) whose documents are of 1 to some 30 tokens, two separators beside each other among them.
+/// Returns token ids (2, 91) with documents of 1 to about 30 tokens, and two consecutive separators.
 fn text() -> Vec<Vec<u32>> {
     let token = |i: usize| (i * i / 3 + i / 7) as u32 % 11;
     let mut text: Vec<Vec<u32>> = [5, 400]
@@ -52,7 +52,7 @@ fn as_one_by_one(
         let mut rest = &row[..];
         while rest.len() > 1 {
             let end = rest.iter().position(|id| *id == SEPARATOR);
-            let predicted = end.unwrap_or(rest.len() - 1); // the separator too
+            let predicted = end.unwrap_or(rest.len() - 1); // the separator is predicted too
             if predicted > 0 {
                 let (tokens, targets) = (&rest[..predicted], &rest[1..predicted + 1]);
                 let loss = model.loss(&tensor(&[tokens]), &tensor(&[targets])).unwrap();
@@ -105,7 +105,7 @@ fn what_is_refused() {
         .unwrap_err();
 }
 
-/// Masked targets are -100, as PyTorch has them: the mean over the others.
+/// Masked targets are -100, as in PyTorch; the loss is the mean over the others.
 #[test]
 fn masked_targets() {
     let (model, text) = (model(Algorithm::Naive, Checkpointing::None), text());

@@ -1,4 +1,4 @@
-//! Weights to a file and back.
+//! Weights saved to a file and loaded from it.
 
 use super::*;
 use crate::settings::loaded_as;
@@ -18,7 +18,6 @@ fn of_dtype(dtype: DType) -> LoadOptions {
     loaded_as(dtype)
 }
 
-/// The model's weights as tensors of `dtype`, by name.
 fn weights(model: &TransformerLM, dtype: DType) -> HashMap<String, Tensor> {
     let parameters = model.parameters().into_iter();
     parameters
@@ -37,13 +36,13 @@ fn there_and_back(#[values(DType::F32, DType::F64, DType::BF16, DType::F16)] dty
     let logits = |model: &TransformerLM| bits(&model.forward(&tokens).unwrap());
     assert_eq!(logits(&loaded), logits(&model));
     assert_eq!(loaded.config(), &mini());
-    // As variables of its own that take part in training.
+    // The loaded weights are variables of their own that can be trained.
     if dtype == DType::F32 {
         alive(&loss_and_gradients(&loaded, &tokens, &tokens).1);
     }
 }
 
-/// The file is a plain safetensors file: those names, those shapes, the model's dtype, nothing else.
+/// The file is a plain safetensors file: these names, shapes and dtype, and nothing else.
 #[rstest]
 fn the_file_is_what_others_read(#[values(DType::F32, DType::BF16)] dtype: DType) {
     let (_folder, path) = place();
@@ -60,7 +59,7 @@ fn the_file_is_what_others_read(#[values(DType::F32, DType::BF16)] dtype: DType)
     }
 }
 
-/// Every float type on disk to every float type in memory, rounded once.
+/// Every float dtype is converted to every other, rounded once.
 #[rstest]
 fn dtypes_are_converted(
     #[values(DType::F32, DType::F64, DType::BF16, DType::F16)] stored: DType,
@@ -105,7 +104,7 @@ fn an_optimizers_state_beside_the_weights_is_left_alone() {
     assert_eq!(all_bits(&loaded), all_bits(&model));
 }
 
-/// A second save replaces the first, and leaves nothing beside it.
+/// A second save replaces the first and leaves no other file.
 #[test]
 fn saving_again() {
     let (folder, path) = place();
@@ -120,7 +119,7 @@ fn saving_again() {
     assert_eq!(names, ["model.safetensors"]);
 }
 
-/// A loaded model does not change with the file it came from.
+/// A loaded model does not depend on its file any more.
 #[test]
 fn a_loaded_model_is_its_own() {
     let (_folder, path) = place();
@@ -134,7 +133,7 @@ fn a_loaded_model_is_its_own() {
     assert_ne!(all_bits(&loaded), all_bits(&model));
 }
 
-/// A weight that was made a view (transposed in place, say) is saved as it reads.
+/// A weight that is a view (transposed in place, for example) is saved in logical order.
 #[test]
 fn weights_with_strides() {
     let (_folder, path) = place();
@@ -152,7 +151,7 @@ fn weights_with_strides() {
     assert_eq!(all_bits(&loaded), all_bits(&model));
 }
 
-/// A file knows its model; attention, checkpointing and the context are the reader's.
+/// A file stores the model's configuration; attention, checkpointing and context length are chosen on loading.
 #[test]
 fn a_file_has_its_configuration() {
     let (_folder, path) = place();
@@ -203,7 +202,7 @@ fn a_file_has_its_configuration() {
     );
 }
 
-/// Names of `torch.compile` and `DistributedDataParallel`, and more than the model's weights, by choice.
+/// Prefixes of `torch.compile` and `DistributedDataParallel`, and additional weights, are accepted on request.
 #[test]
 fn other_names_and_weights_too_many() {
     let (_folder, path) = place();

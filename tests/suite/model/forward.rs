@@ -1,19 +1,19 @@
-//! What a forward pass promises: shapes, causality, independence, kernel against reference, no graph under `no_grad`,
-//! and the same bits on any number of threads.
+//! Guarantees of a forward pass: shapes, causality, independent sequences, kernel against reference, no graph under
+//! `no_grad`, and the same bits with any number of threads.
 
 use super::*;
 use rstest::rstest;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::{is_grad_enabled, no_grad};
 
-/// Logits (T, V) of each sequence as rows of bits.
+/// Returns the bits of the logits (T, V) of each sequence, row by row.
 fn rows(logits: &Tensor) -> Vec<Vec<u64>> {
     let vocab_size = logits.dim(2).unwrap();
     let bits = bits(logits);
     bits.chunks_exact(vocab_size).map(<[u64]>::to_vec).collect()
 }
 
-/// `tokens` with another id at `position` of its flat form.
+/// Returns `tokens` with another id at the flat index `position`.
 fn changed(tokens: &Tensor, position: usize) -> Tensor {
     let mut ids: Vec<u32> = tokens.flatten_all().unwrap().to_vec1().unwrap();
     ids[position] = (ids[position] + 11) % 29;
@@ -34,7 +34,7 @@ fn the_future_is_not_seen(
     for t in 0..13 {
         let after = run(&changed(&tokens, t));
         for i in 0..13 {
-            // Equal bits before t, other logits from t on: the past is seen.
+            // Equal bits before t, other logits from t on: only the past is visible.
             assert_eq!(before[i] == after[i], i < t, "token {t}, logits {i}");
         }
     }
@@ -47,7 +47,7 @@ fn sequences_of_a_batch_are_independent(
     let model = model_of(&attending(attention, mini()), 1, DType::F32);
     let tokens = ids(29, 3, 7);
     let before = rows(&model.forward(&tokens).unwrap());
-    let after = rows(&model.forward(&changed(&tokens, 7)).unwrap()); // the second sequence's first
+    let after = rows(&model.forward(&changed(&tokens, 7)).unwrap()); // the first token of the second sequence
     assert_eq!(before[..7], after[..7]);
     assert_ne!(before[7], after[7]);
     assert_eq!(before[14..], after[14..]);
@@ -80,7 +80,7 @@ fn a_prefix_has_the_logits_it_has_in_a_longer_sequence(
     }
 }
 
-/// Positions count: the same token twice has other logits the second time, and not by its position in the batch.
+/// Positions matter: permuting earlier tokens changes the logits of a later one.
 #[test]
 fn positions_are_seen() {
     let model = mini_model(1);
@@ -88,7 +88,6 @@ fn positions_are_seen() {
     assert_ne!(logits([4, 9, 2])[2], logits([9, 4, 2])[2]);
 }
 
-/// Tokens may have any strides.
 #[test]
 fn tokens_as_a_view() {
     let model = mini_model(1);
@@ -113,7 +112,7 @@ fn half_precision_follows_f32(#[values(Algorithm::Naive, Algorithm::Flash)] atte
     }
 }
 
-/// Nothing is recorded, whatever computes, and the numbers are the same.
+/// Nothing is recorded by any kernel or reference, and the numbers are the same.
 #[rstest]
 fn no_graph_under_no_grad(
     #[values(DType::F32, DType::F64, DType::BF16)] dtype: DType,
@@ -135,7 +134,7 @@ fn no_graph_under_no_grad(
     assert!(!free_logits.track_op() && !free_loss.track_op());
     assert_eq!(bits(&free_logits), bits(&logits));
     assert_eq!(bits(&free_loss), bits(&loss));
-    // Without a graph there is nothing to go back through.
+    // Without a graph, backward finds no variables.
     let gradients = free_loss.backward().unwrap();
     for (name, var) in model.parameters() {
         assert!(gradients.get(&var).is_none(), "{name}");
@@ -151,7 +150,7 @@ fn no_grad_nests_and_ends() {
     no_grad(|| {
         assert!(!no_grad(tracked));
         assert!(!tracked());
-        // This thread's, not another's.
+        // The setting belongs to this thread alone.
         let other = std::thread::scope(|scope| scope.spawn(tracked).join().unwrap());
         assert!(other);
     });
@@ -161,7 +160,7 @@ fn no_grad_nests_and_ends() {
     assert!(tracked());
 }
 
-/// Large enough that every kernel has several tasks to share.
+/// Sizes at which every kernel has several tasks.
 #[rstest]
 fn threads_do_not_change_a_bit(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let config = TransformerConfig {

@@ -1,4 +1,4 @@
-//! Sampling: greedy is argmax, a seed settles the rest, settings out of range are refused.
+//! Sampling: greedy is argmax, a seed determines the rest, and settings out of range are refused.
 
 use super::*;
 use rstest::rstest;
@@ -22,7 +22,7 @@ fn sampled(seed: u64) -> GenerateConfig {
     }
 }
 
-/// The likeliest token after `tokens`, by a plain forward pass over the last 16.
+/// Returns the most likely token after `tokens`, by a plain forward pass over the last 16.
 fn argmax(model: &TransformerLM, tokens: &[u32]) -> u32 {
     let window = &tokens[tokens.len().saturating_sub(16)..];
     let input = Tensor::new(window, &CPU).unwrap().unsqueeze(0).unwrap();
@@ -47,7 +47,7 @@ fn greedy_is_the_argmax_of_each_step(
 ) {
     for seed in 0..4 {
         let model = model_of(&attending(attention, mini()), seed, DType::F32);
-        // Past the context of 16 too: the window moves on.
+        // Longer than the context of 16, so that the window moves.
         let config = GenerateConfig {
             max_new_tokens: 30,
             ..greedy()
@@ -114,10 +114,10 @@ fn a_seed_settles_the_sample() {
     let tokens = run(1);
     assert_eq!(tokens.len(), 40);
     assert!(tokens.iter().all(|token| *token < 29));
-    // Not one draw used for all tokens: a fresh model is far from certain of any.
+    // Each token has its own random number: a new model is not certain of any token.
     let distinct: std::collections::HashSet<_> = tokens.iter().collect();
     assert!(distinct.len() > 8, "{tokens:?}");
-    // A shorter run is the beginning of a longer one.
+    // A shorter run is a prefix of a longer one.
     let short = GenerateConfig {
         max_new_tokens: 7,
         ..sampled(1)
@@ -125,7 +125,7 @@ fn a_seed_settles_the_sample() {
     assert_eq!(model.generate(&PROMPT, &short).unwrap(), tokens[..7]);
 }
 
-/// Over many seeds, the first token's shares are the softmax of the model's logits.
+/// Over many seeds, the frequencies of the first token match the softmax of the model's logits.
 #[test]
 fn samples_follow_the_model() {
     const DRAWS: u64 = 1500;
@@ -165,7 +165,7 @@ fn the_stop_token_ends_it_and_is_kept() {
         ..sampled(1)
     };
     assert_eq!(model.generate(&PROMPT, &config).unwrap(), free[..=first]);
-    // One in the prompt stops nothing, and one that is no token neither.
+    // A stop token in the prompt does not stop, nor does an id outside the vocabulary.
     assert_ne!(free[0], PROMPT[2]);
     for stop in [PROMPT[2], 1000] {
         let config = GenerateConfig {
@@ -183,7 +183,7 @@ fn prompts_of_any_length() {
     let model = mini_model(2);
     let long: Vec<u32> = (0..45).map(|i| i * 7 % 29).collect();
     let got = model.generate(&long, &greedy()).unwrap();
-    // The model sees the last 16 only.
+    // The model sees only the last 16 tokens.
     assert_eq!(got, model.generate(&long[29..], &greedy()).unwrap());
     assert_eq!(got[0], argmax(&model, &long));
     assert_eq!(model.generate(&long[..1], &greedy()).unwrap().len(), 12);
@@ -225,7 +225,7 @@ fn prompts_that_are_none() {
     );
     let parts = ["id 29 at position 1", "vocabulary of 29"];
     refusal(model.generate(&[1, 29, 2], &greedy()), &parts);
-    // Named by its place in the prompt even where the model would not see it.
+    // The error names the position in the prompt, even outside the model's window.
     let mut long = vec![1; 40];
     long[2] = 77;
     refusal(model.generate(&long, &greedy()), &["id 77 at position 2"]);

@@ -1,4 +1,4 @@
-//! The architecture of GPT-2: its parameters, what it refuses, and that all that runs a model runs it.
+//! The architecture of GPT-2: its parameters, its errors, and its use by everything that runs a model.
 
 use super::*;
 use crate::compile::logits_of;
@@ -8,7 +8,7 @@ use tallow::ops::RotaryPairs;
 use tallow::precision::{Autocast, Precision};
 use tallow::{autocast, graph, no_grad};
 
-/// Heads of 5 elements, which no rotation would take.
+/// Returns a configuration with heads of 5 elements, which rotary positions would not accept.
 fn gpt2() -> TransformerConfig {
     TransformerConfig {
         d_model: 15,
@@ -59,7 +59,7 @@ fn names_shapes_and_order(#[values(false, true)] tie_embeddings: bool) {
     assert_eq!(model.num_parameters(), config.num_parameters());
 }
 
-/// The smallest that was published, as `transformers` counts it.
+/// The parameter count of the smallest published model equals that of `transformers`.
 #[test]
 fn the_published_count() {
     let config = TransformerConfig {
@@ -73,7 +73,7 @@ fn the_published_count() {
     assert_eq!(config.num_parameters(), 124_439_808);
 }
 
-/// Logits in the tens would be those of tables of standard deviation 1.
+/// A new model's loss is near ln(V); embeddings with a standard deviation of 1 would give logits in the tens.
 #[test]
 fn a_new_model_is_undecided() {
     let model = TransformerLM::new(&gpt2(), 0, &CPU).unwrap();
@@ -176,13 +176,13 @@ fn gradients_under_autocast_are_near(
         for ((name, gradient), (_, exact)) in gradients.iter().zip(&exact) {
             assert_eq!(gradient.dtype(), DType::F32, "{name}");
             if !name.ends_with("k_proj.bias") {
-                close(name, gradient, exact, bound); // that one is 0, but for rounding
+                close(name, gradient, exact, bound); // that one is 0 up to rounding
             }
         }
     }
 }
 
-/// Recomputed blocks give the bits of those that are kept.
+/// Recomputed blocks give the bits of saved ones.
 #[rstest]
 fn checkpointing_changes_no_bit(#[values("block", "every-2", "sqrt")] strategy: &str) {
     let config = TransformerConfig {
@@ -202,7 +202,7 @@ fn checkpointing_changes_no_bit(#[values("block", "every-2", "sqrt")] strategy: 
     assert_eq!(step(&again), step(&model));
 }
 
-/// A planned forward gives the eager one's logits, with fewer tokens than positions.
+/// A planned forward gives the eager logits, with fewer tokens than positions.
 #[rstest]
 fn a_planned_forward(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = TransformerLM::new(&attending(attention, gpt2()), 1, &CPU).unwrap();
@@ -213,7 +213,7 @@ fn a_planned_forward(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Al
     close("logits", &planned, &eager, 1e-6);
 }
 
-/// What ops are called after where they are.
+/// Traced ops have the paths of their modules.
 #[test]
 fn places() {
     let model = TransformerLM::new(&gpt2(), 0, &CPU).unwrap();

@@ -1,10 +1,10 @@
-//! Gradients of the whole model: all of them there, and right.
+//! Gradients of the complete model: each parameter has one, and it is correct.
 
 use super::*;
 use rstest::rstest;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
-/// As [`mini`], with room for `length` tokens.
+/// Returns [`mini`] with a context of `length` tokens.
 fn long(length: usize) -> TransformerConfig {
     TransformerConfig {
         context_length: length,
@@ -42,7 +42,7 @@ fn every_parameter_has_one(
     }
 }
 
-/// With one token there is one key: its weight is 1 whatever the query, so q and k have gradients, and they are zeros.
+/// With one token there is one key, whose probability is 1, so the gradients of q and k are zeros.
 #[test]
 fn one_token() {
     let model = model_of(&long(1), 1, DType::F64);
@@ -58,7 +58,7 @@ fn one_token() {
     alive(&rest);
 }
 
-/// The embedding's gradient is zero for tokens that were not there, and the head's for none.
+/// The embedding's gradient is zero for absent tokens; no row of the head's gradient is zero.
 #[test]
 fn rows_of_tokens_that_were_not_there() {
     let model = mini_model(1);
@@ -93,7 +93,7 @@ fn kernels_agree_with_their_references(
     }
 }
 
-/// d loss / d (parameter + h direction), for a direction of each parameter, by central differences.
+/// d loss / d (parameter + h direction), for one direction of each parameter, by central differences.
 #[rstest]
 fn finite_differences(
     #[values(2, 13, 57)] length: usize,
@@ -121,7 +121,7 @@ fn finite_differences(
         let along = elements(gradient).into_iter().zip(elements(&direction));
         let by_backward: f64 = along.map(|(g, d)| g * d).sum();
         let error = (by_difference - by_backward).abs();
-        // The cut of the series is of order H^2, rounding of order 1e-16 / H.
+        // The truncation error is of order H^2, the rounding error of order 1e-16 / H.
         assert!(
             error < 1e-8 * (1.0 + by_backward.abs()),
             "{name}: {by_backward} backward, {by_difference} by differences"
@@ -133,7 +133,6 @@ fn finite_differences(
     }
 }
 
-/// Backward twice from one graph gives the same bits: nothing is used up.
 #[rstest]
 fn backward_repeats(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = model_of(&attending(attention, mini()), 1, DType::F32);
@@ -147,7 +146,7 @@ fn backward_repeats(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Alg
     }
 }
 
-/// Twenty steps of plain gradient descent on one batch bring its loss down: the signs are right all the way.
+/// Twenty steps of plain gradient descent on one batch reduce its loss.
 #[test]
 fn descent_descends() {
     let model = mini_model(1);

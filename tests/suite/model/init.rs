@@ -1,4 +1,4 @@
-//! Initial weights: what distribution, and that a seed settles every bit.
+//! Initial weights: their distribution, and that a seed determines every bit.
 
 use super::*;
 use crate::check::refusal;
@@ -6,7 +6,7 @@ use candle_nn::Init;
 use std::collections::HashSet;
 use tallow::nn::{LayerNorm, Linear};
 
-/// Large enough for its moments to be sharp.
+/// Returns a configuration with enough weights for exact moments.
 fn middling() -> TransformerConfig {
     TransformerConfig {
         vocab_size: 500,
@@ -19,7 +19,7 @@ fn middling() -> TransformerConfig {
 
 #[test]
 fn moments_by_layer() {
-    /// The variance of a standard normal distribution cut at 3.
+    /// The variance of a standard normal distribution truncated at 3.
     const CUT_VARIANCE: f64 = 0.973_34;
 
     let model = TransformerLM::new(&middling(), 3, &CPU).unwrap();
@@ -39,7 +39,7 @@ fn moments_by_layer() {
         let n = values.len() as f64;
         let mean = values.iter().sum::<f64>() / n;
         let variance = values.iter().map(|v| v * v).sum::<f64>() / n;
-        // Five standard errors of each.
+        // Five standard errors each.
         assert!(mean.abs() < 5.0 / n.sqrt(), "{name}: mean {mean}");
         let spread = 5.0 * (2.0 / n).sqrt();
         assert!(
@@ -47,14 +47,14 @@ fn moments_by_layer() {
             "{name}: variance {variance}"
         );
         let largest = values.iter().fold(0.0, |top: f64, v| top.max(v.abs()));
-        // f32 rounding of std may carry a value at the cut just over it.
+        // f32 rounding of std may put a value slightly above 3.
         assert!(largest <= 3.0 + 1e-6, "{name}: {largest}");
         assert!(largest > 2.7, "{name}: {largest} is cut too early");
         pooled.extend(values);
     }
     let n = pooled.len() as f64;
     let variance = pooled.iter().map(|v| v * v).sum::<f64>() / n;
-    // Sharp enough to tell the cut at 3 from none (1.0) or one at 2.5 (0.911).
+    // Exact enough to distinguish truncation at 3 from none (1.0) or at 2.5 (0.911).
     assert!((variance / CUT_VARIANCE - 1.0).abs() < 0.015, "{variance}");
 }
 
@@ -75,7 +75,7 @@ fn a_seed_settles_every_bit() {
 fn no_two_weights_are_drawn_alike() {
     let matrices = all_bits(&mini_model(7)).into_iter();
     let matrices: Vec<_> = matrices.filter(|(name, _)| !name.contains("ln")).collect();
-    // Scaled alike or not: the order of a weight's first values tells its draws apart.
+    // The order of a weight's first values identifies its random numbers, whatever the scale.
     let order = |bits: &[u64]| {
         let mut order: Vec<usize> = (0..18).collect();
         order.sort_by(|a, b| f64::from_bits(bits[*a]).total_cmp(&f64::from_bits(bits[*b])));
@@ -85,7 +85,7 @@ fn no_two_weights_are_drawn_alike() {
     assert_eq!(orders.len(), matrices.len());
 }
 
-/// Order of asking, neighbours and threads do not matter: name, shape and seed do.
+/// Name, shape and seed determine a weight; creation order, other layers and threads do not matter.
 #[test]
 fn a_layer_alone_draws_what_the_model_draws() {
     let all = all_bits(&mini_model(7));
@@ -113,7 +113,7 @@ fn dtypes_start_from_the_same_point() {
     }
 }
 
-/// A GPU draws the CPU's bits, whatever the length and the dtype.
+/// A GPU draws the CPU's bits, for any length and dtype.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA device"]

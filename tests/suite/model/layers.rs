@@ -1,4 +1,4 @@
-//! Layers alone, on ordinary candle tensors, against the same formula in candle's own ops.
+//! Single layers on candle tensors, against the same formula in candle's own ops.
 
 use super::*;
 use crate::check::refusal;
@@ -16,7 +16,7 @@ fn names(layer: &impl Layer) -> Vec<String> {
         .collect()
 }
 
-/// Gives every parameter other numbers than it starts with, so that a norm's weight of 1 hides nothing.
+/// Sets every parameter to other values, so that a norm's weight of 1 hides nothing.
 fn scramble(layer: &impl Layer) {
     for (salt, (_, var)) in layer.parameters().into_iter().enumerate() {
         var.set(&numbers(var.dims(), var.dtype(), 50 + salt as u64))
@@ -24,7 +24,8 @@ fn scramble(layer: &impl Layer) {
     }
 }
 
-/// Output and every gradient (of `x` too) are those of `wanted`, and candle's `Module` is the same function.
+/// Checks the output and every gradient (also of `x`) against `wanted`, and that candle's `Module` is the same
+/// function.
 fn agrees<L: Layer + Module>(
     layer: &L,
     x: &Tensor,
@@ -76,7 +77,7 @@ fn a_linear_layer(#[values(&[2, 5, 7], &[1, 1, 7], &[3, 2, 4, 7])] shape: &[usiz
 
 #[rstest]
 fn an_rms_norm(#[values(&[2, 5, 7], &[1, 7], &[7])] shape: &[usize]) {
-    let eps = 0.25; // large: it must count
+    let eps = 0.25; // large enough to matter
     let layer = RmsNorm::new(7, eps, seeded(DType::F64)).unwrap();
     assert_eq!(names(&layer), ["weight"]);
     assert_eq!(elements(layer.weight()), [1.0; 7]);
@@ -134,7 +135,7 @@ fn an_embedding() {
         [10, 0, 4, 4].map(|i| table[i].clone()).concat()
     );
     assert_eq!(bits(&tokens.apply(&layer).unwrap()), bits(&rows));
-    // Any shape of tokens: one vector for each.
+    // Tokens may have any shape; each gives one vector.
     let one = Tensor::new(7u32, &CPU).unwrap();
     assert_eq!(elements(&layer.forward(&one).unwrap()), table[7]);
 
@@ -153,7 +154,6 @@ fn an_embedding() {
     }
 }
 
-/// A view gives what its copy gives.
 #[test]
 fn strided_input() {
     let vb = seeded(DType::F32);
@@ -173,7 +173,7 @@ fn strided_input() {
     }
 }
 
-/// In candle's `Sequential`, on a `VarMap`, with candle's own loss and ops around them: every variable gets a gradient.
+/// Inside candle's `Sequential`, on a `VarMap`, with candle's own ops and loss, every variable has a gradient.
 #[test]
 fn among_candles_own() {
     let map = VarMap::new();
@@ -194,7 +194,7 @@ fn among_candles_own() {
     alive(&gradients);
 }
 
-/// Our refusal comes out of candle's `apply` with its text.
+/// An error of this crate keeps its text through candle's `apply`.
 #[test]
 fn a_refusal_through_candle() {
     let layer = Linear::new(6, 4, seeded(DType::F32)).unwrap();

@@ -1,4 +1,4 @@
-//! The padding token: no gradient of the embedding in its row, and nothing else changed.
+//! The padding token: its row of the embedding has no gradient, and nothing else changes.
 
 use super::*;
 use crate::settings::in_precision;
@@ -13,7 +13,7 @@ use tallow::precision::Precision;
 
 const PADDING: u32 = 3;
 
-/// Models of the same weights: without a padding token and with one.
+/// Returns models with the same weights, without and with a padding token.
 fn models(tie_embeddings: bool, dtype: DType) -> [TransformerLM; 2] {
     [None, Some(PADDING)].map(|padding_id| {
         let config = TransformerConfig {
@@ -25,7 +25,7 @@ fn models(tie_embeddings: bool, dtype: DType) -> [TransformerLM; 2] {
     })
 }
 
-/// Tokens and targets (2, 8), with the padding token in both: alone, repeated, and more often than 8 times.
+/// Returns tokens and targets (2, 8) with the padding token in both: alone, repeated, and more than 8 times.
 fn batch() -> [Tensor; 2] {
     let tokens = [[3u32, 5, 3, 28, 3, 3, 3, 3], [3, 3, 9, 5, 3, 3, 3, 3]];
     let targets = [[5u32, 3, 28, 3, 3, 1, 2, 0], [3, 9, 5, 3, 3, 4, 3, 3]];
@@ -36,7 +36,7 @@ fn row(table: &Tensor, id: u32) -> Tensor {
     table.get(id as usize).unwrap()
 }
 
-/// All gradients are the same to the bit, but for the padding token's row of the embedding, which is returned.
+/// Checks that all gradients have the same bits, except the padding token's row of the embedding, which is returned.
 fn assert_same_but_padding(plain: &[(String, Tensor)], padded: &[(String, Tensor)]) -> Tensor {
     assert_eq!(plain.len(), padded.len());
     for ((name, plain), (other, padded)) in plain.iter().zip(padded) {
@@ -69,7 +69,7 @@ fn eager(model: &TransformerLM) -> (Tensor, Vec<(String, Tensor)>) {
 fn planned(model: &TransformerLM, precision: Precision) -> Vec<(String, Tensor)> {
     let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let config = in_precision(precision);
-    let mut step = Step::of(model, &optimizer, &config).unwrap();
+    let mut step = Step::for_model(model, &optimizer, &config).unwrap();
     let [tokens, targets] = batch();
     step.forward_backward((&tokens, &targets)).unwrap();
     step.gradients().unwrap()
@@ -101,7 +101,7 @@ fn a_planned_step(#[values(Precision::F32, Precision::BF16)] precision: Precisio
     }
 }
 
-/// The head that is the embedding still trains the row, by the gradient that it would have alone.
+/// A tied head still trains the row, with the gradient that it would have alone.
 #[rstest]
 fn a_tied_head(#[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy) {
     let tied = models(true, DType::F32);

@@ -1,4 +1,4 @@
-//! Weights that are no layer's: variables of every builder.
+//! Weights outside layers: variables of every builder.
 
 use super::*;
 use crate::check::refusal;
@@ -13,7 +13,7 @@ const NORMAL: Init = Init::Randn {
     stdev: 1.0,
 };
 
-/// A class token before a sequence, and a map with a scale.
+/// A class token before a sequence, and a linear layer with a scale.
 struct Model {
     class_token: Parameter,
     scale: Parameter,
@@ -116,7 +116,8 @@ fn a_name_is_needed() {
     assert_eq!(names(&alone.unwrap().parameters()), ["scale"]);
 }
 
-/// What `get_with_hints` of a seeded builder gives is trained, as a `VarMap`'s and a hollow builder's is.
+/// The tensors of a seeded builder's `get_with_hints` are variables, like those of a `VarMap` or a builder of meta
+/// tensors.
 #[test]
 fn a_seeded_builder_gives_variables() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
@@ -131,7 +132,7 @@ fn a_seeded_builder_gives_variables() {
     }
 }
 
-/// Gives the tensors of a seeded builder, and keeps them.
+/// A backend that returns a seeded builder's tensors and keeps them.
 struct Kept(VarBuilder<'static>, Arc<Mutex<Vec<Tensor>>>);
 
 impl SimpleBackend for Kept {
@@ -157,7 +158,7 @@ impl SimpleBackend for Kept {
     }
 }
 
-/// Layers share them: no weight is there twice.
+/// Layers share the builder's variables, so that no weight exists twice.
 #[test]
 fn layers_share_the_variables_of_a_seeded_builder() {
     let kept = Arc::new(Mutex::new(Vec::new()));

@@ -35,7 +35,7 @@ fn names_shapes_and_order() {
     assert!(model.device().is_cpu());
 }
 
-/// Beyond nine layers, by number and not by letter.
+/// With more than nine layers the order is numeric, not alphabetic.
 #[test]
 fn layers_are_in_the_order_they_run() {
     let config = TransformerConfig {
@@ -67,7 +67,7 @@ fn counts_of_real_models() {
     );
 }
 
-/// The variables are the model's own, not copies: an optimizer may update them.
+/// The variables are shared with the model, so an optimizer can update them.
 #[test]
 fn parameters_are_shared_with_the_model() {
     let model = mini_model(0);
@@ -95,7 +95,7 @@ fn parameters_are_shared_with_the_model() {
     assert_ne!(bits(&model.forward(&tokens).unwrap()), bits(&before));
 }
 
-/// A model is a layer like its parts: `visit` puts its names under any path.
+/// A model is a layer like its parts: `visit` prefixes its names with any path.
 #[test]
 fn names_go_under_a_path() {
     let mut names = Vec::new();

@@ -1,4 +1,4 @@
-//! Files that are no model's, and places that cannot be written.
+//! Files that hold no matching model, and paths that cannot be written.
 
 use super::*;
 use crate::settings::loaded_as;
@@ -13,7 +13,7 @@ fn load(path: &Path) -> tallow::Result<TransformerLM> {
     TransformerLM::load(&mini(), path, &CPU)
 }
 
-/// A folder and the model's file in it.
+/// Returns a folder and the model file in it.
 fn saved() -> (TempDir, PathBuf) {
     let folder = tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
@@ -21,7 +21,7 @@ fn saved() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// The model's weights, changed, in a file.
+/// Writes a file with changed weights of the model.
 fn changed(change: impl FnOnce(&mut HashMap<String, Tensor>)) -> (TempDir, PathBuf) {
     let (folder, path) = saved();
     let mut weights = candle_core::safetensors::load(&path, &CPU).unwrap();
@@ -60,7 +60,7 @@ fn any_misshapen_weight_is_named() {
     }
 }
 
-/// Stored (in, out): as many elements, but not this weight.
+/// A weight stored as (in, out) has the right number of elements, but the wrong shape.
 #[test]
 fn a_transposed_weight() {
     let name = "layers.0.ffn.w1.weight";
@@ -90,7 +90,7 @@ fn an_integer_weight(#[case] dtype: DType, #[case] got: &str) {
     refusal(load(&path), &parts);
 }
 
-/// A type that safetensors has and candle does not.
+/// A dtype that safetensors has and candle does not.
 #[test]
 fn a_boolean_weight() {
     let (_folder, path) = saved();
@@ -130,7 +130,7 @@ fn a_weight_too_many() {
     }
 }
 
-/// The file of one configuration with another.
+/// The file of one configuration, loaded with another.
 #[rstest]
 #[case::fewer_layers(|c: &mut TransformerConfig| c.num_layers = 1, &["layers.1.", "no such weight in 1 layers"])]
 #[case::more_layers(|c: &mut TransformerConfig| c.num_layers = 3, &["layers.2.ln1.weight", "got no such weight"])]
@@ -167,7 +167,7 @@ fn parameters_are_floats() {
     }
 }
 
-/// Cut anywhere: in the length, the header, the data.
+/// A file cut anywhere: in the length, the header, or the data.
 #[test]
 fn truncated_files() {
     let (_folder, path) = saved();
@@ -215,9 +215,9 @@ fn files_that_are_something_else() {
         vec![0xff; 5000],
         with(0, &u64::MAX.to_le_bytes()),
         with(0, &(header as u64 - 1).to_le_bytes()),
-        with(8, b"["),                      // no JSON object
-        with(8 + header / 2, b"\xff\xfe"),  // no UTF-8
-        [&whole[..], b"trailing"].concat(), // bytes that no tensor owns
+        with(8, b"["),                      // not a JSON object
+        with(8 + header / 2, b"\xff\xfe"),  // not UTF-8
+        [&whole[..], b"trailing"].concat(), // bytes of no tensor
     ];
     for (i, content) in contents.into_iter().enumerate() {
         fs::write(&path, content).unwrap();
@@ -236,7 +236,8 @@ fn files_that_are_something_else() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..Default::default() })]
 
-    /// Any one byte of the header changed: refused, or a model of these sizes; never a panic.
+    /// With any single byte of the header changed, the file is refused or gives a model of these sizes; it never
+    /// panics.
     #[test]
     fn a_wrong_byte_in_the_header(position in 0usize..2200, flip in 1u8..=255) {
         let config = TransformerConfig { num_layers: 1, ..mini() };
@@ -262,7 +263,7 @@ fn places_that_cannot_be_written() {
     let places = [
         (folder.path().join("no folder").join("model.st"), "model.st"),
         (folder.path().to_path_buf(), "directory"),
-        (path.join("model.st"), "model.st"), // under a file
+        (path.join("model.st"), "model.st"), // below a file
     ];
     for (place, part) in places {
         let error = refusal(model.save(&place), &[part, "cannot write"]);

@@ -1,4 +1,4 @@
-//! Tokens and tensors that a model or a layer cannot take, and what the refusal says.
+//! Tokens and tensors that a model or a layer refuses, and the errors.
 
 use super::*;
 use rstest::rstest;
@@ -53,7 +53,7 @@ fn a_token_outside_the_vocabulary(#[case] position: usize, #[case] id: u32) {
     let parts = [place.as_str(), "vocabulary of 29", "from 0 to 28"];
     let error = refusal(mini_model(0).forward(&tokens), &parts);
     assert!(matches!(error, Error::TokenId { .. }), "{error:?}");
-    // As targets too.
+    // Also as targets.
     let model = mini_model(0);
     let logits = model.forward(&ids(29, 2, 4)).unwrap();
     refusal(ops::cross_entropy(&logits, &tokens), &parts);
@@ -68,7 +68,7 @@ fn targets_of_another_shape_or_dtype() {
     refusal(wrong, &["cross_entropy", "u32", "f32"]);
 }
 
-/// The narrow side of each layer: a last dimension that is not its own.
+/// Inputs of each layer with a wrong last dimension.
 #[test]
 fn widths_that_do_not_fit() {
     let vb = seeded(DType::F32);
@@ -91,7 +91,7 @@ fn widths_that_do_not_fit() {
     refusal(attention.forward(&x), &["linear", "(..., 6)", "[2, 3, 7]"]);
     let block = TransformerBlock::new(6, 3, 5, 1e-5, None, vb.pp("f")).unwrap();
     refusal(block.forward(&x), &["rms_norm", "[2, 3, 7]", "weight [6]"]);
-    // Heads need a batch and a sequence.
+    // Heads require a batch and a sequence dimension.
     let flat = zeros(&[3, 6], DType::F32);
     refusal(
         attention.forward(&flat),
@@ -103,7 +103,7 @@ fn widths_that_do_not_fit() {
     );
 }
 
-/// More elements than 64 bits count, and than there is memory for.
+/// Element counts that overflow 64 bits, or exceed the memory.
 #[test]
 fn layers_that_nothing_can_hold() {
     let vb = || seeded(DType::F32);
@@ -126,7 +126,7 @@ fn layers_that_nothing_can_hold() {
     assert!(matches!(error, tallow::Error::OutOfMemory { .. }));
 }
 
-/// A row of zeros would be 0 / 0.
+/// Without eps a row of zeros would be 0 / 0.
 #[test]
 fn norms_without_an_eps() {
     for eps in [0.0, 1e-50, -1e-5, f64::NAN, f64::INFINITY] {
@@ -184,7 +184,7 @@ fn heads_that_do_not_divide() {
         let block = TransformerBlock::new(6, heads, 5, 1e-5, None, seeded(DType::F32));
         refusal(block, &["CausalSelfAttention", &expected]);
     }
-    // Heads of another size than the tables turn.
+    // The head dimension differs from that of the rotary tables.
     let rotary = RotaryEmbedding::new(1e4, 4, 8, DType::F32, &CPU).unwrap();
     let wrong = CausalSelfAttention::new(6, 3, Some(rotary), seeded(DType::F32));
     let x = zeros(&[1, 2, 6], DType::F32);

@@ -44,7 +44,7 @@ fn setting_a_variable_changes_the_model_and_back() {
         map.set_one(&name, &kept).unwrap();
     }
     assert_eq!(bits(&model.forward(&tokens).unwrap()), before);
-    // And the other way.
+    // And in the other direction.
     let (name, parameter) = model.parameters().remove(3);
     parameter.set(&parameter.zeros_like().unwrap()).unwrap();
     assert!(elements(&var(&map, &name)).iter().all(|w| *w == 0.0));
@@ -61,7 +61,7 @@ fn two_models_of_one_map_are_one() {
     alive(&gradients_of(&loss, first.parameters()));
 }
 
-/// candle's own checkpoint of a map is a model's file.
+/// candle's own checkpoint of a map is a valid model file.
 #[test]
 fn a_saved_map_is_a_model_file() {
     let (map, model) = shared();
@@ -80,7 +80,7 @@ fn a_saved_map_is_a_model_file() {
     assert_eq!(all_bits(&twin), all_bits(&model));
 }
 
-/// The tensors of a map are copied: training the model leaves the caller's alone.
+/// The tensors of a map are copied: training the model does not change the caller's.
 #[test]
 fn plain_tensors_stay_as_they_are() {
     let weight = numbers(&[4, 3], DType::F32, 0);
@@ -92,7 +92,7 @@ fn plain_tensors_stay_as_they_are() {
     assert_eq!(bits(&weight), bits(&numbers(&[4, 3], DType::F32, 0)));
 }
 
-/// What the builder refuses comes through with its text: the name and both shapes.
+/// A builder's error keeps its text: the name and both shapes.
 #[test]
 fn missing_and_misshapen_weights_of_a_builder() {
     let builder = |shape: &[usize]| {
@@ -107,7 +107,7 @@ fn missing_and_misshapen_weights_of_a_builder() {
     refusal(misshapen, &["table.weight", "[4, 3]", "[3, 4]"]);
 }
 
-/// One table for the embedding and the head, if the caller hands out one variable.
+/// The embedding and the head share one table if the caller passes one variable.
 #[test]
 fn a_shared_variable_gets_both_gradients() {
     let map = VarMap::new();
@@ -123,7 +123,7 @@ fn a_shared_variable_gets_both_gradients() {
         loss.backward().unwrap().get(of).unwrap().clone()
     };
     let both = gradient(&table, &head, table.weight());
-    // The same numbers in two variables: each has its part, and the tied one their sum.
+    // With the same values in two variables, each has its part of the gradient; the tied one has their sum.
     let copy = |name: &str| {
         let tensors = HashMap::from([(format!("{name}.weight"), table.weight().copy().unwrap())]);
         VarBuilder::from_tensors(tensors, DType::F64, &CPU).pp(name)

@@ -1,4 +1,4 @@
-//! Weights that are trained, frozen and tied, with biases and without; and hollow ones, which nothing takes for real.
+//! Trained, frozen and tied weights, with and without biases; and meta tensors, which can be neither trained nor saved.
 
 use super::*;
 use crate::settings::with_lr;
@@ -8,7 +8,7 @@ use tallow::graph;
 use tallow::nn::{Embedding, Layer, LayerNorm, Linear, RmsNorm};
 use tallow::optim::{AdamW, AdamWConfig};
 
-/// An embedding, a frozen linear map with a bias, a norm without one, and a head that is the embedding's table.
+/// An embedding, a frozen linear layer with a bias, a norm without one, and a head that shares the embedding's table.
 struct Net {
     table: Embedding,
     frozen: Linear,
@@ -64,7 +64,7 @@ fn frozen_and_tied_weights_have_their_names() {
     assert_eq!(names(trained), "table.weight norm.weight");
 }
 
-/// By hand in f64: AdamW's steps on the two variables alone, the tied one with the sum of both gradients.
+/// Compares training in f64 with AdamW steps on the two variables alone, the tied one with the sum of both gradients.
 #[test]
 fn frozen_and_tied_weights_are_trained_as_they_are() {
     let net = Net::new(DType::F64);
@@ -76,7 +76,7 @@ fn frozen_and_tied_weights_are_trained_as_they_are() {
         .collect();
     let config = with_lr(0.1);
     let mut optimizer = AdamW::new(net.parameters(), config).unwrap();
-    // A twin that has the same numbers in variables of candle's own, and candle's own ops.
+    // A twin with the same values in its own variables, computed by candle's ops.
     let twin: Vec<Var> = [0, 3].map(|i| Var::from_tensor(&before[i]).unwrap()).into();
     let twin_loss = || {
         let x = twin[0].index_select(&tokens.flatten_all()?, 0)?;
@@ -154,30 +154,27 @@ fn weights_of_other_shapes_are_refused() {
     refusal(LayerNorm::from_weights(zeros(&[3]), None, 0.0), &["eps"]);
 }
 
-/// An optimizer and a file want elements, and say whose are missing.
+/// An optimizer and a file need elements; the error names the meta tensor.
 #[test]
-fn hollow_weights_are_neither_trained_nor_saved() {
+fn meta_weights_are_neither_trained_nor_saved() {
     let model = TransformerLM::from_var_builder(&mini(), graph::weights(DType::F32)).unwrap();
     let refused = AdamW::new(model.parameters(), AdamWConfig::default());
-    refusal(refused, &["token_embeddings.weight", "hollow"]);
+    refusal(refused, &["token_embeddings.weight", "meta"]);
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("hollow.safetensors");
-    refusal(
-        model.save(&path),
-        &["weight", "hollow", "nothing was saved"],
-    );
+    let path = folder.path().join("meta.safetensors");
+    refusal(model.save(&path), &["weight", "meta", "nothing was saved"]);
     assert!(!path.exists());
 }
 
-/// Sixteen tebibytes, of which there is nothing.
+/// 16 TiB as a meta tensor, without allocating them.
 #[test]
-fn a_hollow_weight_is_of_any_size() {
+fn a_meta_weight_is_of_any_size() {
     let (rows, cols) = (1 << 21, 1 << 21);
     let layer = Linear::new(cols, rows, graph::weights(DType::F32)).unwrap();
     assert_eq!(layer.weight().dims(), [rows, cols]);
     let x = graph::input("x", (1, cols), DType::F32).unwrap();
     let traced = graph::trace(graph::Target::Cpu, || layer.forward(&x)).unwrap();
     assert_eq!(traced.nodes().count(), 1);
-    // A real one is refused as ever.
+    // A real tensor of this size is refused.
     refusal(Linear::new(cols, rows, seeded(DType::F32)), &["memory"]);
 }

@@ -1,4 +1,4 @@
-//! PyTorch's operators in our ops.
+//! PyTorch's operators expressed by this crate's ops.
 
 use super::fixture::{Settings, dtype};
 use candle_core::{D, Tensor};
@@ -10,13 +10,12 @@ use tallow::ops::{self, Gelu};
 pub struct Call<'a> {
     pub operands: &'a [Tensor],
     pub settings: &'a Settings,
-    /// The output's shape.
     pub out: &'a [usize],
 }
 
 pub type Way = fn(&Call) -> Result<Tensor>;
 
-/// Our ops that do what the operator does.
+/// Returns the ops that compute this operator.
 pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
     match operator {
         "add" => vec![("add", |c| match c.settings.alpha {
@@ -94,7 +93,7 @@ pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
     }
 }
 
-/// `f` along the dimension of the settings, of x in their dtype.
+/// Applies `f` along the dimension of the settings, to x in their dtype.
 fn along(call: &Call, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let mut x = call.operands[0].clone();
     if let Some(name) = &call.settings.dtype {
@@ -108,7 +107,7 @@ fn along(call: &Call, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     Ok(f(&x.transpose(dim, D::Minus1)?)?.transpose(dim, D::Minus1)?)
 }
 
-/// A product of matrices or vectors, whose leading dimensions broadcast.
+/// Multiplies matrices or vectors whose leading dimensions broadcast.
 fn product(call: &Call, f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let [a, b] = call.operands else {
         panic!("two operands");
@@ -137,7 +136,8 @@ fn product(call: &Call, f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Resul
     Ok(f(&spread(&a)?, &spread(&b)?)?.reshape(call.out)?)
 }
 
-/// A weight of one dimension is a matrix of one row, without its dimension in the output; there may be a bias.
+/// Applies a linear layer with an optional bias. A one-dimensional weight is a matrix of one row, whose dimension the
+/// output lacks.
 fn linear(call: &Call) -> Result<Tensor> {
     let (x, weight) = (&call.operands[0], &call.operands[1]);
     let y = match weight.rank() {
@@ -150,7 +150,7 @@ fn linear(call: &Call) -> Result<Tensor> {
     }
 }
 
-/// The same as one op: a bias of zeros, where there is none.
+/// Does the same with one op, with a bias of zeros if there is none.
 fn linear_bias(call: &Call) -> Result<Tensor> {
     let (x, weight) = (&call.operands[0], &call.operands[1]);
     let matrix = match weight.rank() {
@@ -169,7 +169,7 @@ fn linear_bias(call: &Call) -> Result<Tensor> {
     }
 }
 
-/// A norm over the last dimensions: as many as the settings say. `f` takes x, weight, bias and eps.
+/// Applies a norm over the last dimensions of the settings. `f` takes x, weight, bias and eps.
 fn norm(
     call: &Call,
     f: impl Fn(&Tensor, &Tensor, &Tensor, f64) -> Result<Tensor>,
@@ -198,7 +198,7 @@ fn norm(
     Ok(y.reshape(call.out)?)
 }
 
-/// PyTorch's classes are the second dimension (the first, where there is one).
+/// Computes PyTorch's cross-entropy, whose classes are the second dimension (or the only one).
 fn cross_entropy(call: &Call) -> Result<Tensor> {
     let (logits, targets) = (&call.operands[0], &call.operands[1]);
     let mut order: Vec<usize> = (0..logits.rank()).collect();
@@ -213,7 +213,7 @@ fn cross_entropy(call: &Call) -> Result<Tensor> {
 
 type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<Tensor>;
 
-/// Leading dimensions broadcast.
+/// Applies attention, with broadcast leading dimensions.
 fn attend(call: &Call, f: Attend) -> Result<Tensor> {
     let rank = call.operands.iter().map(Tensor::rank).max();
     let rank = rank.expect("operands");

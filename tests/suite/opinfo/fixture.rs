@@ -1,4 +1,4 @@
-//! The files of `fixtures/opinfo` (their README says what is in them).
+//! The files of `fixtures/opinfo` (their README describes the format).
 
 use candle_core::{D, DType, Device, Result, Tensor, safetensors};
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-/// Where the samples are.
+/// Returns the folder of the samples.
 pub fn folder() -> PathBuf {
     match std::env::var_os("TALLOW_OPINFO") {
         Some(folder) => folder.into(),
@@ -14,7 +14,7 @@ pub fn folder() -> PathBuf {
     }
 }
 
-/// The files, and how many samples each has.
+/// Returns the names of the files, with the number of samples in each.
 pub fn index(folder: &Path) -> BTreeMap<String, usize> {
     let path = folder.join("index.json");
     let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -36,13 +36,13 @@ pub struct Sample {
     pub upstream: Tensor,
     exact: Vec<Tensor>,
     exact_bf16: Vec<Tensor>,
-    /// Whether the output is a loss, which is never in half precision here.
+    /// Whether the output is a loss, which is never in half precision in this crate.
     loss: bool,
 }
 
 pub struct Operand {
     place: Place,
-    /// What lies in the file.
+    /// The stored elements.
     value: Tensor,
 }
 
@@ -70,11 +70,11 @@ struct Place {
 pub struct Expected {
     pub shape: Vec<usize>,
     dtypes: [String; 3],
-    /// Of f64's shift, of PyTorch's f32 and of its bf16.
+    /// The distances of f64's shift, of PyTorch's f32 and of its bf16.
     pub distances: [Option<f64>; 3],
 }
 
-/// What PyTorch's operator was given beside its operands.
+/// The arguments of PyTorch's operator other than its operands.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Settings {
@@ -91,7 +91,7 @@ pub struct Settings {
     pub scale: Option<f64>,
 }
 
-/// One of a file's flat tensors, taken from its start.
+/// One of a file's flat tensors, and the number of elements read from it.
 struct Flat {
     tensor: Tensor,
     taken: usize,
@@ -151,14 +151,14 @@ impl File {
 }
 
 impl Sample {
-    /// Whether an operand or the output has no elements.
+    /// Returns whether an operand or the output has no elements.
     pub fn is_empty(&self) -> bool {
         let operands = self.operands.iter().map(|operand| &operand.place.shape);
         let mut shapes = operands.chain([&self.results[0].shape]);
         shapes.any(|shape| shape.contains(&0))
     }
 
-    /// The exact output (0) or gradient, of the values that a run in `run` gets.
+    /// Returns the exact output (0) or gradient, for the inputs as rounded in a run in `run`.
     pub fn exact(&self, at: usize, run: DType) -> Tensor {
         match run {
             DType::BF16 => self.exact_bf16[at].clone(),
@@ -166,7 +166,7 @@ impl Sample {
         }
     }
 
-    /// Which dtype a result must have in a run: PyTorch's, but for a loss.
+    /// Returns the dtype that a result must have in a run: PyTorch's, except for a loss.
     pub fn dtype(&self, at: usize, run: usize) -> DType {
         match self.results[at].dtype(run) {
             DType::BF16 if self.loss && at == 0 => DType::F32,
@@ -174,7 +174,6 @@ impl Sample {
         }
     }
 
-    /// Shapes and settings.
     pub fn describe(&self) -> String {
         let shapes: Vec<String> = self
             .operands
@@ -191,7 +190,7 @@ impl Sample {
 }
 
 impl Expected {
-    /// PyTorch's.
+    /// Returns PyTorch's dtype.
     pub fn dtype(&self, run: usize) -> DType {
         dtype(&self.dtypes[run])
     }
@@ -208,7 +207,7 @@ impl Operand {
         !self.place.number && !self.place.ids
     }
 
-    /// For a run in `run`: with what lies between the sample's elements, which is NaN.
+    /// Returns the stored tensor for a run in `run`. Elements between those of the sample are NaN.
     pub fn in_memory(&self, run: DType) -> Result<Tensor> {
         let value = match (self.place.ids, self.place.number, run) {
             (true, ..) => return Ok(self.value.clone()),
@@ -227,7 +226,7 @@ impl Operand {
         }
     }
 
-    /// Of what is in memory, or of its gradient, the elements of the sample, in the file's order.
+    /// Returns the sample's elements of the stored tensor, or of its gradient, in the file's order.
     pub fn of_sample(&self, memory: &Tensor) -> Result<Tensor> {
         match self.place.step {
             None => Ok(memory.clone()),
@@ -235,7 +234,7 @@ impl Operand {
         }
     }
 
-    /// The sample's view of what is in memory.
+    /// Returns the sample's view of the stored tensor.
     pub fn view(&self, memory: &Tensor) -> Result<Tensor> {
         let mut view = self.of_sample(memory)?;
         if let Some(order) = &self.place.order {

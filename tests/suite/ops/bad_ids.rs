@@ -1,4 +1,4 @@
-//! Ids and targets that are no classes, found before any kernel runs.
+//! Token ids and targets outside the vocabulary are refused before any kernel runs.
 
 use super::case::cast;
 use super::refusals::{dtype, ids, refused, x};
@@ -42,7 +42,7 @@ fn ids_outside_the_vocabulary() {
         "0 to 4",
     ];
     check(&parts, (5, 3, 5), &|| ops::embedding(&square, &x(&[5, 3])));
-    // Positions count as the tensor reads, not as it lies in memory.
+    // Positions are logical indices, not memory offsets.
     let turned = square.t().unwrap();
     let parts = ["id 5 at position 1", "vocabulary of 5"];
     check(&parts, (5, 1, 5), &|| ops::embedding(&turned, &x(&[5, 3])));
@@ -54,7 +54,7 @@ fn ids_outside_the_vocabulary() {
     let logits = x(&[2, 3, 5]);
     let parts = ["cross_entropy", "id 5 at position 3", "vocabulary of 5"];
     check(&parts, (5, 3, 5), &|| ops::cross_entropy(&logits, &square));
-    // The ignored one passes, the next does not.
+    // The ignored id is accepted, the next invalid one is refused.
     let parts = ["cross_entropy", "id 9 at position 4"];
     check(&parts, (9, 4, 5), &|| {
         ops::cross_entropy_ignoring(&logits, &square, 5)
@@ -65,7 +65,7 @@ fn ids_outside_the_vocabulary() {
     });
 }
 
-/// As PyTorch has them.
+/// Ids in i64, PyTorch's dtype for them, are accepted.
 #[test]
 fn ids_in_i64() {
     let wide = |ids: &[i64]| Tensor::new(ids, &candle_core::Device::Cpu).unwrap();
@@ -99,7 +99,7 @@ fn ignored_targets_in_i64() {
     let rows = |x: &Tensor| {
         Tensor::cat(&[x.narrow(0, 0, 1).unwrap(), x.narrow(0, 2, 1).unwrap()], 0).unwrap()
     };
-    let two = ids(&[4, 2]); // of rows 0 and 2
+    let two = ids(&[4, 2]); // the targets of rows 0 and 2
     for ignored in [
         -100,
         -1,
@@ -128,7 +128,7 @@ fn ignored_targets_in_i64() {
             assert!((values(loss)[0] - expected[0]).abs() < 1e-12, "{ignored}");
         }
     }
-    // Another id that is no class is refused all the same.
+    // Another id outside the vocabulary is still refused.
     let targets = Tensor::new(&[4i64, -100, -1], &candle_core::Device::Cpu).unwrap();
     let parts = ["cross_entropy", "id -1 at position 2", "vocabulary of 5"];
     let check = |error: &Error| matches!(error, Error::TokenId { .. });
@@ -149,6 +149,9 @@ fn a_mean_of_nothing() {
     ];
     data(&parts, &|| {
         ops::cross_entropy_ignoring(&x(&[2, 5]), &ids(&[3, 3]), 3)
+    });
+    data(&["linear_cross_entropy", "2 targets, all ignored"], &|| {
+        ops::linear_cross_entropy_ignoring(&x(&[2, 4]), &x(&[5, 4]), &ids(&[3, 3]), 3)
     });
     data(&["0 targets"], &|| {
         ops::cross_entropy(&x(&[0, 5]), &ids(&[]))

@@ -1,4 +1,4 @@
-//! One op on given inputs, and running it: any dtype, kernel or reference, any strides.
+//! One op on its inputs, which runs in any dtype, by kernel or reference, with any strides.
 
 pub use crate::check::{bits, elements};
 use candle_core::{D, DType, Device, Tensor, Var};
@@ -13,7 +13,7 @@ use tallow::ops::{KernelPolicy, with_kernel_policy};
 pub struct Input {
     pub name: &'static str,
     pub value: Tensor,
-    /// Whether it gets a gradient (tables of angles do not).
+    /// Whether it has a gradient (tables of angles have none).
     pub differentiable: bool,
 }
 
@@ -38,42 +38,43 @@ type Apply = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 
 type Terms = Box<dyn Fn(&Tensor, &Tensor) -> f64 + Send + Sync>;
 
-/// An op with its operands; ids, targets, scales and masks are inside `apply`.
+/// An op with its operands; ids, targets, scales and masks are captured by `apply`.
 pub struct Case {
     pub name: String,
     pub inputs: Vec<Input>,
     pub apply: Apply,
-    /// The gradient that arrives at the output; drawn where there is none.
+    /// The gradient of the output; random if `None`.
     pub d_out: Option<Tensor>,
-    /// From the exact output and what arrives at it, the largest of the terms that the first input's gradient is a
-    /// difference of: where they cancel, their rounding is what remains.
+    /// Returns, from the exact output and its gradient, the largest term of the difference that forms the first input's
+    /// gradient. Where terms cancel, their rounding errors remain.
     pub terms: Option<Terms>,
-    /// The largest |score| that goes into an exponential, 0 where none does: its rounding is a relative error there.
+    /// The largest |score| passed to an exponential, or 0. Its rounding error becomes a relative error of the
+    /// exponential.
     pub largest_score: f64,
 }
 
-/// What a run gives: the output, and each differentiable input's gradient in order.
+/// The result of a run: the output, and the gradients of the differentiable inputs in order.
 pub struct Outcome {
     pub out: Tensor,
     pub gradients: Vec<(&'static str, Tensor)>,
 }
 
-/// How an input lies in memory.
+/// The memory layout of an input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lie {
     Contiguous,
-    /// The last two dimensions swapped (one dimension: every other element).
+    /// The last two dimensions are swapped. In one dimension: every other element.
     Transposed,
     /// The middle of longer rows.
     Narrowed,
-    /// Contiguous, but not from the storage's start.
+    /// Contiguous with a nonzero offset.
     Offset,
 }
 
 pub const KERNEL: KernelPolicy = KernelPolicy::Strict;
 pub const REFERENCE: KernelPolicy = KernelPolicy::Reference;
 
-/// What the kernels take.
+/// The dtypes that have kernels.
 pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 pub const LIES: [Lie; 4] = [Lie::Contiguous, Lie::Transposed, Lie::Narrowed, Lie::Offset];
 
@@ -93,7 +94,7 @@ impl Case {
         }
     }
 
-    /// The same op on inputs that `dtype` represents exactly: what a run in `dtype` is compared with.
+    /// Rounds the inputs to `dtype`, so that a run in `dtype` and one in f64 have equal inputs.
     pub fn rounded_to(mut self, dtype: DType) -> Self {
         for input in &mut self.inputs {
             input.value = cast(&input.value, dtype).to_dtype(DType::F64).unwrap();
@@ -101,11 +102,11 @@ impl Case {
         self
     }
 
-    /// The gradient that arrives at an output like `out`, in its dtype; the same numbers in every dtype.
+    /// Returns the gradient of an output of this shape and dtype, with the same values in every dtype.
     pub fn upstream(&self, out: &Tensor) -> Tensor {
         let d_out = match &self.d_out {
             Some(d_out) => d_out.clone(),
-            // Rounded to bf16, so that every dtype gets these very numbers.
+            // Rounded to bf16, so that every dtype represents the values exactly.
             None => cast(&normal(out.dims(), 0xd0), DType::BF16),
         };
         cast(&d_out, out.dtype())
@@ -120,12 +121,12 @@ impl Case {
         self.run_lying(dtype, policy, Lie::Contiguous)
     }
 
-    /// Forward and backward, with every input lying in memory as `lie` says.
+    /// Runs forward and backward with every input in this layout.
     pub fn run_lying(&self, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
         self.run_on(&Device::Cpu, dtype, policy, lie)
     }
 
-    /// Forward and backward on `device`; what comes out is on the CPU.
+    /// Runs forward and backward on `device`; the results are on the CPU.
     pub fn run_on(&self, device: &Device, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
         let bases: Vec<Var> = self
             .operands(dtype)
@@ -164,14 +165,14 @@ impl Case {
         }
     }
 
-    /// The output alone, for operands given in f64.
+    /// Returns the output for operands in f64, without a graph.
     pub fn value(&self, operands: &[Tensor], policy: KernelPolicy) -> Tensor {
         tallow::no_grad(|| with_kernel_policy(policy, || (self.apply)(operands))).unwrap()
     }
 }
 
 impl Lie {
-    /// A tensor of which `view` is `value`; what lies outside is NaN, so that reading it shows.
+    /// Returns a tensor whose view is `value`. Elements outside the view are NaN, so that reading them shows.
     pub fn base(self, value: &Tensor) -> Tensor {
         let around = |dim: usize| {
             let mut dims = value.dims().to_vec();
@@ -195,7 +196,7 @@ impl Lie {
         }
     }
 
-    /// What [`Lie::base`] put into `base`.
+    /// Returns the view of `base` that holds the value passed to [`base`](Self::base).
     pub fn view(self, base: &Tensor, dims: &[usize]) -> Tensor {
         match (self, dims.len()) {
             (Lie::Contiguous, _) | (_, 0) => base.clone(),
@@ -207,7 +208,7 @@ impl Lie {
     }
 }
 
-/// Standard normal numbers in f64, each of them an f32.
+/// Returns standard normal numbers in f64 that f32 represents exactly.
 pub fn normal(dims: &[usize], seed: u64) -> Tensor {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let values: Vec<f64> = (0..dims.iter().product())

@@ -1,4 +1,4 @@
-//! Every op of the crate as a [`Case`], for sizes of the test's choice.
+//! Constructors of a [`Case`] for every op, with sizes chosen by the test.
 
 use super::case::{Case, Input, cast, normal};
 use super::compare::magnitude;
@@ -15,7 +15,6 @@ pub const MASKS: [Mask; 4] = [
     Mask::Window(NonZeroUsize::new(3).unwrap()),
 ];
 pub const EPS: f64 = 1e-5;
-/// A target that does not count.
 pub const IGNORE: u32 = u32::MAX;
 
 fn join(leading: &[usize], last: &[usize]) -> Vec<usize> {
@@ -30,7 +29,7 @@ fn positive(dims: &[usize], seed: u64) -> Tensor {
 pub fn ids(dims: &[usize], classes: usize, seed: u64) -> Tensor {
     let values = normal(dims, seed).flatten_all().unwrap();
     let values = values.to_vec1::<f64>().unwrap();
-    // Crowded at the low ids, so that some repeat and some never come.
+    // Concentrated at low ids, so that some repeat and some never occur.
     let ids = values
         .iter()
         .map(|x| (x.abs() * 0.3 * classes as f64) as u32);
@@ -38,7 +37,7 @@ pub fn ids(dims: &[usize], classes: usize, seed: u64) -> Tensor {
     Tensor::from_vec(ids, dims, &Device::Cpu).unwrap()
 }
 
-/// Elements stay away from 0, where the slope jumps.
+/// Elements keep away from 0, where the slope is discontinuous.
 pub fn relu(dims: &[usize], seed: u64) -> Case {
     let x = normal(dims, seed);
     let x = (&x + (x.sign().unwrap() * 0.125).unwrap()).unwrap();
@@ -68,7 +67,7 @@ pub fn geglu(form: Gelu, dims: &[usize], seed: u64) -> Case {
     Case::new("geglu", inputs, move |x| ops::geglu(&x[0], &x[1], form))
 }
 
-/// Within the cap and far beyond it.
+/// Inputs within the cap and far beyond it.
 pub fn soft_cap(dims: &[usize], cap: f64, seed: u64) -> Case {
     let inputs = vec![Input::new("x", (normal(dims, seed) * 3.0).unwrap())];
     Case::new("soft_cap", inputs, move |x| ops::soft_cap(&x[0], cap))
@@ -76,7 +75,7 @@ pub fn soft_cap(dims: &[usize], cap: f64, seed: u64) -> Case {
 
 type Activation = fn(&Tensor) -> Result<Tensor>;
 
-/// Activations of one input, which are smooth.
+/// Smooth activations of one input.
 pub const ACTIVATIONS: [(&str, Activation); 5] = [
     ("tanh", ops::tanh),
     ("sigmoid", ops::sigmoid),
@@ -85,7 +84,7 @@ pub const ACTIVATIONS: [(&str, Activation); 5] = [
     ("gelu_tanh", |x| ops::gelu(x, Gelu::Tanh)),
 ];
 
-/// All of them, on inputs from their middles to their ends.
+/// Returns a case for each activation, with inputs from its center to its tails.
 pub fn activations(dims: &[usize], seed: u64) -> Vec<Case> {
     let x = (normal(dims, seed) * 2.5).unwrap();
     let all = ACTIVATIONS.into_iter();
@@ -106,7 +105,7 @@ pub fn add_scaled(dims: &[usize], other: &[usize], scale: f64, seed: u64) -> Cas
     })
 }
 
-/// Three of them along `dim`, of as many there as `lengths` says.
+/// Concatenates three tensors with these lengths along `dim`.
 pub fn concat(dims: &[usize], dim: usize, lengths: [usize; 3], seed: u64) -> Case {
     let input = |i: usize| {
         let mut dims = dims.to_vec();
@@ -119,7 +118,7 @@ pub fn concat(dims: &[usize], dim: usize, lengths: [usize; 3], seed: u64) -> Cas
     })
 }
 
-/// Of a matrix that lies by columns.
+/// Copies a column-major matrix.
 pub fn contiguous(rows: usize, cols: usize, seed: u64) -> Case {
     let inputs = vec![Input::new("x", normal(&[rows, cols], seed))];
     Case::new("contiguous", inputs, |x| ops::contiguous(&x[0].t()?))
@@ -132,7 +131,7 @@ pub fn repeated_heads(dims: &[usize], times: usize, seed: u64) -> Case {
     })
 }
 
-/// The largest |dy w rstd|, from which a norm's backward takes away its mean and its part along x.
+/// Returns the largest |dy w rstd|: backward of a norm subtracts its mean and its projection on x from these terms.
 fn norm_terms(x: &Tensor, weight: &Tensor, dy: &Tensor) -> f64 {
     let mean_square = x.sqr().unwrap().mean_keepdim(D::Minus1).unwrap();
     let rstd = (mean_square + EPS)
@@ -195,7 +194,7 @@ pub fn layer_norm(leading: &[usize], width: usize, seed: u64) -> Case {
     }
 }
 
-/// `std` is the scores' standard deviation before the scale.
+/// `std` is the standard deviation of the scores before the scale.
 pub fn softmax(
     leading: &[usize],
     (queries, keys): (usize, usize),
@@ -218,7 +217,7 @@ pub fn softmax(
     }
 }
 
-/// (cos, sin) of shape (T, Dh/2) in f64.
+/// Returns (cos, sin) of shape (T, Dh/2) in f64.
 pub fn angles(length: usize, head_dim: usize) -> (Tensor, Tensor) {
     let angles: Vec<f64> = (0..length)
         .flat_map(|t| (0..head_dim / 2).map(move |i| (t, i)))
@@ -325,7 +324,7 @@ pub fn merge_heads([batch, length, heads, head_dim]: [usize; 4], seed: u64) -> C
     })
 }
 
-/// Every third target does not count where `ignoring`, but never the first.
+/// If `ignoring`, every third target is ignored, but never the first.
 pub fn cross_entropy(
     leading: &[usize],
     classes: usize,
@@ -362,7 +361,7 @@ pub fn cross_entropy(
             ops::cross_entropy(&x[0], &targets)
         }
     });
-    // A gradient is (p - 1) / n at the target.
+    // The gradient at the target is (p - 1) / n.
     let terms = move |_: &Tensor, d_loss: &Tensor| magnitude(d_loss).max / counted as f64;
     Case {
         terms: Some(Box::new(terms)),
@@ -371,7 +370,7 @@ pub fn cross_entropy(
     }
 }
 
-/// k or v (..., Hkv, Tk, Dh) with each head as often in a row as `heads` of q ask for: (..., H, Tk, Dh).
+/// Repeats each head of k or v (..., Hkv, Tk, Dh) to match `heads` of q: (..., H, Tk, Dh).
 pub fn repeat_heads(x: &Tensor, heads: usize) -> Tensor {
     let heads_at = x.rank() - 3;
     if heads == 0 {
@@ -393,7 +392,7 @@ pub fn attention(
     attend(leading, leading, sizes, (head_dim, head_dim), how, seed)
 }
 
-/// Heads of q that share heads of k and v.
+/// Grouped heads: heads of q share heads of k and v.
 pub fn grouped_attention(
     batch: &[usize],
     (heads, kv_heads): (usize, usize),
@@ -408,7 +407,6 @@ pub fn grouped_attention(
     case
 }
 
-/// The same by tiles.
 #[cfg(feature = "cuda")]
 pub fn grouped_flash(
     batch: &[usize],
@@ -454,7 +452,7 @@ fn attend(
         Some(heads) if leading != kv_leading => repeat_heads(&k, *heads),
         _ => k.clone(),
     };
-    // candle multiplies up to four dimensions.
+    // candle's matmul supports up to four dimensions.
     let matrices: usize = leading.iter().product();
     let flat = |x: &Tensor, rows| x.reshape((matrices, rows, head_dim)).unwrap();
     let met = flat(&met, keys).t().unwrap();

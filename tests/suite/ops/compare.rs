@@ -1,9 +1,9 @@
-//! How far a result is from the exact one, and how far it may be.
+//! Errors of results against exact ones, and their bounds.
 
 use super::case::{Case, Outcome, cast, elements};
 use candle_core::{DType, Tensor};
 
-/// An error over a tensor: its norm, and its largest element.
+/// The norm of an error tensor, and its largest element.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     pub norm: f64,
@@ -14,7 +14,7 @@ fn size(values: impl Iterator<Item = f64>) -> Size {
     let (mut squares, mut max) = (0.0, 0.0f64);
     for value in values {
         squares += value * value;
-        max = max.max(value.abs()); // drops a NaN, which the norm keeps
+        max = max.max(value.abs()); // ignores NaN, which the norm keeps
     }
     Size {
         norm: squares.sqrt(),
@@ -32,7 +32,8 @@ pub fn error(tensor: &Tensor, exact: &Tensor) -> Size {
     size(a.into_iter().zip(b).map(|(a, b)| a - b))
 }
 
-/// |a - b| / |b| by norm is at most `limit`, and no element is off by more than `limit` of the largest.
+/// Checks that |a - b| / |b| by norm is at most `limit`, and that no element's error exceeds `limit` of the largest
+/// element.
 pub fn assert_close(what: &str, tensor: &Tensor, exact: &Tensor, limit: f64) {
     let (error, exact) = (error(tensor, exact), magnitude(exact));
     assert!(
@@ -41,7 +42,7 @@ pub fn assert_close(what: &str, tensor: &Tensor, exact: &Tensor, limit: f64) {
     );
 }
 
-/// The distance between 1 and the next number.
+/// Returns the distance between 1 and the next number of a dtype.
 pub fn epsilon(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => f64::EPSILON,
@@ -52,8 +53,8 @@ pub fn epsilon(dtype: DType) -> f64 {
     }
 }
 
-/// What errors are measured by, for the output and each gradient: the exact result's size, or its terms' where it is
-/// a small difference of large ones.
+/// Returns the sizes that errors are relative to, for the output and each gradient: the exact result's size, or that of
+/// its terms where it is a small difference of large ones.
 fn yardsticks(case: &Case, exact: &Outcome) -> Vec<Size> {
     let gradients = exact.gradients.iter().map(|(_, gradient)| gradient);
     let tensors = std::iter::once(&exact.out).chain(gradients);
@@ -68,7 +69,7 @@ fn yardsticks(case: &Case, exact: &Outcome) -> Vec<Size> {
     sizes
 }
 
-/// Errors of the output and each gradient, with their names.
+/// Returns the named errors of the output and each gradient.
 fn errors<'a>(run: &'a Outcome, exact: &'a Outcome) -> impl Iterator<Item = (String, Size)> + 'a {
     assert_eq!(run.gradients.len(), exact.gradients.len());
     let gradients = run.gradients.iter().zip(&exact.gradients);
@@ -76,7 +77,7 @@ fn errors<'a>(run: &'a Outcome, exact: &'a Outcome) -> impl Iterator<Item = (Str
     std::iter::once(("out".into(), error(&run.out, &exact.out))).chain(gradients)
 }
 
-/// Output and gradients are within `limit` of `exact`, relative by norm and for the largest error.
+/// Checks that output and gradients are within `limit` of `exact`, relative by norm and for the largest error.
 pub fn assert_agree(case: &Case, run: &Outcome, exact: &Outcome, limit: f64) {
     for ((what, error), size) in errors(run, exact).zip(yardsticks(case, exact)) {
         assert!(
@@ -87,8 +88,8 @@ pub fn assert_agree(case: &Case, run: &Outcome, exact: &Outcome, limit: f64) {
     }
 }
 
-/// Judges `run` by f64 and by `judge`, another computation in the same dtype: the error of `run` is at most
-/// twice (gradients: three times) that of `judge`, plus (4 eps max|score| + 8 eps) of the exact result.
+/// Checks `run` against `judge`, another computation in the same dtype: the error of `run` against f64 is at most twice
+/// (gradients: three times) that of `judge`, plus (4 eps max|score| + 8 eps) of the exact result.
 pub fn assert_no_worse(case: &Case, run: &Outcome, judge: &Outcome, exact: &Outcome) {
     let eps = epsilon(judge.out.dtype());
     let floor = 4.0 * eps * case.largest_score + 8.0 * eps;
@@ -104,8 +105,8 @@ pub fn assert_no_worse(case: &Case, run: &Outcome, judge: &Outcome, exact: &Outc
     }
 }
 
-/// Judges `run`, in half precision, by rounding the exact result to the dtypes it came in: the error is at most 1.1
-/// times that of the rounding, plus what f32 does to it inside.
+/// Checks that `run`, in half precision, is rounded only once: its error is at most 1.1 times that of rounding the
+/// exact result to the same dtypes, plus the error of the f32 arithmetic before it.
 pub fn assert_rounded_once(case: &Case, run: &Outcome, exact: &Outcome) {
     let rounded = |exact: &Tensor, like: &Tensor| cast(&cast(exact, like.dtype()), DType::F64);
     let gradients = exact.gradients.iter().zip(&run.gradients);

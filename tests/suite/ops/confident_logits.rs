@@ -1,5 +1,5 @@
-//! Cross-entropy where logits are large and losses small: a loss is a difference of numbers that are hundreds of times
-//! it.
+//! Cross-entropy with large logits and small losses: a loss is a difference of numbers that are hundreds of times
+//! larger.
 
 use super::case::{Case, Input, KERNEL, Lie, REFERENCE, cast};
 use super::compare::{error, magnitude};
@@ -7,13 +7,13 @@ use candle_core::{D, DType, Device, Tensor};
 use rstest::rstest;
 use tallow::ops::{self, KernelPolicy};
 
-/// How far PyTorch 2.15 in f32 on a CPU is from itself in f64, |a - b| / |b| by norm, for `cross_entropy(x @ W.T)` of
-/// what [`inputs`] makes: loss, dx and dW.
+/// The errors of PyTorch 2.15 in f32 on a CPU against itself in f64, |a - b| / |b| by norm, for `cross_entropy(x @
+/// W.T)` of [`inputs`]: loss, dx and dW.
 const PYTORCH_OF_BOTH: [f64; 3] = [1.6e-6, 2.2e-6, 2.0e-6];
-/// The same for `cross_entropy(logits)`: loss and dlogits.
+/// PyTorch's errors for `cross_entropy(logits)`: loss and dlogits.
 const PYTORCH_OF_LOGITS: [f64; 2] = [4.3e-8, 8.3e-8];
 
-/// A tensor of numbers k / `unit`, in f64, each of them an f32.
+/// Returns a tensor of numbers k / `unit`, rounded to f32 and converted to f64.
 fn spread(dims: (usize, usize), [step, start, count]: [usize; 3], unit: f64) -> Tensor {
     let number = |i: usize| ((i * step + start) % count) as f64 - (count / 2) as f64;
     let numbers: Vec<f64> = (0..dims.0 * dims.1).map(|i| number(i) / unit).collect();
@@ -21,7 +21,7 @@ fn spread(dims: (usize, usize), [step, start, count]: [usize; 3], unit: f64) -> 
     cast(&cast(&tensor, DType::F32), DType::F64)
 }
 
-/// x (16, 8), W (64, 8), their logits, which are up to 220, and as targets the largest of each row.
+/// Returns x (16, 8), W (64, 8), their logits up to 220, and targets: the largest logit of each row.
 fn inputs() -> (Tensor, Tensor, Tensor, Tensor) {
     let x = spread((16, 8), [7919, 13, 1009], 64.0);
     let weight = spread((64, 8), [6151, 5, 997], 60.0);
@@ -32,7 +32,7 @@ fn inputs() -> (Tensor, Tensor, Tensor, Tensor) {
     (x, weight, logits, targets)
 }
 
-/// Loss and gradients in f32 against f64: three times PyTorch's distance, or 1e-6.
+/// Checks loss and gradients in f32 against f64: the error is at most three times PyTorch's, or 1e-6.
 fn judge(case: &Case, device: &Device, policy: KernelPolicy, pytorch: &[f64]) {
     let exact = case.run(DType::F64, REFERENCE);
     let run = case.run_on(device, DType::F32, policy, Lie::Contiguous);
@@ -49,7 +49,7 @@ fn judge(case: &Case, device: &Device, policy: KernelPolicy, pytorch: &[f64]) {
     }
 }
 
-/// Both ops, and PyTorch's distances for them.
+/// Returns a case of each op, with PyTorch's errors.
 fn both() -> [(Case, &'static [f64]); 2] {
     let (x, weight, logits, targets) = inputs();
     let ids = targets.clone();

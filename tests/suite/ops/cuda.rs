@@ -1,4 +1,4 @@
-//! The same cases on a GPU: CUDA kernels, and references where there are none, judged by f64 on the CPU.
+//! Ops on a GPU, by CUDA kernels or by references where there are none, against f64 on the CPU.
 
 use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits, normal};
 use super::cases::{self, MASKS};
@@ -10,7 +10,7 @@ use tallow::ops::{self, Gelu, KernelPolicy};
 use tallow::precision::Autocast;
 use tallow::{Result, autocast};
 
-/// What has kernels, on rows that do and do not begin at 16 bytes, of one element and of many blocks.
+/// Returns cases of ops with kernels. Rows are aligned to 16 bytes or not, and have one element or many blocks.
 fn with_kernels() -> Vec<Case> {
     let mut cases = vec![
         cases::dropout(&[3, 1031], 0.3, 1),
@@ -35,7 +35,7 @@ fn with_kernels() -> Vec<Case> {
         cases::rope_by_halves(&[5], 7, 2, 5),
         cases::embedding(&[1], 5, 1, 9),
         cases::embedding(&[3, 123], 17, 33, 9),
-        cases::embedding(&[257], 5, 1031, 9), // ids with more positions than a bucket
+        cases::embedding(&[257], 5, 1031, 9), // some ids have more positions than a bucket
         cases::embedding(&[4, 256], 1000, 512, 9),
         cases::linear(&[2, 3], 5, 4, 21),
         cases::linear(&[3, 123], 257, 301, 22),
@@ -46,15 +46,15 @@ fn with_kernels() -> Vec<Case> {
         cases::matmul_transposed(&[2, 3], [4, 5, 3], 27),
         cases::matmul_transposed(&[5], [257, 40, 123], 28),
         cases::split_heads([3, 123, 5, 40], 29),
-        cases::split_heads([2, 33, 3, 7], 30), // words of one element
+        cases::split_heads([2, 33, 3, 7], 30), // vectors of one element
         cases::split_heads([1, 5, 2, 1031], 31),
         cases::merge_heads([3, 123, 5, 40], 32),
         cases::merge_heads([2, 33, 3, 7], 33),
         cases::linear_bias(&[2, 3], 5, 4, 34),
         cases::linear_bias(&[3, 123], 257, 301, 35),
-        cases::linear_bias(&[40_000], 8, 33, 36), // rows in many parts
+        cases::linear_bias(&[40_000], 8, 33, 36), // rows in many blocks
         cases::repeated_heads(&[3, 5, 33, 40], 3, 37),
-        cases::repeated_heads(&[2, 3, 7, 5], 2, 38), // words of one element
+        cases::repeated_heads(&[2, 3, 7, 5], 2, 38), // vectors of one element
     ];
     for dims in [&[1][..], &[3, 1031], &[257, 4096]] {
         cases.extend(cases::activations(dims, 39));
@@ -72,7 +72,7 @@ fn with_kernels() -> Vec<Case> {
         cases.push(cases::offset_rms_norm(&[rows], width, 3));
         cases.push(cases::layer_norm(&[rows], width, 4));
     }
-    cases.push(cases::layer_norm(&[300], 8192, 4)); // the widest; several rows to a block
+    cases.push(cases::layer_norm(&[300], 8192, 4)); // the widest; several rows per block
     for (rows, width) in [
         (1, 2),
         (33, 65),
@@ -149,7 +149,7 @@ fn kernels_take_any_strides() {
     }
 }
 
-/// A variance taken as the mean of squares less the square of the mean would have no digit left here.
+/// Here a variance computed as the mean of squares minus the squared mean would lose all digits.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
@@ -158,7 +158,7 @@ fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
     check(&case.rounded_to(DType::F32), KERNEL, Lie::Contiguous);
 }
 
-/// Rows that begin between vectors, though their width is one of whole vectors.
+/// Rows that are not aligned to vectors, although their width is a multiple of one.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn rows_begin_anywhere(#[values(1, 2, 3)] offset: usize) {
@@ -188,7 +188,7 @@ fn variable(device: &Device, dims: &[usize], seed: u64) -> Var {
     Var::from_tensor(&values.to_device(device).unwrap()).unwrap()
 }
 
-/// Head and loss. Logits become their gradient where they lie, so that a second backward has to compute them again.
+/// Head and loss: the gradient overwrites the logits, so a second backward recomputes them.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
@@ -210,7 +210,7 @@ fn head_and_loss_have_the_gradients_of_the_cpu_twice() {
     }
 }
 
-/// Two products and the gate between them, each of which rounds.
+/// Two matmuls and the gate between them, each of which rounds.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn the_gated_maps() {
@@ -230,7 +230,7 @@ fn the_gated_maps() {
 
 type Elementwise = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
-/// Of (37, 65) each; what they have in common is that a call says no more than its output and its parameters.
+/// Ops and compositions of two inputs (37, 65) each.
 const PLAIN: [(&str, Elementwise); 17] = [
     ("add", |a, b| ops::add(a, b)),
     ("sub", |a, b| ops::sub(a, b)),
@@ -259,7 +259,7 @@ const PLAIN: [(&str, Elementwise); 17] = [
     }),
 ];
 
-/// By kernels alone, with gradients by `tallow::backward`, views and all: the CPU's.
+/// Kernels and `tallow::backward`, also on views, have the CPU's results.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn plain_calls_are_those_of_the_cpu(#[values(DType::F32, DType::F16, DType::BF16)] dtype: DType) {
@@ -312,8 +312,8 @@ fn plain_calls_are_those_of_the_cpu(#[values(DType::F32, DType::F16, DType::BF16
     }
 }
 
-/// In an autocast region products read the weights' copies, kept or dropped, and the weights' gradients are f32 sums
-/// that nothing has rounded: the CPU's.
+/// In an autocast region matmuls read the cast weights, cached or not. The weights' gradients are unrounded f32 sums
+/// and equal the CPU's.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn weights_in_a_region_have_the_gradients_of_the_cpu(
@@ -356,7 +356,7 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
         found
     };
     let (on_gpu, on_cpu) = (run(&gpu), run(&Device::Cpu));
-    // Of linear, all that rounds is its output; of the others, what is between the products too.
+    // With linear only the output is rounded; with the others, also the tensors between matmuls.
     assert_close("linear's dw", &on_gpu[0], &on_cpu[0], 1e-6);
     assert_close("linear_bias's db", &on_gpu[3], &on_cpu[3], 1e-6);
     assert_close("linear_bias's dw", &on_gpu[4], &on_cpu[4], 1e-6);
@@ -366,7 +366,7 @@ fn weights_in_a_region_have_the_gradients_of_the_cpu(
     }
 }
 
-/// Weights without rows, and products over nothing.
+/// Weights without rows, and matmuls over an empty dimension.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn nothing_is_multiplied() {
@@ -382,7 +382,7 @@ fn nothing_is_multiplied() {
     assert_eq!(y.dims(), [3, 0]);
 }
 
-/// What runs its reference too.
+/// Every op, including those that run their reference on a GPU.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn every_op_in_f32() {
@@ -417,16 +417,16 @@ fn the_same_bits_every_time() {
     }
 }
 
-/// Heads of q and of k and v, queries and keys: tails, groups, one tile and several.
+/// Sizes ((H, Hkv), (Tq, Tk)): tails, groups, one tile and several.
 const OF_FLASH: [((usize, usize), (usize, usize)); 5] = [
-    ((2, 2), (5, 7)), // where all rows see one key, gradients are exactly nothing, and rounding all there is
+    ((2, 2), (5, 7)), // rows that see one key have gradients of exactly 0, computed as rounding errors
     ((4, 2), (33, 41)),
     ((3, 1), (200, 130)),
     ((2, 1), (64, 257)),
     ((2, 2), (300, 300)),
 ];
 
-/// Flash attention on tensor cores: every compiled head dimension and sizes between, tails, masks, groups.
+/// Flash attention on tensor cores: every compiled head dimension and others between, tails, masks, groups.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn flash_in_half_precision(
@@ -453,7 +453,7 @@ fn flash_in_half_precision(
     }
 }
 
-/// Flash attention in f32, judged by its reference in f32, which writes scores and probabilities down.
+/// Flash attention in f32 against its reference in f32, which materializes scores and probabilities.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn flash_in_f32(
@@ -470,7 +470,7 @@ fn flash_in_f32(
             let found = run(Lie::Contiguous);
             assert_no_worse(&case, &found, &judge, &exact);
             for lie in LIES {
-                // Lying otherwise, and once more: the same bits.
+                // Other layouts, and a repetition, have the same bits.
                 let again = run(lie);
                 assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
                 for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {

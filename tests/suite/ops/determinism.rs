@@ -1,5 +1,5 @@
-//! The same bits for any number of threads, and every time: forward and backward, on sizes that are cut into many
-//! tasks.
+//! Forward and backward have the same bits with any number of threads and in each repetition, on sizes that are split
+//! into many tasks.
 
 use super::case::{Case, KERNEL, bits};
 use super::every::large;
@@ -7,7 +7,6 @@ use candle_core::DType;
 use rstest::rstest;
 use tallow::internals::TASK_ELEMENTS;
 
-/// The bits of the output and of every gradient.
 fn all_bits(case: &Case, dtype: DType) -> Vec<Vec<u64>> {
     let run = case.run(dtype, KERNEL);
     let gradients = run.gradients.iter().map(|(_, gradient)| bits(gradient));

@@ -1,4 +1,4 @@
-//! What dropout drops: as many as it should, others for each key, the same in backward.
+//! Dropout drops the expected share, other elements for each key, and the same in backward.
 
 use super::case::normal;
 use candle_core::{DType, Device, Tensor, Var};
@@ -13,12 +13,12 @@ fn dropout(probability: f64, key: DropoutKey) -> Dropout {
     Dropout { probability, key }
 }
 
-/// A probability as it is taken.
+/// Returns the probability rounded to the 16 bits that dropout uses.
 fn taken(probability: f64) -> f64 {
     (probability * 65_536.0).round() / 65_536.0
 }
 
-/// Which of so many elements stay.
+/// Returns, for each of `elements` ones, whether it is kept.
 fn stay(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
     let x = Tensor::ones(elements, DType::F32, &CPU).unwrap();
     let y = ops::dropout(&x, &dropout(probability, key.clone())).unwrap();
@@ -28,8 +28,8 @@ fn stay(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
     y.into_iter().map(|y| y != 0.0).collect()
 }
 
-/// Counts within five standard deviations: of all elements, of every eighth (its place in a counter's words), of
-/// neighbours alike.
+/// The counts are within five standard deviations: of all elements, of every eighth (a fixed position in the
+/// generator's words), and of pairs at some distances.
 #[rstest]
 fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
     let elements = 1_000_003;
@@ -69,7 +69,7 @@ fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
     }
 }
 
-/// Of any two keys half of the elements fall together.
+/// With any two keys, half of the elements have the same outcome.
 #[test]
 fn every_key_has_its_own() {
     let key =
@@ -119,7 +119,7 @@ fn backward_drops_the_same() {
     assert_eq!(flat(&dx), flat(&wanted));
 }
 
-/// Nothing dropped is x itself; what is dropped is 0, whatever it was.
+/// If nothing is dropped the result is x itself; a dropped element is 0, even if it was NaN.
 #[test]
 fn edges() {
     let key = || DropoutKey::new(1, 1).unwrap();
@@ -152,9 +152,9 @@ fn edges() {
     }
 }
 
-/// A key that is an input of a plan has no numbers: the op is traced by it, its reference cannot be.
+/// A key that is an input of a plan has no value yet: the op can be traced with it, its reference cannot.
 #[test]
-fn of_a_hollow_key() {
+fn of_a_meta_key() {
     let traced = |reference: bool| {
         graph::trace(Target::Cpu, || {
             let x = graph::input("x", (4, 8), DType::F32)?;
@@ -167,11 +167,11 @@ fn of_a_hollow_key() {
     };
     let graph = traced(false).unwrap();
     let node = graph.nodes().next().unwrap();
-    assert_eq!((node.op, node.reads.len()), ("dropout", 1));
+    assert_eq!((node.op, node.extra_inputs.len()), ("dropout", 1));
     assert!(traced(true).is_err());
 }
 
-/// Attention's probabilities are dropped after their softmax.
+/// Attention drops probabilities after the softmax.
 #[rstest]
 fn of_attention(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
     let draw = |heads: usize, seed| {
@@ -238,7 +238,7 @@ fn of_attention(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
     }
 }
 
-/// Rows of the last dimension have bits of their own, of whatever length: a longer row begins with those of a shorter.
+/// Each row of the last dimension has its own bits, and a longer row begins with the bits of a shorter one.
 #[test]
 fn rows_begin_anew() {
     let key = DropoutKey::new(5, 1).unwrap();
@@ -254,8 +254,7 @@ fn rows_begin_anew() {
     }
 }
 
-/// Documents packed into a sequence, and a window, are hidden before probabilities are dropped: by the kernel as by the
-/// reference.
+/// Masks of packed documents and windows apply before dropout, in kernel and reference.
 #[rstest]
 fn of_packed_attention(#[values(DType::F32, DType::BF16)] dtype: DType) {
     let draw = |heads: usize, seed| {
@@ -291,7 +290,7 @@ fn of_packed_attention(#[values(DType::F32, DType::BF16)] dtype: DType) {
     }
 }
 
-/// The bits of the CPU, whatever the length and wherever the elements begin.
+/// A GPU has the CPU's bits, for any length and any offset.
 #[cfg(feature = "cuda")]
 #[rstest]
 #[ignore = "needs a CUDA device"]

@@ -1,4 +1,4 @@
-//! Operands at the edge: views of nothing, more elements than there can be, scalars, floats of 8 bits, broadcast views.
+//! Operands at the edge: empty views, too many elements, scalars, 8-bit floats, broadcast views.
 
 use super::case::{cast, elements, normal};
 use crate::check::refusal;
@@ -18,12 +18,12 @@ fn var(dims: &[usize], dtype: DType, seed: u64) -> Var {
 
 const POLICIES: [KernelPolicy; 2] = [KernelPolicy::Prefer, KernelPolicy::Reference];
 
-/// A view without elements that begins beyond its storage is as good as any other.
+/// An empty view whose offset is beyond its storage is valid.
 #[test]
 fn views_of_nothing_beyond_their_storage() {
     let base = var(&[4, 4], DType::F32, 1);
-    let view = base.narrow(0, 4, 0).unwrap().narrow(1, 4, 0).unwrap(); // (0, 0) from 20 of 16
-    let wide = base.narrow(0, 4, 0).unwrap().narrow(1, 1, 3).unwrap(); // (0, 3) from 17
+    let view = base.narrow(0, 4, 0).unwrap().narrow(1, 4, 0).unwrap(); // (0, 0) at offset 20 of 16
+    let wide = base.narrow(0, 4, 0).unwrap().narrow(1, 1, 3).unwrap(); // (0, 3) at offset 17
     let (w, gain) = (var(&[5, 3], DType::F32, 2), var(&[3], DType::F32, 3));
     let bias = var(&[5], DType::F32, 4);
     let flash = |x: &Tensor| {
@@ -64,7 +64,8 @@ fn views_of_nothing_beyond_their_storage() {
     }
 }
 
-/// candle's own product without elements depends on its first factor alone.
+/// Every operand of an empty result has a gradient of zeros. (In candle, an empty matmul depends on its first operand
+/// only.)
 #[test]
 fn a_result_without_elements_gives_every_operand_zeros() {
     for policy in POLICIES {
@@ -83,7 +84,7 @@ fn a_result_without_elements_gives_every_operand_zeros() {
     }
 }
 
-/// Products over nothing are zeros.
+/// Matmuls over an empty dimension are zeros.
 #[test]
 fn weights_without_inputs() {
     for policy in POLICIES {
@@ -101,7 +102,7 @@ fn weights_without_inputs() {
     }
 }
 
-/// Then what remains is the bias.
+/// Without inputs the result is the bias.
 #[test]
 fn a_bias_without_inputs() {
     for policy in POLICIES {
@@ -118,7 +119,7 @@ fn a_bias_without_inputs() {
     }
 }
 
-/// `torch.softmax(x, -1)` and `torch.log_softmax(x, -1)`.
+/// Equal to `torch.softmax(x, -1)` and `torch.log_softmax(x, -1)`.
 #[test]
 fn softmax_of_scalars_and_of_nothing_is_pytorchs() {
     for policy in POLICIES {
@@ -149,7 +150,7 @@ fn softmax_of_scalars_and_of_nothing_is_pytorchs() {
     }
 }
 
-/// Sizes whose product is more than 64 bits count, or than there is memory for.
+/// Sizes whose element count overflows 64 bits or exceeds the memory are refused.
 #[test]
 fn elements_that_nothing_can_hold() {
     let huge = 1usize << 40;
@@ -218,7 +219,7 @@ fn elements_that_nothing_can_hold() {
             "{text}"
         );
     }
-    // Countable, but not on this machine.
+    // The count fits in 64 bits, but not in this machine's memory.
     for y in [
         ops::relu(&repeated(&[huge])),
         ops::exp(&repeated(&[huge])),
@@ -231,7 +232,7 @@ fn elements_that_nothing_can_hold() {
     }
 }
 
-/// candle's conversion from these loops for ever, at the subnormal ones.
+/// candle's conversion from these never ends at subnormal numbers.
 #[test]
 fn floats_of_eight_bits_are_refused() {
     let x = cast(
@@ -251,14 +252,14 @@ fn floats_of_eight_bits_are_refused() {
     }
 }
 
-/// The sum over a broadcast operand's places, against f64 from the same rounded operands: within one rounding.
+/// Checks that the sum over a broadcast dimension is within one rounding of f64 from the same rounded operands.
 fn rounded_once(name: &str, got: &Tensor, exact: &Tensor, dtype: DType) {
     let unit = match dtype {
         DType::BF16 => 2f64.powi(-8),
         _ => 2f64.powi(-11),
     };
     for (got, exact) in elements(got).into_iter().zip(elements(exact)) {
-        let of_f32 = 2e-5; // a sum's own rounding in f32, where its terms cancel
+        let of_f32 = 2e-5; // the rounding error of f32 sums whose terms cancel
         let bound = unit * exact.abs() + of_f32;
         assert!(
             (got - exact).abs() <= bound,
@@ -292,7 +293,7 @@ fn gradients_of_broadcast_operands_are_rounded_once(
     ];
     for (name, a, b, op) in table {
         let (a, b) = (var(a, dtype, 1), (cast(&normal(b, 2), dtype)));
-        // Away from 0, where quotients explode.
+        // Away from 0, where quotients are large.
         let b = Var::from_tensor(&(b.sign().unwrap() + &b).unwrap()).unwrap();
         let apply = |a: &Tensor, b: &Tensor| match name {
             "matmul" => ops::matmul(a, &repeat(b)?),

@@ -1,10 +1,10 @@
-//! Every op of the crate as a list of cases: a few dozen elements each, or many tasks each.
+//! Every op as a list of cases: small ones of a few dozen elements, and large ones of many tasks.
 
 use super::case::Case;
 use super::cases::{self, MASKS};
 use tallow::ops::Gelu;
 
-/// Every op once, masks and ignored targets too, on a few dozen elements.
+/// Returns every op once, with masks and ignored targets, on a few dozen elements.
 pub fn small() -> Vec<Case> {
     let mut cases = vec![
         cases::relu(&[2, 3, 5], 100),
@@ -56,7 +56,7 @@ pub fn small() -> Vec<Case> {
     cases
 }
 
-/// Every op on sizes that kernels cut into many tasks.
+/// Returns every op on sizes that kernels split into many tasks.
 pub fn large() -> Vec<Case> {
     let mut cases = vec![
         cases::relu(&[257, 323], 1),
@@ -71,13 +71,13 @@ pub fn large() -> Vec<Case> {
         cases::rope(&[2, 5], 257, 40, 5),
         cases::rope_by_halves(&[2, 5], 257, 40, 5),
         cases::linear(&[3, 123], 257, 301, 6),
-        cases::linear(&[1], 512, 1031, 7), // a vector by a matrix
-        cases::linear(&[1031], 512, 1, 8), // a matrix by a vector
+        cases::linear(&[1], 512, 1031, 7), // a vector times a matrix
+        cases::linear(&[1031], 512, 1, 8), // a matrix times a vector
         cases::matmul(&[7, 5], [65, 24, 123], 9), // more matrices than threads
-        cases::matmul(&[1], [257, 131, 301], 10), // threads inside the product
+        cases::matmul(&[1], [257, 131, 301], 10), // threads share one matmul
         cases::matmul_transposed(&[7, 5], [65, 24, 123], 11),
         cases::matmul_transposed(&[1], [257, 131, 301], 12),
-        cases::matmul_transposed(&[5], [257, 40, 123], 13), // between: inside with three threads, beside with one
+        cases::matmul_transposed(&[5], [257, 40, 123], 13), // three threads share a matmul, one does not
         cases::embedding(&[3, 257], 61, 123, 14),
         cases::split_heads([3, 123, 5, 40], 15),
         cases::merge_heads([3, 123, 5, 40], 16),
@@ -91,7 +91,7 @@ pub fn large() -> Vec<Case> {
     for mask in MASKS {
         cases.push(cases::softmax(&[2, 2], (123, 257), (0.3, 3.0), mask, 19));
         cases.push(cases::attention(&[2, 3], (123, 257), 24, (None, mask), 20));
-        // Two matrices of k and v, inside which threads meet; then four, which they share out.
+        // Two matrices of k and v, each shared by several threads; then four, distributed over the threads.
         for heads in [(6, 1), (6, 2)] {
             let how = (None, mask);
             cases.push(cases::grouped_attention(

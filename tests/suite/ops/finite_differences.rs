@@ -1,5 +1,4 @@
-//! Gradients in f64 against differences of the values, element by element, through kernel and reference and for
-//! inputs of any strides.
+//! Gradients in f64 against finite differences, element by element, by kernel and reference, for inputs of any strides.
 
 use super::case::{Case, Input, KERNEL, LIES, REFERENCE, cast, elements, normal};
 use super::cases::{self, MASKS};
@@ -11,17 +10,17 @@ use rstest::rstest;
 use tallow::attention;
 use tallow::ops::{self, Gelu, KernelPolicy};
 
-/// Over this distance a fourth-order difference is off by about 1e-12 in both ways, by its order and by rounding.
+/// With this step a fourth-order difference has errors of about 1e-12, both from truncation and from rounding.
 const STEP: f64 = 1e-3;
 
-/// sum(out * d_out).
+/// Returns sum(out * d_out).
 fn objective(case: &Case, operands: &[Tensor], policy: KernelPolicy) -> f64 {
     let out = case.value(operands, policy);
     let d_out = elements(&case.upstream(&out));
     elements(&out).iter().zip(d_out).map(|(y, d)| y * d).sum()
 }
 
-/// The slope of the objective when element `element` of input `input` moves.
+/// Returns the derivative of the objective with respect to element `element` of input `input`.
 fn slope(case: &Case, input: usize, element: usize, policy: KernelPolicy) -> f64 {
     let at = |steps: f64| {
         let mut operands = case.operands(DType::F64);
@@ -62,7 +61,7 @@ fn every_op_on_any_strides(#[case] policy: KernelPolicy) {
     every::small().iter().for_each(|case| check(case, policy));
 }
 
-/// What has no kernel of its own, or one for equal shapes alone.
+/// Ops without a kernel, or with one for equal shapes only.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -80,7 +79,7 @@ fn scaled_sums_and_copies(#[case] policy: KernelPolicy) {
     cases.iter().for_each(|case| check(case, policy));
 }
 
-/// One tensor in two places, and one repeated by a stride of zero: gradients add up.
+/// One tensor used twice, and one repeated with a stride of 0: gradients accumulate.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -115,7 +114,7 @@ fn a_tensor_used_twice(#[case] policy: KernelPolicy) {
     }
 }
 
-/// Along random directions, where rows are longer than a vector register and rows are many.
+/// Random directions, with rows longer than a vector register and many rows.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]

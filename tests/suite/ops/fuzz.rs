@@ -1,9 +1,8 @@
-//! Every public op on drawn operands: shapes that fit and that do not, empty ones, views, dtypes, policies. It returns
-//! a consistent result or an error, and never panics.
+//! Every public op on random operands: shapes that fit and that do not, empty ones, views, dtypes, policies. Each call
+//! returns a consistent result or an error, and never panics.
 //!
-//! 20,000 calls, or as many as `TALLOW_FUZZ_CALLS` says, from `TALLOW_FUZZ_SEED` on. A failure names its seed: with
-//! that as
-//! `TALLOW_FUZZ_SEED` and one call it is repeated alone.
+//! The test makes 20,000 calls (`TALLOW_FUZZ_CALLS`) from seed `TALLOW_FUZZ_SEED` on. A failure names its seed; with
+//! that seed and one call it is repeated alone.
 
 mod draw;
 mod table;
@@ -25,7 +24,7 @@ fn no_call_of_an_op_panics() {
     let first: u64 = number("TALLOW_FUZZ_SEED", 0);
     let calls: u64 = number("TALLOW_FUZZ_CALLS", 20_000);
     let mut differentiated = vec![0; OPS.len()];
-    let mut failures: BTreeMap<&str, String> = BTreeMap::new(); // the first of each op
+    let mut failures: BTreeMap<&str, String> = BTreeMap::new(); // the first failure of each op
     for seed in first..first + calls {
         let mut draw = Draw::new(seed);
         let index = draw.under(OPS.len());
@@ -52,7 +51,7 @@ fn no_call_of_an_op_panics() {
     }
 }
 
-/// Whether forward and backward gave a consistent result; the error is what is wrong with it.
+/// Returns whether the call had a gradient, or a description of its inconsistency.
 fn run(op: &table::Op, call: &Call, draw: &mut Draw) -> std::result::Result<bool, String> {
     let apply = |draw: &mut Draw| with_kernel_policy(call.policy, || (op.apply)(&call.views, draw));
     let outcome: Result<Tensor> = match (&call.region, call.tracks) {
@@ -71,7 +70,7 @@ fn run(op: &table::Op, call: &Call, draw: &mut Draw) -> std::result::Result<bool
     if !y.dtype().is_float() && op.name != "contiguous" {
         return Err(format!("gives {:?}", y.dtype()));
     }
-    // A layer's parameters have a say too.
+    // A layer's parameters also determine the dtype.
     let of_operand =
         op.name.starts_with("nn::") || call.views.iter().any(|x| x.dtype() == y.dtype());
     let may_differ = matches!(y.dtype(), DType::F32) || call.region.is_some() || op.name == "cast";
@@ -82,7 +81,7 @@ fn run(op: &table::Op, call: &Call, draw: &mut Draw) -> std::result::Result<bool
     if !y.is_contiguous() && op.name != "cast" {
         return Err(format!("is strided: {:?}", y.layout()));
     }
-    // In plain candle ops a product without elements depends on its first factor alone.
+    // In candle, an empty matmul depends on its first operand only.
     let loses_factors = op.name.ends_with("::reference") && y.elem_count() == 0;
     let sources = || call.sources.iter().flatten();
     if !y.track_op() {
@@ -112,10 +111,10 @@ fn run(op: &table::Op, call: &Call, draw: &mut Draw) -> std::result::Result<bool
     Ok(true)
 }
 
-/// As many elements as the shape says, each of which can be read.
+/// Checks that the tensor has the elements of its shape, and that each can be read.
 fn check_elements(x: &Tensor) -> std::result::Result<(), String> {
     let read = || match x.dtype() {
-        // candle's conversion from these does not end at subnormal numbers.
+        // candle's conversion from these never ends at subnormal numbers.
         DType::F8E4M3 => Ok(vec![0.0; x.flatten_all()?.elem_count()]),
         _ => x.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>(),
     };

@@ -1,4 +1,4 @@
-//! Against PyTorch's values and gradients (`fixtures/README.md`), through kernel and reference.
+//! Ops against PyTorch's values and gradients (`fixtures/README.md`), by kernel and reference.
 
 use super::case::{Case, Input, KERNEL, Outcome, REFERENCE, cast};
 use super::cases::{EPS, IGNORE, MASKS, angles};
@@ -33,7 +33,7 @@ fn mask_in(name: &str) -> Mask {
     mask.rev().find(|(_, part)| name.contains(part)).unwrap().0
 }
 
-/// The case `name` of a file as one of ours.
+/// Returns the [`Case`] for the entry `name` of a file.
 fn case(file: &File, name: &str) -> Case {
     let with = |names: &[&'static str]| inputs(file, name, names);
     let kind = name.split(['_', '0']).next().unwrap();
@@ -110,7 +110,7 @@ fn names(file: &File) -> Vec<String> {
     names
 }
 
-/// PyTorch's output and gradients for `case`.
+/// Returns PyTorch's output and gradients for `case`.
 fn golden(file: &File, case: &Case) -> Outcome {
     let get = |part: String| file[&format!("{}.{part}", case.name)].clone();
     let differentiable = case.inputs.iter().filter(|input| input.differentiable);
@@ -145,7 +145,7 @@ fn f32_is_as_near_to_f64_as_pytorchs_f32(#[case] policy: KernelPolicy) {
     }
 }
 
-/// Rows that see no key, and rows of a table that nobody asked for, are zero to the bit.
+/// Rows that see no key, and table rows that no id selects, are exactly zero.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]

@@ -1,4 +1,4 @@
-//! Heads of q that share heads of k and v, against the same attention with k and v repeated for each of them.
+//! Grouped heads against the same attention with k and v repeated for each head of q.
 
 use super::case::{Case, Input, KERNEL, LIES, Outcome, REFERENCE, bits, cast};
 use super::cases::{self, MASKS, repeat_heads};
@@ -9,7 +9,7 @@ use rstest::rstest;
 use tallow::attention::{self, Mask};
 use tallow::ops::KernelPolicy;
 
-/// The case with every head of k and v as often as heads of q share it, and nothing shared.
+/// Returns the case with each head of k and v repeated, so that none is shared.
 fn repeated(case: &Case, mask: Mask) -> Case {
     let [q, k, v] = [0, 1, 2].map(|i| case.inputs[i].value.clone());
     let heads = q.dims()[q.rank() - 3];
@@ -21,7 +21,7 @@ fn repeated(case: &Case, mask: Mask) -> Case {
     })
 }
 
-/// `gradient` (..., H, Tk, Dh) summed over the heads that share one of `kv_heads`.
+/// Sums `gradient` (..., H, Tk, Dh) over the heads that share one of `kv_heads`.
 fn summed(gradient: &Tensor, kv_heads: usize) -> Tensor {
     let (rank, dims) = (gradient.rank(), gradient.dims());
     let mut split = dims.to_vec();
@@ -31,7 +31,7 @@ fn summed(gradient: &Tensor, kv_heads: usize) -> Tensor {
     groups.sum(rank - 2).unwrap()
 }
 
-/// Output and dq have the very bits of the repeated computation (each head's are its own), dk and dv are sums of its.
+/// Checks that output and dq have the bits of the repeated computation, and that dk and dv are sums of its gradients.
 fn check(batch: &[usize], (heads, kv_heads): (usize, usize), policy: KernelPolicy) {
     for mask in MASKS {
         for (lengths, dims) in [((33, 41), (24, 24)), ((41, 33), (6, 17)), ((1, 7), (8, 8))] {
@@ -78,7 +78,8 @@ fn as_with_heads_repeated(#[case] policy: KernelPolicy) {
     check(&[3, 2], (4, 2), policy);
 }
 
-/// The heads of a group are neighbours: with every head of k and v another number, that number is what comes out.
+/// Neighbouring heads share a head of k and v: if each head of v holds another number, the output shows which one was
+/// read.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -95,7 +96,7 @@ fn neighbours_share(#[case] policy: KernelPolicy) {
     }
 }
 
-/// Strides of k and v are those of the heads there are.
+/// k and v may have any strides.
 #[test]
 fn on_any_strides() {
     for mask in MASKS {

@@ -1,4 +1,4 @@
-//! f16 and bf16: computed in f32 and rounded once, by kernel and reference alike; and what may be in f32 beside them.
+//! f16 and bf16: kernels and references compute in f32 and round once; and mixtures of half precision with f32.
 
 use super::case::{Case, KERNEL, Outcome, REFERENCE, cast, elements};
 use super::cases::{self, MASKS};
@@ -9,7 +9,7 @@ use rstest::rstest;
 use tallow::attention::Mask;
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
 
-/// Ops with half-precision kernels, on odd sizes: one element, less than a block of the conversions, and over it.
+/// Returns ops with half-precision kernels on odd sizes: one element, less than a conversion block, and more.
 fn cases() -> Vec<Case> {
     let mut cases = vec![
         cases::relu(&[1], 1),
@@ -20,10 +20,10 @@ fn cases() -> Vec<Case> {
         cases::soft_cap(&[3, 1031], 2.0, 2),
         cases::rope(&[2], 33, 24, 5),
         cases::rope_by_halves(&[2], 33, 24, 5),
-        cases::rope(&[3], 123, 40, 5), // blocks that end inside rows
-        cases::rope_by_halves(&[3], 123, 40, 5), // blocks that end inside rows
-        cases::rope(&[2], 1, 1026, 5), // rows that are longer than blocks
-        cases::rope_by_halves(&[2], 1, 1026, 5), // rows that are longer than blocks
+        cases::rope(&[3], 123, 40, 5), // blocks end inside rows
+        cases::rope_by_halves(&[3], 123, 40, 5), // blocks end inside rows
+        cases::rope(&[2], 1, 1026, 5), // rows are longer than blocks
+        cases::rope_by_halves(&[2], 1, 1026, 5), // rows are longer than blocks
         cases::split_heads([2, 7, 3, 5], 10),
         cases::merge_heads([2, 7, 3, 5], 11),
         cases::embedding(&[1], 5, 1, 9),
@@ -35,7 +35,7 @@ fn cases() -> Vec<Case> {
         cases.push(cases::add_scaled(dims, dims, 0.3, 8));
     }
     cases.push(cases::repeated_heads(&[2, 3, 7, 5], 4, 12));
-    cases.push(cases::repeated_heads(&[1, 2, 7, 123], 3, 13)); // rows that are longer than blocks
+    cases.push(cases::repeated_heads(&[1, 2, 7, 123], 3, 13)); // rows are longer than blocks
     cases.push(cases::concat(&[3, 5, 7], 1, [5, 2, 4], 14));
     for (rows, width) in [(1, 1), (33, 65), (123, 257), (37, 1031), (2, 1536)] {
         cases.push(cases::rms_norm(&[rows], width, 3));
@@ -53,7 +53,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// The loss is f32; all else comes in the dtype that went in.
+/// Returns the output's dtype: f32 for a loss, otherwise the input's.
 fn out_dtype(case: &Case, dtype: DType) -> DType {
     match case.name.starts_with("cross_entropy") {
         true => DType::F32,
@@ -75,7 +75,7 @@ fn results_are_rounded_once(
     }
 }
 
-/// Sizes that kernels cut into many tasks.
+/// Sizes that kernels split into many tasks.
 #[rstest]
 #[case(DType::F16)]
 #[case(DType::BF16)]
@@ -101,7 +101,7 @@ fn products() -> Vec<Case> {
         cases.push(cases::attention(&[1, 2], sizes, 24, how, 16));
         let grouped = cases::grouped_attention(&[1], heads, sizes, (24, 24), how, 17);
         cases.push(grouped);
-        // Scores in the hundreds: what rounding them takes off is a difference between probabilities.
+        // Scores in the hundreds, where rounding a score changes probabilities visibly.
         let how = (Some(25.0), mask);
         cases.push(cases::attention(&[4, 4], (11, 32), 8, how, 18));
     }
@@ -122,7 +122,7 @@ fn products_are_rounded_once(
     }
 }
 
-/// The first input in `dtype`, the others in f32: the output in `dtype`, each gradient in its own.
+/// The first input is in `dtype`, the others in f32: the output is in `dtype`, each gradient in its input's.
 #[rstest]
 fn weights_and_tables_in_f32(
     #[values(DType::F16, DType::BF16)] dtype: DType,
@@ -162,7 +162,7 @@ fn weights_and_tables_in_f32(
     }
 }
 
-/// 4096 ones in bf16: adding them up in bf16 would stop at 256.
+/// 4096 ones in bf16: a sum in bf16 would stop at 256.
 #[rstest]
 fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
     let ones = |dims: &[usize]| Tensor::ones(dims, DType::BF16, &Device::Cpu).unwrap();
@@ -176,7 +176,7 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
         let loss = elements(&ops::cross_entropy(&row, &target).unwrap())[0];
         assert!((loss - 4096f64.ln()).abs() < 1e-5, "{loss}");
 
-        // And over rows, for the gradients of weights.
+        // Also over rows, for the gradients of weights.
         let rows = ones(&[4096, 1]);
         let [weight, bias] = [1; 2].map(|width| Var::from_tensor(&ones(&[width])).unwrap());
         let gradient_of = |var: &Var, y: Tensor| {
@@ -201,7 +201,7 @@ fn sums_are_taken_in_f32(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
     assert_eq!(elements(&product), [4096.0]);
 }
 
-/// A bias in f32 is rounded as it is read, and its gradient is not.
+/// A bias in f32 is rounded when it is read; its gradient is not.
 #[rstest]
 fn a_bias_in_f32(
     #[values(DType::F16, DType::BF16)] dtype: DType,
@@ -217,11 +217,11 @@ fn a_bias_in_f32(
     assert!(elements(&y).iter().all(|y| (y - 1.1).abs() < 0.01), "{y}");
     let gradients = y.sum_all().unwrap().backward().unwrap();
     let db = gradients.get(&bias).unwrap();
-    // 4097 has too many digits for both.
+    // Neither half dtype represents 4097.
     assert_eq!((db.dtype(), elements(db)), (DType::F32, vec![4097.0]));
 }
 
-/// Squares of what f16 just holds are far beyond what it holds.
+/// Squares of the largest f16 values overflow f16, but are computed in f32.
 #[rstest]
 fn large_f16_does_not_overflow_inside(#[values(KERNEL, REFERENCE)] policy: KernelPolicy) {
     let row: Vec<f64> = (0..66).map(|i| [6e4, -6e4][i % 2]).collect();

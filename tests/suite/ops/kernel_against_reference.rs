@@ -1,4 +1,5 @@
-//! Every kernel against its reference over odd sizes, values and gradients: f64 to rounding, and f32 judged by f64.
+//! Every kernel against its reference on odd sizes, values and gradients: in f64 up to rounding, in f32 with f64 as the
+//! exact result.
 
 use super::case::{Case, KERNEL, REFERENCE};
 use super::cases::{self, MASKS};
@@ -22,7 +23,7 @@ fn check(case: Case) {
     assert_no_worse(&case, &narrow[0], &narrow[1], &exact);
 }
 
-/// None to two leading dimensions.
+/// Zero to two leading dimensions.
 fn leading() -> impl Strategy<Value = Vec<usize>> {
     prop::collection::vec(1..=3usize, 0..=2)
 }
@@ -39,7 +40,7 @@ fn mask() -> impl Strategy<Value = Mask> {
     select(MASKS.to_vec())
 }
 
-/// (scale, standard deviation of the scores): ordinary, none, turned round, and large.
+/// (scale, standard deviation of the scores): ordinary, zero, negative, and large.
 fn scale() -> impl Strategy<Value = (f64, f64)> {
     select(vec![
         (1.0, 1.0),
@@ -53,7 +54,7 @@ fn scale() -> impl Strategy<Value = (f64, f64)> {
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 24,
-        rng_seed: RngSeed::Fixed(20_240_607), // the same sizes every time
+        rng_seed: RngSeed::Fixed(20_240_607), // the same sizes each time
         failure_persistence: None,
         ..ProptestConfig::default()
     })]
@@ -162,13 +163,13 @@ proptest! {
     }
 }
 
-/// The tests above are too small for most kernels to cut into many tasks.
+/// Large cases: the tests above are too small for most kernels to split into many tasks.
 #[test]
 fn many_tasks() {
     every::large().into_iter().for_each(check);
 }
 
-/// A variance taken as the mean of squares less the square of the mean would have no digit left here.
+/// Here a variance computed as the mean of squares minus the squared mean would lose all digits.
 #[rstest]
 #[case(1e2)]
 #[case(1e4)]
@@ -178,7 +179,7 @@ fn layer_norm_far_from_zero(#[case] mean: f64) {
     check(case.rounded_to(DType::F32));
 }
 
-/// Every mask with more queries than keys and the other way round, not left to chance.
+/// Every mask with more queries than keys and with fewer, always tested.
 #[rstest]
 fn attention_at_odd_lengths(
     #[values((1, 257), (257, 1), (123, 257), (257, 123))] sizes: (usize, usize),

@@ -1,5 +1,5 @@
-//! Naive attention as one op on a GPU: judged by f64 and by the three ops that are its reference, in every dtype;
-//! blocks that masks hide, heads in turns.
+//! Naive attention as one op on a GPU, against f64 and against its reference of three ops, in every dtype: fully masked
+//! blocks, and heads in groups.
 
 use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, elements};
 use super::cases::{self, MASKS};
@@ -14,7 +14,7 @@ use tallow::memory::{AttentionWorkload, Kernels, MemoryKind, attention_breakdown
 use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
-/// Heads of q and of k and v, queries and keys, Dh of q and k and of v: groups, odd sizes, one of each.
+/// ((H, Hkv), (Tq, Tk), (Dh of q and k, Dh of v)): groups, odd sizes, sizes of one.
 type Sizes = ((usize, usize), (usize, usize), (usize, usize));
 
 #[rstest]
@@ -41,7 +41,7 @@ fn as_near_as_in_three_ops(
             let found = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
             assert_no_worse(&case, &found, &judge, &exact);
             for lie in LIES {
-                // Lying otherwise, and once more: the same bits.
+                // Other layouts, and a repetition, have the same bits.
                 let again = case.run_on(&gpu, dtype, KERNEL, lie);
                 assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
                 for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {
@@ -54,7 +54,7 @@ fn as_near_as_in_three_ops(
 
 type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> tallow::Result<Tensor>;
 
-/// Output and gradients, head by head in a row.
+/// Returns the output and the gradients of q, k and v, on the CPU.
 fn run(attend: Attend, inputs: &[Tensor; 4], config: &AttentionConfig) -> Vec<Tensor> {
     let [q, k, v] = [0, 1, 2].map(|i| Var::from_tensor(&inputs[i]).unwrap());
     let out = with_kernel_policy(KernelPolicy::Strict, || attend(&q, &k, &v, config)).unwrap();
@@ -65,7 +65,8 @@ fn run(attend: Attend, inputs: &[Tensor; 4], config: &AttentionConfig) -> Vec<Te
     std::iter::once(&out).chain(&gradients).map(here).collect()
 }
 
-/// In f32, so that nothing but the order of sums differs: `limit` of each head's norm.
+/// Checks one op against three in f32, where only the order of sums differs: errors are at most `limit` of each head's
+/// norm.
 fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f64) {
     let [q, k] = shapes;
     let builder = seeded(5, DType::F32, gpu);
@@ -93,8 +94,8 @@ fn agree(gpu: &Device, shapes: [(usize, usize, usize); 2], mask: Mask, limit: f6
     }
 }
 
-/// Several blocks of queries and of keys, as many of one as of the other and not, some that nobody sees and that see
-/// nothing.
+/// Several blocks of queries and keys, equal or different in number. Masks hide some blocks of keys completely, and
+/// some queries see nothing.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn blocks(
@@ -112,7 +113,7 @@ fn blocks(
     }
 }
 
-/// More heads than have their scores' gradients there at once, in turns of which the last is smaller.
+/// Seven heads in groups of four, the last group smaller: scratch memory holds the score gradients of four heads.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
@@ -137,7 +138,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
     agree(&gpu, [(7, 8100, 16), (7, 8100, 16)], mask, 5e-5);
 }
 
-/// A mask hides what is not a number, and a query that sees nothing gives nothing.
+/// A mask hides keys that are NaN, and a query that sees no key has an output of 0.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn hidden_keys_have_no_say() {
@@ -149,7 +150,7 @@ fn hidden_keys_have_no_say() {
     let out = elements(&out.to_device(&Device::Cpu).unwrap());
     assert_eq!(out, [[0.0; 8].as_slice(), &[1.0; 12]].concat());
 
-    // The last key's score is NaN: the rows before it do not see it.
+    // The last key's score is NaN; the rows before it do not see it.
     let mut rows = vec![1f32; 12];
     rows[8] = f32::NAN;
     let k = Tensor::from_vec(rows, (1, 3, 4), &gpu).unwrap();
@@ -161,8 +162,8 @@ fn hidden_keys_have_no_say() {
     assert!(out[8..].iter().all(|x| x.is_nan()));
 }
 
-/// Scores of a hundred in half precision, where one rounded to it would be off by a quarter: errors of a few roundings
-/// of what is multiplied, eager and planned.
+/// Scores around 100 in half precision, where rounding a score would be off by a quarter. Errors stay at a few
+/// roundings of the operands, eager and planned.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn wide_scores(

@@ -1,4 +1,4 @@
-//! NaN, infinities and huge numbers: they stay where they belong, and no finite input makes one.
+//! NaN, infinities and huge numbers do not spread to other rows, and no finite input produces them.
 
 use super::case::{Case, DTYPES, Input, KERNEL, Outcome, REFERENCE, bits, cast, elements};
 use super::cases::{self, EPS, IGNORE};
@@ -8,7 +8,7 @@ use rstest::rstest;
 use tallow::attention::Mask;
 use tallow::ops::{self, Gelu, KernelPolicy};
 
-/// `tensor` with some elements of its flattened form replaced.
+/// Returns `tensor` with the elements at flat indices `places` replaced.
 fn poisoned(tensor: &Tensor, places: impl IntoIterator<Item = usize>, value: f64) -> Tensor {
     let mut values = elements(tensor);
     places.into_iter().for_each(|place| values[place] = value);
@@ -19,8 +19,8 @@ fn of_rows(rows: &[f64], width: usize) -> Tensor {
     Tensor::from_vec(rows.to_vec(), (rows.len() / width, width), &Device::Cpu).unwrap()
 }
 
-/// Makes element `place` of input `input` NaN: rows of the output (and of that input's gradient) outside `hit` keep
-/// their bits, and the rows `hit` are NaN in the output.
+/// Checks that with a NaN at element `place` of input `input`, the output rows in `hit` are NaN. Other rows keep their
+/// bits, also in the first input's gradient.
 fn stays_in(
     case: impl Fn() -> Case,
     input: usize,
@@ -62,7 +62,7 @@ fn stays_in(
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
 fn nan_stays_in_its_row(#[case] policy: KernelPolicy) {
-    let width = 37; // over one chunk of 32 lanes: the NaN is neither the first nor the last of its lane
+    let width = 37; // more than a chunk of 32 lanes, so that the NaN is neither the first nor the last of its lane
     for column in [0, 5, 36] {
         let place = 2 * width + column;
         stays_in(|| cases::rms_norm(&[4], width, 1), 0, place, &[2], policy);
@@ -97,14 +97,14 @@ fn nan_stays_in_its_row(#[case] policy: KernelPolicy) {
         assert_eq!(case().name, *name);
         stays_in(case, 0, 4, &[4], policy);
     }
-    // One element a row.
+    // One element per row.
     stays_in(|| cases::relu(&[9, 1], 1), 0, 4, &[4], policy);
     for input in [0, 1] {
         stays_in(|| cases::swiglu(&[9, 1], 1), input, 4, &[4], policy);
     }
 }
 
-/// What a mask hides has no say, whatever it is.
+/// Masked scores have no effect, whatever their value.
 #[rstest]
 fn hidden_scores_have_no_say(
     #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
@@ -131,7 +131,7 @@ fn hidden_scores_have_no_say(
     }
 }
 
-/// -inf is a score that nobody attends to; huge scores neither overflow nor vanish.
+/// A score of -inf has probability 0; huge scores neither overflow nor vanish.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -166,11 +166,11 @@ fn cross_entropy_of_infinite_and_huge_logits(#[case] policy: KernelPolicy) {
     let mut case = Case::new("cross_entropy", inputs, move |x| {
         ops::cross_entropy(&x[0], &targets)
     });
-    case.d_out = Some(Tensor::new(4f64, &Device::Cpu).unwrap()); // undoes the mean
+    case.d_out = Some(Tensor::new(4f64, &Device::Cpu).unwrap()); // cancels the mean's division
     for dtype in [DType::F32, DType::F64, DType::BF16] {
         let Outcome { out, gradients } = case.run(dtype, policy);
         let loss = elements(&out)[0];
-        // The ln 2 beside 1e4 and the ln 3 beside 1e30 are there to the last digit.
+        // The terms ln 2 next to 1e4 and ln 3 next to 1e30 are exact.
         let expected = (2.0 * 2f64.ln() + 3f64.ln()) / 4.0;
         assert!((loss - expected).abs() <= 1e-6, "{loss}, not {expected}");
         let dx = elements(&gradients[0].1);
@@ -179,7 +179,7 @@ fn cross_entropy_of_infinite_and_huge_logits(#[case] policy: KernelPolicy) {
     }
 }
 
-/// A NaN poisons the loss and its own row's gradient; not if its target does not count.
+/// A NaN makes the loss and its own row's gradient NaN, unless the row's target is ignored.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -267,7 +267,7 @@ fn relu_and_gates_at_the_ends(#[case] policy: KernelPolicy) {
     }
 }
 
-/// silu is 0, x or between, and its slope 0, 1 or between, however large x is.
+/// For large |x| silu is 0 or x, and its slope 0 or 1, without overflow.
 #[rstest]
 fn swiglu_of_large_gates(
     #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
@@ -284,7 +284,7 @@ fn swiglu_of_large_gates(
     case.d_out = Some(Tensor::new(&[1f64; 15], &Device::Cpu).unwrap());
     let gates = elements(&case.inputs[0].value);
     let run = case.run(dtype, policy);
-    // 1 - s is off by half an ulp of 1, and multiplied by a gate of at most 40: beyond, it is 0.
+    // 1 - s has an error of half an ulp of 1, multiplied by a gate of at most 40; beyond that it is 0.
     let limit = |gate: f64| match dtype {
         DType::BF16 => epsilon(dtype),
         _ => (8.0 + 0.5 * gate.abs().min(40.0)) * epsilon(dtype),
@@ -306,7 +306,7 @@ fn swiglu_of_large_gates(
     close("dup", &run.gradients[1].1, &|gate, [s, _]| gate * s);
 }
 
-/// Far out every activation is its limit, and its slope too: nothing overflows on the way.
+/// For large |x| every activation and its slope reach their limits without overflow.
 #[rstest]
 fn activations_of_large_inputs(
     #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
@@ -348,7 +348,7 @@ fn activations_of_large_inputs(
     }
 }
 
-/// Rows of zeros: eps keeps the norms finite.
+/// With rows of zeros, eps keeps the norms finite.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]

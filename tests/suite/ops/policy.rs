@@ -1,5 +1,4 @@
-//! Which path an op takes: kernels where they exist, references where they do not or where asked for, and a list of
-//! what fell back.
+//! Kernel policies: ops run kernels where they exist, references otherwise or on request, and fallbacks are recorded.
 
 use super::case::{Case, KERNEL, REFERENCE, bits, cast, normal};
 use super::cases;
@@ -10,7 +9,7 @@ use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{self, Fallback, Gelu, KernelPolicy, RotaryPairs, fallbacks, with_kernel_policy};
 use tallow::{Error, Result};
 
-/// The ops, by the names they report, that a case is made of.
+/// Returns the names that the ops of a case report.
 fn op_names(case: &Case) -> Vec<&str> {
     match case.name.split(' ').next().unwrap() {
         "attention" => vec!["attention::naive", "matmul_transposed", "matmul"],
@@ -23,7 +22,7 @@ fn apply(case: &Case, dtype: DType, policy: KernelPolicy) -> Result<Tensor> {
     with_kernel_policy(policy, || (case.apply)(&case.operands(dtype)))
 }
 
-/// Eight bits have no kernel anywhere.
+/// 8-bit floats have no kernel.
 #[test]
 fn strict_refuses_what_has_no_kernel() {
     for case in every::small() {
@@ -42,7 +41,7 @@ fn strict_refuses_what_has_no_kernel() {
     }
 }
 
-/// Half precision runs kernels: nothing is refused, nothing listed.
+/// Half precision has kernels: nothing is refused or listed.
 #[test]
 fn strict_finds_half_kernels() {
     for case in every::small() {
@@ -72,7 +71,7 @@ fn prefer_falls_back_and_says_so() {
     let listed = |f: &&Fallback| f.op == "relu" && f.dtype == "f8e4m3" && f.device == "cpu";
     assert_eq!(list.iter().filter(listed).count(), 1, "{list:?}");
     for case in every::small() {
-        // Neither a kernel that ran nor a reference that was asked for is a fallback.
+        // Neither a kernel nor a requested reference is a fallback.
         for dtype in [DType::F32, DType::F64] {
             for policy in [KernelPolicy::Prefer, REFERENCE] {
                 apply(&case, dtype, policy).unwrap();
@@ -83,11 +82,11 @@ fn prefer_falls_back_and_says_so() {
     assert!(!fallbacks().iter().any(wrong), "{:?}", fallbacks());
 }
 
-/// `Prefer` is what there is without asking, and takes the kernel.
+/// `Prefer` is the default and runs the kernel.
 #[test]
 fn prefer_is_the_default_and_takes_kernels() {
     assert_eq!(KernelPolicy::default(), KernelPolicy::Prefer);
-    // Softmax tells its two paths apart by the last bits.
+    // Softmax's kernel and reference differ in the last bits.
     let case = cases::softmax(&[3], (33, 65), (0.3, 3.0), Mask::Full, 1);
     let operands = case.operands(DType::F32);
     let plain = bits(&(case.apply)(&operands).unwrap());
@@ -114,7 +113,7 @@ fn policies_nest_end_on_panic_and_hold_for_one_thread() {
     assert!(caught.is_err() && !strict());
 }
 
-/// The public references are what `KernelPolicy::Reference` runs.
+/// The public references are those that `KernelPolicy::Reference` runs.
 #[test]
 fn references_can_be_called() {
     let cpu = Device::Cpu;
@@ -178,7 +177,7 @@ fn references_can_be_called() {
     });
 }
 
-/// `None` is 1 / sqrt(Dh), and the default mask hides nothing.
+/// A scale of `None` is 1 / sqrt(Dh), and the default mask hides nothing.
 #[test]
 fn the_default_attention() {
     let (q, k, v) = (

@@ -1,4 +1,4 @@
-//! Bad input: each error names the op, what it expected and what it got, with kernel and reference alike.
+//! Invalid input: each error names the op, what it expected and what it got, by kernel and reference alike.
 
 use super::case::{cast, normal};
 use super::cases::angles;
@@ -14,7 +14,7 @@ const POLICIES: [KernelPolicy; 3] = [
     KernelPolicy::Reference,
 ];
 
-/// The error is `kind`, and its text has every one of `parts`, whatever the policy.
+/// Checks that the error is of this kind and contains all `parts`, under every policy.
 pub fn refused(kind: fn(&Error) -> bool, parts: &[&str], op: impl Fn() -> Result<Tensor>) {
     for policy in POLICIES {
         let error = with_kernel_policy(policy, &op).expect_err(parts[0]);
@@ -26,7 +26,7 @@ pub fn refused(kind: fn(&Error) -> bool, parts: &[&str], op: impl Fn() -> Result
             );
         }
         assert!(kind(&error), "{policy:?}: {error:?}");
-        // Through candle and back in a `?` the text survives.
+        // The text survives a conversion to candle's error.
         assert!(candle_core::Error::from(error).to_string().contains(&text));
     }
 }
@@ -126,7 +126,7 @@ fn shapes_of_softmax_and_attention() {
     shape("attention::naive", &["v [1, 2, 6, 4]"], || {
         attend(&[1, 2, 3, 4], &[1, 2, 5, 4], &[1, 2, 6, 4])
     });
-    // Heads of k and v are a divisor of q's, the same for both.
+    // The heads of k and v are equal in number and divide those of q.
     for kv_heads in [0, 2, 4, 6] {
         let kv = [1, kv_heads, 5, 4];
         let parts = [&format!("k {kv:?}"), "divide the 3 heads of q"];
@@ -141,7 +141,7 @@ fn shapes_of_softmax_and_attention() {
     shape("attention::naive", &["before the heads"], || {
         attend(&[3, 2, 3, 4], &kv, &kv)
     });
-    // One head need not be said, but it is in all three or in none.
+    // The dimension of heads may be omitted, but only in all three tensors.
     for (q, k, v) in [
         (&[1, 3, 4][..], &[5, 4][..], &[5, 4][..]),
         (&[1, 3, 4], &[1, 5, 4], &[5, 4]),
@@ -219,7 +219,7 @@ fn mixed_dtypes() {
     dtype("layer_norm", &parts("bias in"), || {
         ops::layer_norm(&wide, &x(&[3]), &row, 1e-5)
     });
-    // f32 may be beside half precision, not the other way round, and nothing else.
+    // Half precision combines with f32 parameters; other mixtures are refused.
     let half = cast(&wide, DType::BF16);
     dtype("rms_norm", &["bf16", "or f32", "weight in f64"], || {
         ops::rms_norm(&half, &x(&[3]), 1e-5)
@@ -243,7 +243,7 @@ fn mixed_dtypes() {
     });
 }
 
-/// Asked of the allocator first: a panic or a killed process would take the whole run with it.
+/// Memory is checked before the allocation, because a panic or a killed process would end the whole run.
 #[test]
 fn more_memory_than_there_is() {
     let column = Tensor::zeros((1 << 22, 1), DType::F32, &Device::Cpu).unwrap();
@@ -254,7 +254,7 @@ fn more_memory_than_there_is() {
     }
 }
 
-/// Integers have no gradient and no kernel, and must not slip through a reference either.
+/// Integers have no gradient and no kernel, and references must refuse them too.
 #[test]
 fn integers_where_floats_belong() {
     for case in every::small() {
@@ -268,7 +268,7 @@ fn integers_where_floats_belong() {
     }
 }
 
-/// The references are public, and refuse integers by themselves.
+/// The references are public, so they must refuse integers themselves.
 #[test]
 fn integers_in_references() {
     let ints = |dims: &[usize]| Tensor::ones(dims, DType::I64, &Device::Cpu).unwrap();

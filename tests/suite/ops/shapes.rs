@@ -1,4 +1,4 @@
-//! Shapes at the edge: nothing in a dimension, one of everything; and which places a mask leaves.
+//! Shapes at the edge, with dimensions of zero and one; and the elements that masks keep.
 
 use super::case::{Case, DTYPES, KERNEL, Outcome, REFERENCE, elements};
 use super::cases::{self, MASKS};
@@ -8,7 +8,7 @@ use rstest::rstest;
 use tallow::attention::Mask;
 use tallow::ops::KernelPolicy;
 
-/// Runs `case`; whatever it gives is zero or empty, gradients of weights too.
+/// Checks that output and gradients of `case` are zero or empty.
 fn nothing(case: Case, dims: &[usize], policy: KernelPolicy) {
     for dtype in DTYPES {
         let out = case.value(&case.operands(dtype), policy);
@@ -101,7 +101,7 @@ fn no_width(#[case] policy: KernelPolicy) {
     nothing(cases::merge_heads([2, 3, 4, 0], 1), &[2, 3, 0], policy);
 }
 
-/// No leading dimension at all, where an op allows it.
+/// No leading dimension, for ops that allow it.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -131,7 +131,7 @@ fn a_single_row(#[case] policy: KernelPolicy) {
     row(vector, &[5]);
 }
 
-/// More leading dimensions than candle multiplies.
+/// More leading dimensions than candle's matmul supports.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -152,7 +152,7 @@ fn five_dimensions(#[case] policy: KernelPolicy) {
     }
 }
 
-/// Hidden places are 0 to the bit, in the gradient too; every row that sees a key sums to 1, any other is 0.
+/// Masked elements are exactly 0, also in the gradient. Each row that sees a key sums to 1, any other to 0.
 #[rstest]
 fn masks_leave_what_they_say(
     #[values(KERNEL, REFERENCE)] policy: KernelPolicy,

@@ -1,4 +1,4 @@
-//! What gets into candle's graph: nothing under `no_grad` or from plain tensors, and each input on its own.
+//! Tracking in candle's graph: nothing under `no_grad` or from plain tensors, otherwise each input separately.
 
 use super::case::{Case, KERNEL, LIES, REFERENCE, bits};
 use super::cases;
@@ -54,8 +54,8 @@ fn plain_tensors_are_not_tracked(#[case] policy: KernelPolicy) {
     }
 }
 
-/// One input a Var and the others plain: its gradient is the one it has among Vars. And an input that is neither plain
-/// nor a Var passes its gradient on.
+/// An input that is the only Var has the gradient that it has among Vars. An intermediate tensor passes its gradient
+/// on.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -82,7 +82,7 @@ fn each_input_alone(#[case] policy: KernelPolicy) {
     }
 }
 
-/// The tables of angles carry no gradient, even as Vars and alone.
+/// Tables of angles have no gradient, even if only they are Vars.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
@@ -113,7 +113,7 @@ fn no_grad_holds_for_its_thread_alone() {
     assert!(no_grad(elsewhere));
 }
 
-/// `detach` ends the graph, in one operand of two.
+/// `detach` ends the graph for one of two operands.
 #[test]
 fn detached_inputs_stop_the_gradient() {
     let x = Var::new(&[[1f32, -2.0], [3.0, 4.0]], &candle_core::Device::Cpu).unwrap();

@@ -6,7 +6,7 @@ use rstest::rstest;
 use tallow::Error;
 use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 
-/// The mean over rows of (x w)^2, w a matrix and a bias.
+/// Returns the mean of (x w + b)^2 for a matrix w and a bias b.
 fn loss(x: &Tensor, weight: &Var, bias: &Var) -> Tensor {
     let y = x.matmul(weight).unwrap().broadcast_add(bias).unwrap();
     y.sqr().unwrap().mean_all().unwrap()
@@ -25,7 +25,7 @@ fn setup(dtype: DType, rows: usize) -> (Tensor, Var, Var) {
 fn parts_make_the_whole_batch(#[case] dtype: DType, #[case] tolerance: f64) {
     let (x, weight, bias) = setup(dtype, 12);
     let whole = loss(&x, &weight, &bias).backward().unwrap();
-    // Equal parts by their mean; unequal ones by weight; divided losses by their sum.
+    // Equal parts by their mean, unequal ones by weights, divided losses by their sum.
     let parameters = named(&[&weight, &bias]);
     let mut equal = GradientAccumulator::new(parameters.clone());
     let mut weighted = GradientAccumulator::new(parameters.clone());
@@ -62,7 +62,7 @@ fn parts_make_the_whole_batch(#[case] dtype: DType, #[case] tolerance: f64) {
 fn half_precision_is_summed_in_f32() {
     let weight = var(&[1.0], DType::BF16);
     let mut accumulator = GradientAccumulator::new(named(&[&weight]));
-    // In bf16 the sum of ones stops at 256.
+    // In bf16 a sum of ones would stop at 256.
     for _ in 0..1000 {
         let one = Tensor::ones(1, DType::BF16, &Device::Cpu).unwrap();
         accumulator.add(store(&[(&weight, one)])).unwrap();

@@ -1,4 +1,4 @@
-//! The step: its numbers, its state's dtype, and what it refuses.
+//! AdamW's step: its numbers, its state's dtype, and its errors.
 
 use super::{elements, named, noise, noisy_gradient, relative, store, var};
 use crate::check::refusal;
@@ -16,8 +16,8 @@ const CONFIG: AdamWConfig = AdamWConfig {
     missing_gradients: MissingGradients::Error,
 };
 
-/// The textbook's recurrence for one number: corrected moments by name, no common factors taken out. `round` is applied
-/// to every result.
+/// Returns the textbook recurrence for one number, with named corrected moments and without simplifications. `round` is
+/// applied to every result.
 fn recurrence(start: f64, gradients: &[f64], config: &AdamWConfig, round: fn(f64) -> f64) -> f64 {
     let (beta1, beta2) = config.betas;
     let (mut p, mut m, mut v) = (start, 0.0, 0.0);
@@ -34,7 +34,7 @@ fn recurrence(start: f64, gradients: &[f64], config: &AdamWConfig, round: fn(f64
     p
 }
 
-/// In f64 as the recurrence in f64; in f32 at most twice as far from it as the recurrence in f32 is.
+/// In f64 the optimizer equals the recurrence; in f32 its error is at most twice that of the recurrence in f32.
 #[rstest]
 #[case(DType::F64)]
 #[case(DType::F32)]
@@ -66,7 +66,7 @@ fn follows_the_recurrence(#[case] dtype: DType) {
     assert!(relative(&elements(&weight), &start) > 1e-2, "it has moved");
 }
 
-/// PyTorch's own numbers after five steps.
+/// PyTorch's values after five steps.
 #[rstest]
 #[case(DType::F64, 1e-14)]
 #[case(DType::F32, 2e-7)]
@@ -108,7 +108,7 @@ fn agrees_with_pytorch(#[case] dtype: DType, #[case] tolerance: f64) {
     }
 }
 
-/// One step is 1e-3, a quarter of the distance from 1 to the next smaller number in bf16.
+/// A step of 1e-3 is a quarter of the distance from 1 to the next smaller bf16 number.
 #[rstest]
 #[case(DType::BF16)]
 #[case(DType::F16)]
@@ -175,7 +175,8 @@ fn gradients_of_other_dtypes_and_layouts_are_read() {
     }
 }
 
-/// The gradient is the parameter's own storage, or its neighbour's, or the state's: read before anything is written.
+/// A gradient may share storage with its parameter, with another parameter, or with the state, because it is read
+/// before anything is written.
 #[test]
 fn gradients_that_share_storage_with_what_is_written() {
     let (a, b) = (var(&[1.0, 2.0], DType::F32), var(&[3.0, 4.0], DType::F32));
@@ -275,9 +276,9 @@ fn misfits_are_refused_by_name() {
 #[case("eps", AdamWConfig { eps: f64::NAN, ..CONFIG })]
 #[case("weight_decay", AdamWConfig { weight_decay: f64::NAN, ..CONFIG })]
 #[case("weight_decay", AdamWConfig { weight_decay: 1e300, ..CONFIG })] // infinite in f32
-#[case("weight_decay", AdamWConfig { lr: 1e20, weight_decay: 1e20, ..CONFIG })] // their product is
+#[case("weight_decay", AdamWConfig { lr: 1e20, weight_decay: 1e20, ..CONFIG })] // their product is infinite in f32
 #[case("lr", AdamWConfig { lr: 1e300, ..CONFIG })]
-#[case("lr", AdamWConfig { lr: 3e38, betas: (0.9, 0.999), ..CONFIG })] // the first step of it is
+#[case("lr", AdamWConfig { lr: 3e38, betas: (0.9, 0.999), ..CONFIG })] // the first step's rate is infinite in f32
 #[case("eps", AdamWConfig { eps: 1e300, ..CONFIG })]
 fn a_bad_configuration_names_its_field(#[case] wanted: &str, #[case] config: AdamWConfig) {
     let error = AdamW::new(named(&[&var(&[1.0], DType::F32)]), config).unwrap_err();

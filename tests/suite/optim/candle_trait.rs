@@ -1,4 +1,4 @@
-//! `AdamW` through candle's trait.
+//! `AdamW` used through candle's `Optimizer` trait.
 
 use super::{elements, noise, relative, var};
 use crate::check::refusal;
@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Var};
 use candle_nn::Optimizer;
 use tallow::optim::{AdamW, AdamWConfig};
 
-/// A training loop that knows the trait alone.
+/// A training loop that uses the trait only.
 fn train<O: Optimizer>(var: &Var, config: O::Config, lr: f64) -> candle_core::Result<Vec<f64>> {
     let mut optimizer = O::new(vec![var.clone()], config)?;
     optimizer.set_learning_rate(lr);

@@ -7,7 +7,6 @@ use rstest::rstest;
 use tallow::Error;
 use tallow::optim::{clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
 
-/// PyTorch's own numbers.
 #[test]
 fn agrees_with_pytorch() {
     let a = var(&[0.0; 3], DType::F64);
@@ -101,14 +100,14 @@ fn in_place_where_a_gradient_is_alone_and_only_there() {
     assert!(relative(&transposed, &scaled(&[1.0, 3.0, 2.0, 4.0])) < 1e-6);
     assert_eq!(elements(&strided), [1.0, 3.0, 2.0, 4.0]);
 
-    // A gradient that is its parameter.
+    // A gradient that is the parameter itself.
     let mut gradients = store(&[(&a, a.detach())]);
     clip_grad_norm(&mut gradients, &named(&[&a]), 0.5).unwrap();
     assert_eq!(elements(&a), [1.0, 1.0]);
     assert!(!is_in_place(&a, &gradients, &a));
 }
 
-/// As PyTorch's: elements beyond the value become the value, in the gradient's dtype, and NaN stays.
+/// Checks clipping by value as in PyTorch: larger elements become the value, in the gradient's dtype, and NaN stays.
 pub fn clips_by_value(device: &Device, dtype: DType) {
     let a = Var::zeros(20_011, dtype, device).unwrap();
     let before: Vec<f64> = noise(20_011, 3).iter().map(|x| 4.0 * x).collect();

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::optim::{GradScaler, GradScalerConfig, check_finite, clip_grad_norm, grad_norm};
 
-/// Gradients of three parameters on `device`, one of them transposed; `wrong` is put into the second.
+/// Returns gradients of three parameters on `device`, one of them transposed, with `wrong` as an element of the second.
 fn gradients(dtype: DType, wrong: Option<f64>, device: &Device) -> Vec<(Var, Tensor)> {
     let shapes = [(700, 30), (1, 3), (123, 457)];
     let with_gradient = |(i, shape): (usize, (usize, usize))| {
@@ -16,7 +16,7 @@ fn gradients(dtype: DType, wrong: Option<f64>, device: &Device) -> Vec<(Var, Ten
             values[2] = wrong;
         }
         let gradient = Tensor::from_vec(values, (shape.1, shape.0), &Device::Cpu).unwrap();
-        let gradient = gradient.to_dtype(dtype).unwrap(); // rounded there, once
+        let gradient = gradient.to_dtype(dtype).unwrap(); // rounded once, on the CPU
         let gradient = gradient.to_device(device).unwrap().t().unwrap();
         let gradient = match i {
             2 => gradient,

@@ -1,4 +1,4 @@
-//! The loss scaler: its rule, what it does to gradients, what it refuses, and training in f16 with it.
+//! The loss scaler: its rule, its effect on gradients, its errors, and training in f16 with it.
 
 mod gradients;
 mod refusals;
@@ -17,7 +17,7 @@ fn adamw(vars: &[&Var]) -> AdamW {
     AdamW::new(named(vars), AdamWConfig::default()).unwrap()
 }
 
-/// A store with one gradient of these numbers for `var`, of `dtype`.
+/// Returns a store with one gradient of these values and dtype for `var`.
 fn gradient(var: &Var, numbers: &[f64], dtype: DType) -> GradStore {
     store(&[(var, tensor(numbers, dtype))])
 }

@@ -1,4 +1,4 @@
-//! The guard against numbers that are not finite.
+//! The check against numbers that are not finite.
 
 use super::{elements, named, store, var};
 use crate::check::refusal;

@@ -1,4 +1,4 @@
-//! The kernel against the reference, and against itself with other numbers of threads.
+//! AdamW's kernel against the reference, and against itself with other numbers of threads.
 
 use super::{elements, named, noise, noisy_gradient, relative, store, var};
 use crate::check::refusal;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 use tallow::optim::{AdamW, AdamWConfig, Moments};
 
-/// Parameters and state after a few steps, by kernel or by reference.
+/// Returns parameters and state after a few steps, by kernel or by reference.
 fn run(n: usize, dtype: DType, config: AdamWConfig, seed: usize, reference: bool) -> Vec<Vec<f64>> {
     let (a, b) = (var(&noise(n, seed), dtype), var(&noise(3, seed + 1), dtype));
     let mut optimizer = AdamW::new(named(&[&a, &b]), config).unwrap();
@@ -44,7 +44,7 @@ proptest! {
         weight_decay in 0f64..0.5,
         which in 0usize..4,
     ) {
-        // Two orders of rounding, four steps long. A half-precision parameter may round to the neighbouring number.
+        // Two orders of rounding, over four steps. A half-precision parameter may round to the neighbouring number.
         let (dtype, tolerance) = [
             (DType::F64, 1e-13),
             (DType::F32, 1e-5),
@@ -63,8 +63,8 @@ proptest! {
     }
 }
 
-/// Moments in bf16 are rounded by the same bits; those that differ are next to a number that two orders of operations
-/// put on two sides of a random threshold.
+/// Moments in bf16 are rounded with the same random bits. They differ only where the two orders of operations give
+/// values on both sides of a random threshold.
 #[rstest]
 fn kernel_equals_reference_with_moments_in_bf16(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
@@ -84,9 +84,9 @@ fn kernel_equals_reference_with_moments_in_bf16(
     }
 }
 
-/// Of a second moment whose gradients do not change: with beta2 0.999 a step takes a thousandth of what is missing,
-/// which is less than half of the distance of two numbers in bf16 from the third step on. Rounded to the nearest it
-/// would stand still.
+/// The second moment with constant gradients: with beta2 0.999 a step covers a thousandth of the remaining distance.
+/// From the third step on that is less than half the distance of two bf16 numbers. Rounding to nearest would not move
+/// it.
 #[test]
 fn moments_in_bf16_move_as_those_in_f32() {
     let moved = |moments| {
@@ -164,7 +164,7 @@ fn the_same_bits_for_any_number_of_threads() {
     }
 }
 
-/// A step writes where parameters and state lie: their storages are the same before and after.
+/// A step writes in place: parameters and state keep their storages.
 #[test]
 fn a_step_writes_in_place() {
     let weight = var(&noise(1000, 1), DType::F32);
@@ -194,7 +194,7 @@ fn a_step_writes_in_place() {
 
 #[test]
 fn it_finds_the_bottom_of_a_bowl() {
-    // (w - 1)^2, from 2 and 3 away.
+    // (w - 1)^2, from distances 2 and 3.
     let weight: Var = var(&[3.0, -2.0], DType::F32);
     let config = AdamWConfig {
         lr: 0.05,

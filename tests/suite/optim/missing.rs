@@ -1,4 +1,4 @@
-//! Parameters without a gradient: an error, skipped as by PyTorch, or updated from zeros.
+//! Parameters without a gradient: an error, skipped as by PyTorch, or updated with zeros.
 
 use super::{elements, named, noise, noisy_gradient, store, var};
 use crate::check::refusal;
@@ -21,17 +21,17 @@ fn config(missing_gradients: MissingGradients) -> AdamWConfig {
     }
 }
 
-/// Two parameters of one dtype.
+/// Returns two parameters of one dtype.
 fn pair(dtype: DType) -> [Var; 2] {
     [var(&noise(37, 1), dtype), var(&noise(5, 2), dtype)]
 }
 
-/// In which steps the second parameter has a gradient: not in the first.
+/// Returns whether the second parameter has a gradient in this step; in the first it has none.
 fn is_present(step: usize) -> bool {
     [1, 2, 5].contains(&step)
 }
 
-/// The gradients of a step; of the second parameter only where it has one.
+/// Returns the gradients of a step, with the second parameter's only where present.
 fn gradients_of([a, b]: &[Var; 2], step: usize) -> GradStore {
     let of_a = (a, noisy_gradient(a, step));
     let of_b = (b, noisy_gradient(b, step + 100));
@@ -41,7 +41,7 @@ fn gradients_of([a, b]: &[Var; 2], step: usize) -> GradStore {
     }
 }
 
-/// PyTorch counts the steps of each parameter, so a skipped one is as if an optimizer of its own had no step.
+/// PyTorch counts the steps of each parameter, so skipping equals a separate optimizer that does not step.
 #[rstest]
 #[case(DType::F32)]
 #[case(DType::F64)]
@@ -67,7 +67,7 @@ fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
         }
     }
     assert_eq!(optimizer.steps(), STEPS);
-    // And composed of candle's ops.
+    // The same composed of candle's ops.
     let composed = pair(dtype);
     let names = named(&[&composed[0], &composed[1]]);
     let mut reference = AdamW::new(names, config(MissingGradients::Skip)).unwrap();
@@ -80,7 +80,7 @@ fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
     assert!(off < 1e-2, "{off}");
 }
 
-/// As if a gradient of zeros had been put into the store: moments and weight decay, but nothing else.
+/// `Zero` equals a gradient of zeros in the store: moments and weight decay apply.
 #[rstest]
 #[case(DType::F32)]
 #[case(DType::BF16)]
@@ -95,7 +95,7 @@ fn zero_is_a_gradient_of_zeros(#[case] dtype: DType) {
         let before = elements(&found[1]);
         optimizer.step(&gradients_of(&found, step)).unwrap();
         if dtype == DType::F32 {
-            let moved = elements(&found[1]) != before; // in bf16 its master does
+            let moved = elements(&found[1]) != before; // in bf16 its f32 master copy does
             assert!(moved, "step {step}: it decays at least");
         }
         let mut gradients = gradients_of(&wanted, step);
@@ -109,7 +109,7 @@ fn zero_is_a_gradient_of_zeros(#[case] dtype: DType) {
     }
 }
 
-/// How often a parameter was skipped is part of the state: a run that is put back goes on with the same bits.
+/// The number of skipped steps is part of the state: a restored run continues with the same bits.
 #[test]
 fn skipped_steps_are_saved() {
     let vars = pair(DType::F32);
@@ -163,7 +163,7 @@ fn skipped_steps_are_saved() {
     refusal(other.load_state(state, 4), &["skipped.b"]);
 }
 
-/// The norm is of those that are there, and only they are scaled, whatever the choice.
+/// The norm covers the present gradients, and only they are scaled, whatever the setting.
 #[rstest]
 fn clipping(#[values(MissingGradients::Skip, MissingGradients::Zero)] missing: MissingGradients) {
     let vars = pair(DType::F64);
@@ -232,19 +232,19 @@ fn a_scaler(#[values(MissingGradients::Skip, MissingGradients::Zero)] missing: M
             assert_eq!(elements(found), elements(wanted), "step {step}");
         }
     }
-    // An overflow is one, and leaves counts as they are.
+    // An overflow in the present gradients counts, and leaves the counters unchanged.
     let before = (optimizer.steps(), optimizer.state().len());
     let infinite = Tensor::full(f32::INFINITY, 37, &Device::Cpu).unwrap();
     let mut gradients = store(&[(&found[0], infinite)]);
     assert!(!scaler.step(&mut optimizer, &mut gradients).unwrap());
     assert_eq!((optimizer.steps(), optimizer.state().len()), before);
     scaler.update().unwrap();
-    // No gradient at all: nothing says whether it overflowed.
+    // Without any gradient, whether it overflowed is unknown.
     let error = scaler.step(&mut optimizer, &mut store(&[])).unwrap_err();
     assert!(matches!(error, Error::MissingGradient { .. }), "{error}");
 }
 
-/// A part without a gradient adds nothing, and counts in the mean.
+/// A micro-batch without a gradient adds nothing, and counts in the mean.
 #[test]
 fn accumulation() {
     let (a, b, c) = (
@@ -265,7 +265,7 @@ fn accumulation() {
             .unwrap();
         let mean = accumulator.mean().unwrap();
         let mean = [&a, &b, &c].map(|var| mean.get(var).map(elements));
-        // Nothing is left of one batch in the next.
+        // Nothing of one batch remains in the next.
         accumulator.add(store(&[(&c, one(5.0))])).unwrap();
         let next = accumulator.mean().unwrap();
         assert_eq!(next.get(&c).map(elements), Some(vec![5.0]));

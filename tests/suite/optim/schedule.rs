@@ -31,7 +31,7 @@ fn corners_are_exact() {
         assert_eq!(schedule.learning_rate(25), 0.1);
         assert_eq!(schedule.learning_rate(usize::MAX), 0.1);
     }
-    // A quarter of the way: (1 + cos(pi/4)) / 2 of the distance is left, or three quarters.
+    // At a quarter of the decay, (1 + cos(pi/4)) / 2 of the distance remains, or three quarters if linear.
     let left = (1.0 + 0.5f64.sqrt()) / 2.0;
     assert!((COSINE.learning_rate(12) - (0.1 + 0.9 * left)).abs() < 1e-15);
     assert!((LINEAR.learning_rate(12) - (0.1 + 0.9 * 0.75)).abs() < 1e-15);

@@ -1,4 +1,4 @@
-//! State taken out and put back, in memory and in files.
+//! Optimizer state saved and restored, in memory and in files.
 
 use super::{elements, named, noise, noisy_gradient, store, var};
 use crate::check::refusal;
@@ -8,7 +8,7 @@ use std::path::Path;
 use tallow::Error;
 use tallow::optim::{AdamW, AdamWConfig, ParameterGroup, decay_matrices_only};
 
-/// A matrix and a vector of one dtype, and their optimizer in two groups.
+/// Returns a matrix and a vector of one dtype, and their optimizer with two groups.
 fn setup(dtype: DType, lr: f64) -> (Vec<Var>, AdamW) {
     let matrix = Tensor::from_vec(noise(21, 1), (3, 7), &Device::Cpu).unwrap();
     let matrix = Var::from_tensor(&matrix.to_dtype(dtype).unwrap()).unwrap();
@@ -32,7 +32,7 @@ fn steps(vars: &[Var], optimizer: &mut AdamW, range: std::ops::Range<usize>) {
     }
 }
 
-/// Everything that later steps depend on.
+/// Returns everything that later steps depend on.
 fn everything(vars: &[Var], optimizer: &AdamW) -> Vec<Vec<f64>> {
     let state = optimizer
         .state()
@@ -46,7 +46,7 @@ fn everything(vars: &[Var], optimizer: &AdamW) -> Vec<Vec<f64>> {
 #[case(DType::F64)]
 #[case(DType::BF16)]
 fn continues_with_the_same_bits(#[case] dtype: DType) {
-    // A learning rate of many digits, as schedules give them, that a careless reader of JSON gets wrong by one bit.
+    // A learning rate with many digits, as schedules produce, which a careless JSON parser would get wrong by one bit.
     let lr = 1e-4 / 7.0;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
@@ -64,7 +64,7 @@ fn continues_with_the_same_bits(#[case] dtype: DType) {
     let unbroken = everything(&vars, &optimizer);
 
     let (vars, mut resumed) = setup(dtype, 0.25);
-    steps(&vars, &mut resumed, 100..103); // whatever it was before
+    steps(&vars, &mut resumed, 100..103); // replaced by the load
     for (var, weight) in vars.iter().zip(&weights) {
         var.set(weight).unwrap();
     }
@@ -144,7 +144,7 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
     );
 }
 
-/// What no run can have, and the next step would spread: refused by name, and nothing changes.
+/// Numbers that no run can have, and that the next step would spread, are refused by name, and nothing changes.
 #[test]
 fn a_state_with_numbers_that_cannot_be() {
     let folder = tempfile::tempdir().unwrap();
@@ -167,7 +167,7 @@ fn a_state_with_numbers_that_cannot_be() {
         let tensors: std::collections::HashMap<_, _> = state.iter().cloned().collect();
         refusal(optimizer.load_state(state, 7), &[&name, got]);
 
-        // And out of a file that another program wrote.
+        // Also from a file that another program wrote.
         optimizer.save(&path).unwrap();
         let bytes = std::fs::read(&path).unwrap();
         let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -179,12 +179,12 @@ fn a_state_with_numbers_that_cannot_be() {
     }
     let negative = Tensor::full(-0.5f32, 5, &Device::Cpu).unwrap();
     let mut state = optimizer.state();
-    state[2].1 = negative; // a mean of gradients may be
+    state[2].1 = negative; // a mean of gradients may be negative
     optimizer.load_state(state, 2).unwrap();
     assert_ne!(everything(&vars, &optimizer), before);
 }
 
-/// A damaged bit in a file of the optimizer's, and a state that has diverged.
+/// A damaged bit in the optimizer's file, and a state that has diverged.
 #[test]
 fn a_damaged_file_and_one_that_would_be() {
     let folder = tempfile::tempdir().unwrap();
@@ -194,7 +194,7 @@ fn a_damaged_file_and_one_that_would_be() {
     optimizer.save(&path).unwrap();
     let whole = std::fs::read(&path).unwrap();
     let mut damaged = whole.clone();
-    *damaged.last_mut().unwrap() ^= 1; // of a sign or a size: a number that can be
+    *damaged.last_mut().unwrap() ^= 1; // the result is still a valid number
     std::fs::write(&path, damaged).unwrap();
     refusal(optimizer.load(&path), &["exp_avg_sq.b has the CRC-32"]);
 
@@ -301,7 +301,7 @@ fn saving_replaces_whole_files_and_leaves_nothing_else() {
     assert_ne!(first, std::fs::read(&path).unwrap());
     assert_eq!(files(folder.path()), ["optimizer.safetensors"]);
 
-    // A folder in its place cannot be renamed over; a folder that is not there cannot be written into.
+    // A folder at the path cannot be replaced by a rename; a missing folder cannot be written to.
     let taken = folder.path().join("taken");
     std::fs::create_dir_all(taken.join("inside")).unwrap();
     for bad in [taken, folder.path().join("absent").join("file")] {

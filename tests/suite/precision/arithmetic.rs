@@ -1,4 +1,4 @@
-//! Promotion, broadcasting, and sums of half precision.
+//! Type promotion, broadcasting, and sums in half precision.
 
 use super::*;
 use crate::check::refusal;
@@ -33,7 +33,7 @@ fn dtypes_are_promoted_as_in_pytorch_inside_and_outside() {
     for (left, right, wanted) in table {
         for (a, b_dtype) in [(left, right), (right, left)] {
             let a = numbers(&[2, 3], a, 1);
-            let b = (numbers(&[2, 3], F32, 2) + 1.0).unwrap(); // an integer is not 0
+            let b = (numbers(&[2, 3], F32, 2) + 1.0).unwrap(); // so that an integer is not 0
             let b = b.to_dtype(b_dtype).unwrap();
             for (name, op) in OPS {
                 let outside = op(&a, &b).unwrap();
@@ -48,8 +48,8 @@ fn dtypes_are_promoted_as_in_pytorch_inside_and_outside() {
     }
 }
 
-/// `torch.result_type` of a tensor with dimensions and one without, and PyTorch's values for them: the scalar is not
-/// rounded to the tensor's dtype before it is computed with.
+/// `torch.result_type` of a tensor with dimensions and a scalar, and PyTorch's values for them: the scalar is not
+/// rounded to the tensor's dtype before the computation.
 #[test]
 fn scalars_are_promoted_as_in_pytorch() {
     use DType::{BF16, F16, F32, F64, I64};
@@ -97,8 +97,8 @@ fn scalars_are_promoted_as_in_pytorch() {
     assert_eq!((ds.dtype(), elements(ds)), (F32, vec![15.0]));
 }
 
-/// To a few roundings: candle's gradient of a divisor is `-(dy a) / b^2`, ours `-(dy a / b) / b`, which no square
-/// overflows.
+/// Checks equality up to a few roundings: candle's gradient of a divisor is `-(dy a) / b^2`, this crate's is `-(dy a /
+/// b) / b`, in which no square can overflow.
 fn nearly_same(got: &Tensor, wanted: &Tensor) {
     let epsilon = match got.dtype() {
         DType::F64 => f64::EPSILON,
@@ -145,7 +145,7 @@ fn values_and_gradients_are_candles() {
     }
 }
 
-/// candle's own sum over a broadcast would stop at 256 in bf16.
+/// candle's own sum over a broadcast dimension would stop at 256 in bf16.
 #[rstest]
 fn a_broadcast_operands_gradient_is_summed_in_f32(
     #[values(DType::BF16, DType::F16)] dtype: DType,
@@ -159,7 +159,7 @@ fn a_broadcast_operands_gradient_is_summed_in_f32(
     };
     let sum = sum.unwrap();
     assert_eq!((sum.dtype(), sum.dims()), (dtype, &[4096, 3][..]));
-    let gradients = sum.backward().unwrap(); // of ones
+    let gradients = sum.backward().unwrap(); // from a gradient of ones
     assert_eq!(elements(gradients.get(&bias).unwrap()), [4096.0; 3]);
 }
 
@@ -171,7 +171,7 @@ fn sums_and_means_of_half_precision_keep_their_digits(
     let total = ops::sum(&ones).unwrap();
     assert_eq!((total.dtype(), elements(&total)), (dtype, vec![4096.0]));
     assert_eq!(elements(&ops::mean(&ones).unwrap()), [1.0]);
-    // A total beyond f16, which only f32 holds: the class of sums under CUDA's policy.
+    // A total that only f32 can hold: CUDA's policy computes sums in f32.
     let hundreds = (ones * 100.0).unwrap();
     let total = autocast(Autocast::cuda(dtype), || ops::sum(&hundreds)).unwrap();
     assert_eq!(
@@ -251,8 +251,8 @@ fn bad_input_is_refused_in_words() {
     );
 }
 
-/// Half precision, on odd sizes and strides: candle's values and gradients, which are one rounding each; of quotients
-/// those of candle in f32, as its own gradients in half precision are three.
+/// In half precision, on odd sizes and strides, values and gradients equal candle's, which round once. Quotients are
+/// compared with candle in f32, because its own gradients in half precision round three times.
 #[rstest]
 fn half_precision_is_candles(
     #[values(DType::BF16, DType::F16)] dtype: DType,

@@ -1,13 +1,14 @@
-//! The language model under the CPU's policy against PyTorch inside `torch.autocast("cpu", bfloat16)`.
+//! The language model under the CPU's policy, against PyTorch inside `torch.autocast("cpu", bfloat16)`.
 //!
-//! Two implementations of one policy do not agree to the bit, so the judge is what bf16 does to PyTorch itself: with D
-//! its own distance from f32 to bf16, ours must be within 2 D of its bf16, and at least 0.3 D away from its f32 (or f32
-//! would pass, being within D of bf16). Ours was seen within 1.5 D and over 0.6 D away.
+//! Two implementations of one policy do not agree to the bit, so the bound is the effect of bf16 on PyTorch itself. Let
+//! D be the distance of PyTorch's f32 from its bf16. This crate's results must be within 2 D of PyTorch's bf16, and at
+//! least 0.3 D away from its f32. (Otherwise f32 would pass, being within D of bf16.) Observed values are within 1.5 D
+//! and above 0.6 D.
 //!
-//! Where they differ, though dtypes agree op by op: PyTorch composes attention, RoPE and the gate of ops that round
-//! each result to bf16 (scaled scores and probabilities, the four products of a rotation, silu); ours compute these in
-//! f32 and round once, and scores are never rounded. On both sides norms and the residual stream are f32: `rms_norm`
-//! follows its f32 input on the CPU, and f32 + bf16 is f32.
+//! Dtypes agree op by op, but the roundings differ. PyTorch composes attention, RoPE and the gate of ops that round
+//! each result to bf16 (scaled scores and probabilities, the four products of a rotation, silu). This crate computes
+//! these in f32 and rounds once; scores are never rounded. On both sides norms and the residual stream are f32:
+//! `rms_norm` follows its f32 input on the CPU, and f32 + bf16 is f32.
 
 use super::*;
 use crate::compile::logits_of;
@@ -24,13 +25,13 @@ use tallow::{Result, autocast, ops};
 /// Logits, the loss of each position, their mean, and every gradient, by name.
 type Values = Vec<(String, Tensor)>;
 
-/// What PyTorch computed in f32 and under autocast, and a model with the weights that it had.
+/// PyTorch's results in f32 and under autocast, with the weights that it had.
 struct Judge {
     exact: Golden,
     lower: Golden,
 }
 
-/// How far a value of ours is from PyTorch's bf16 and from its f32, in units of the distance between those two.
+/// The distances of a value from PyTorch's bf16 and from its f32, in units of the distance between those two.
 #[derive(Debug)]
 struct Distance {
     name: String,
@@ -40,8 +41,7 @@ struct Distance {
 
 impl Distance {
     fn passes(&self) -> bool {
-        // One number may come near f32's by chance, where rounding errors cancel: the mean is judged by the losses in
-        // it.
+        // A single number may be near f32's by chance, where rounding errors cancel. The mean is judged by its losses.
         let is_far_from_f32 = self.name == "loss" || self.from_f32 >= 0.3;
         self.from_bf16 <= 2.0 && is_far_from_f32
     }
@@ -55,7 +55,7 @@ impl Judge {
         }
     }
 
-    /// The model's values in a region of this policy; the loss by one op with the head, or by two.
+    /// Returns the model's values in a region of this policy; the loss is computed by one op with the head, or by two.
     fn values(&self, policy: Autocast, one_op: bool) -> Values {
         let model = self.exact.model(DType::F32);
         let (tokens, targets) = (self.exact.get("tokens"), self.exact.get("targets"));
@@ -79,7 +79,6 @@ impl Judge {
         values
     }
 
-    /// The same of a planned step.
     fn planned_values(&self) -> Values {
         let model = self.exact.model(DType::F32);
         let (tokens, targets) = (self.exact.get("tokens"), self.exact.get("targets"));
@@ -89,7 +88,7 @@ impl Judge {
         let losses = losses(&logits, targets).unwrap();
         let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
         let config = in_precision(precision);
-        let mut step = Step::of(&model, &optimizer, &config).unwrap();
+        let mut step = Step::for_model(&model, &optimizer, &config).unwrap();
         let loss = step.forward_backward((tokens, targets)).unwrap();
         let loss = Tensor::new(loss, tokens.device()).unwrap();
         let gradients = step.gradients().unwrap().into_iter();
@@ -102,7 +101,7 @@ impl Judge {
     fn distances(&self, values: &Values) -> Vec<Distance> {
         let distance = |(name, value): &(String, Tensor)| {
             let exact = match name.as_str() {
-                // The f32 file has none; these are of its logits.
+                // The f32 file has none, so they are computed from its logits.
                 "losses" => losses(self.exact.get("logits"), self.exact.get("targets")).unwrap(),
                 _ => self.exact.get(name).clone(),
             };
@@ -119,7 +118,7 @@ impl Judge {
     }
 }
 
-/// The loss of each position, (B, T), by the op that gives their mean.
+/// Returns the loss of each position, (B, T), by the op that computes their mean.
 fn losses(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let (rows, ids) = (logits.flatten(0, 1)?, targets.flatten_all()?);
     let losses = (0..ids.elem_count())
@@ -165,7 +164,7 @@ fn planned_steps_are_pytorchs(
     }
 }
 
-/// The same test refuses what is not bf16's: f32, and f16 with its three more bits.
+/// The bounds reject other precisions: f32, and f16 with its three more bits.
 #[rstest]
 fn f32_and_f16_do_not_pass(
     #[values("lm_t13", "lm_t37")] name: &str,

@@ -1,4 +1,4 @@
-//! A weight's cast: once a region, and gone with it.
+//! The cast of a weight: computed once per region, and freed with it.
 
 use super::*;
 use crate::child;
@@ -29,7 +29,7 @@ fn a_weight_is_cast_once_until_the_outermost_region_ends() {
         assert_eq!(cast_id(&w), first);
         let nested = inside(|| cast_id(&w));
         assert_eq!(nested, first);
-        assert_eq!(cast_id(&w), first); // an inner region's end clears nothing
+        assert_eq!(cast_id(&w), first); // the end of an inner region clears nothing
         assert_eq!(
             autocast(Autocast::cpu(BF16), || Ok(cast_id(&w))).unwrap(),
             first
@@ -60,7 +60,7 @@ fn only_weights_are_kept() {
     assert_ne!(a, b);
 }
 
-/// A cast made under `no_grad` has no graph: taken for another's, it would lose the weight's gradient.
+/// A cast made under `no_grad` has no graph, so a shared one would lose the weight's gradient.
 #[test]
 fn casts_under_no_grad_are_others() {
     let w = var(&[3, 5], DType::F32, 1);
@@ -84,7 +84,7 @@ fn casts_under_no_grad_are_others() {
     );
 }
 
-/// Both uses of one cast reach the weight.
+/// A weight's gradient includes both uses of one cast.
 #[test]
 fn a_weight_used_twice_gets_both_gradients() {
     let w = var(&[5, 5], DType::F32, 1);
@@ -105,11 +105,11 @@ fn a_weight_used_twice_gets_both_gradients() {
         assert!(
             (got - wanted).abs() <= wanted.abs() / 256.0,
             "{got} {wanted}"
-        ); // one more rounding
+        ); // one rounding more
     }
 }
 
-/// An optimizer's step inside of a region is seen in it.
+/// An optimizer's step inside a region takes effect there.
 #[test]
 fn a_step_ends_its_weights_casts() {
     let w = var(&[5, 5], DType::F32, 1);
@@ -134,7 +134,7 @@ fn copies_are_freed_with_the_region() {
     }
     let w = var(&[1000, 1000], DType::F32, 1);
     let bytes = || tracker::current_bytes().unwrap() as i64;
-    ops::cast(&w, BF16).unwrap(); // starts the threads, which take memory and keep it
+    ops::cast(&w, BF16).unwrap(); // starts the threads, which keep their memory
     let before = bytes();
     let copies = |bytes: i64| (bytes - before) as f64 / 2e6;
     inside(|| {
@@ -157,7 +157,7 @@ fn copies_are_freed_with_the_region() {
     let caught = catch_unwind(AssertUnwindSafe(|| {
         inside(|| {
             cast_id(&w);
-            resume_unwind(Box::new("inside")); // a panic whose message and backtrace take no memory
+            resume_unwind(Box::new("inside")); // without the memory of a message and a backtrace
         })
     }));
     assert!(caught.is_err());

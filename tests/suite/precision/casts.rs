@@ -1,10 +1,10 @@
-//! Casts by the kernel: candle's values, bit for bit, and gradients in the dtypes of what was cast.
+//! The cast kernel: candle's values, bit for bit, and gradients in the inputs' dtypes.
 
 use super::*;
 use rstest::rstest;
 use tallow::ops::{self, KernelPolicy, with_kernel_policy};
 
-/// Every bit pattern of a dtype of 16 bits, and so of all that both directions can meet.
+/// Returns every bit pattern of a 16-bit dtype.
 fn every_pattern(dtype: DType) -> Tensor {
     let patterns = 0..=u16::MAX;
     match dtype {
@@ -19,7 +19,8 @@ fn every_pattern(dtype: DType) -> Tensor {
     }
 }
 
-/// f32 of every sign and exponent: at, beside and between the ties of both halves, and some in no order; NaN last.
+/// Returns f32 values of every sign and exponent: at, next to and between the ties of both half dtypes, and some
+/// scattered ones. NaN is last.
 fn many_f32() -> Tensor {
     let upper = (0..=u16::MAX).map(|bits| u32::from(bits) << 16);
     let ties = upper.flat_map(|upper| {
@@ -40,7 +41,7 @@ fn many_f32() -> Tensor {
     Tensor::from_vec(numbers, count, &Device::Cpu).unwrap()
 }
 
-/// Bits of numbers; of NaN, that it is one.
+/// Returns the bits of each number, or `None` for NaN.
 fn bits(x: &Tensor) -> Vec<Option<u32>> {
     let of = |is_nan: bool, bits: u32| (!is_nan).then_some(bits);
     match x.dtype() {
@@ -84,7 +85,7 @@ fn every_value_is_candles() {
     }
 }
 
-/// Odd lengths, views that begin inside, and strides, which are candle's to convert.
+/// Odd lengths, views with offsets, and strided views, which candle converts.
 #[rstest]
 fn views_and_lengths(#[values(DType::F16, DType::BF16)] dtype: DType) {
     let x = numbers(&[7, 2477], DType::F32, 1);
@@ -106,7 +107,7 @@ fn views_and_lengths(#[values(DType::F16, DType::BF16)] dtype: DType) {
     }
 }
 
-/// Through both halves and back: the gradient is cast on the way too.
+/// Casts to half precision and back; the gradient is cast too.
 #[rstest]
 fn gradients_are_candles(
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,

@@ -1,4 +1,4 @@
-//! Every op under both policies and both dtypes: what it returns, and that gradients have their inputs' dtypes.
+//! Every op under both policies and both dtypes: its output's dtype, and gradients in the inputs' dtypes.
 
 use super::*;
 use crate::settings::with_mask;
@@ -6,7 +6,7 @@ use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::ops::{Dropout, DropoutKey, Gelu};
 use tallow::{Result, autocast, ops};
 
-/// What comes out.
+/// The dtype of an output.
 #[derive(Clone, Copy, Debug)]
 enum Out {
     Lower,
@@ -15,13 +15,13 @@ enum Out {
     Follow,
     /// f32 under CUDA's policy, the first input's dtype under the CPU's.
     F32OnCuda,
-    /// f32, because the second input is.
+    /// f32, because the second input is f32.
     Promoted,
 }
 
 type Apply = fn(&Tensor, &[Var]) -> Result<Tensor>;
 
-/// An op's name, the shapes of its first input and of its f32 weights, what it returns, and itself.
+/// An op: its name, the shapes of its first input and of its f32 weights, its output's dtype, and the function.
 type Op = (&'static str, Vec<usize>, Vec<Vec<usize>>, Out, Apply);
 
 fn ids(shape: &[usize]) -> Tensor {
@@ -242,7 +242,7 @@ fn every_op_returns_what_the_policy_says_and_gradients_in_their_inputs_dtypes() 
     }
 }
 
-/// f64 comes out of a region as it would without one.
+/// f64 is unchanged by a region.
 #[test]
 fn f64_is_left_alone() {
     for (_, _, policy) in policies() {
@@ -251,7 +251,7 @@ fn f64_is_left_alone() {
             let shapes = weight_shapes.iter().enumerate();
             let weights: Vec<Var> = shapes.map(|(i, s)| var(s, DType::F64, 2 + i)).collect();
             if name == "rope" {
-                continue; // its tables here are f32
+                continue; // its tables are f32 here
             }
             let inside = autocast(policy.clone(), || apply(&x, &weights)).unwrap();
             assert_eq!(inside.dtype(), DType::F64, "{name}");
@@ -260,7 +260,7 @@ fn f64_is_left_alone() {
     }
 }
 
-/// Without a region, and where it is switched off, nothing has changed: f32 runs in f32, mixed dtypes are refused but
+/// Without a region, or where it is disabled, nothing is cast: f32 runs in f32, and mixed dtypes are refused, except
 /// for a norm's f32 weight.
 #[test]
 fn outside_nothing_is_cast() {
@@ -281,7 +281,7 @@ fn outside_nothing_is_cast() {
         }
         let half = x.to_dtype(DType::F16).unwrap();
         if ["rms_norm", "layer_norm"].contains(&name) {
-            // Their weights may be in f32, which is what they compute in.
+            // Weights of norms may be f32, in which they compute.
             assert_eq!(apply(&half, &weights).unwrap().dtype(), DType::F16);
             continue;
         }
@@ -290,7 +290,7 @@ fn outside_nothing_is_cast() {
     }
 }
 
-/// Attention's softmax is a part of it, also where its reference runs: no f32 probabilities, whatever the policy.
+/// The softmax inside attention is part of it, also in the reference: no policy gives f32 probabilities.
 #[test]
 fn the_reference_of_attention_is_one_op() {
     let [q, k, v] = [1, 2, 3].map(|salt| numbers(&[1, 2, 5, 8], DType::F32, salt));

@@ -1,4 +1,4 @@
-//! The policies against PyTorch: what it was seen to return on the CPU, and what its lists say for CUDA.
+//! The autocast policies against PyTorch: its observed results on the CPU, and its op lists for CUDA.
 
 use super::*;
 use serde::Deserialize;
@@ -18,7 +18,7 @@ struct Row {
     output: String,
 }
 
-/// The dtype that all inputs of `op` have after `cast_for`, which is its output's.
+/// Returns the dtype that all inputs of `op` have after `cast_for`, which is its output's.
 fn computes_in(policy: &Autocast, op: &str, inputs: &[DType]) -> DType {
     let op: &'static str = op.to_string().leak(); // cast_for names ops in errors
     let inputs: Vec<Tensor> = inputs
@@ -81,7 +81,7 @@ fn cuda_policy_gives_the_dtypes_of_pytorchs_lists() {
     }
 }
 
-/// The one difference that is meant: PyTorch 2.15 lists rms_norm with the f32 ops of CUDA.
+/// The one intended difference: PyTorch 2.15 lists rms_norm among the f32 ops of CUDA.
 #[test]
 fn the_two_policies_differ_and_ours_of_rms_norm() {
     let (cuda, cpu) = (Autocast::cuda(DType::BF16), Autocast::cpu(DType::BF16));
@@ -111,7 +111,7 @@ fn an_op_moves_and_takes_ours_along() {
     assert_eq!(computes_in(&policy, "mine", &[DType::F32]), DType::F16);
     assert_ne!(policy, Autocast::cuda(DType::F16));
     let flash = policy.with("attention::flash", OpClass::Lower);
-    assert_eq!(flash.class("attention::naive"), OpClass::F32); // ours alone
+    assert_eq!(flash.class("attention::naive"), OpClass::F32); // this copy alone
     assert_eq!(flash.class("attention::flash"), OpClass::Lower);
 }
 

@@ -1,4 +1,4 @@
-//! Where a region begins and ends.
+//! The extent of autocast regions.
 
 use super::*;
 use crate::check::refusal;
@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use tallow::precision::current;
 use tallow::{Error, Result, autocast, ops};
 
-/// The dtype that a product of f32 has here.
+/// Returns the dtype of a matmul of f32 tensors here.
 fn here() -> DType {
     let x = numbers(&[3, 3], DType::F32, 1);
     ops::matmul(&x, &x).unwrap().dtype()

@@ -1,4 +1,4 @@
-//! What a region computes: the same as casting by hand.
+//! The values inside a region equal those of explicit casts.
 
 use super::*;
 use tallow::attention::{self, AttentionConfig, Mask};
@@ -42,7 +42,7 @@ fn each_class_is_a_cast_by_hand() {
         &under_cuda(|| layer_norm(&half)),
         &layer_norm(&wide).unwrap(),
     );
-    // Computed in f32 with the weight as it is, and rounded once.
+    // Computed in f32 with the unrounded weight, and rounded once.
     let rms_norm = |x: &Tensor| ops::rms_norm(x, &row, 1e-5);
     same(
         &under_cuda(|| rms_norm(&half)),
@@ -73,7 +73,7 @@ fn each_class_is_a_cast_by_hand() {
     }
 }
 
-/// Gradients are those of the half-precision op, in f32; a weight's is not even rounded to half precision on its way.
+/// Gradients are those of the half-precision op, in f32; a weight's gradient is never rounded to half precision.
 #[test]
 fn gradients_are_those_of_the_cast() {
     let (x, w) = (var(&[4, 6], DType::F32, 1), var(&[5, 6], DType::F32, 2));
@@ -105,11 +105,11 @@ fn cast_is_differentiable_and_rounds_to_nearest() {
     let loss = (half * &upstream).unwrap();
     let gradient = loss.backward().unwrap().get(&x).unwrap().clone();
     same(&gradient, &upstream.to_dtype(DType::F32).unwrap());
-    assert_eq!(ops::cast(&x, DType::F32).unwrap().id(), x.id()); // nothing to do
+    assert_eq!(ops::cast(&x, DType::F32).unwrap().id(), x.id()); // already f32
     assert!(!tallow::no_grad(|| ops::cast(&x, BF16)).unwrap().track_op());
 }
 
-/// Whoever uses plain candle ops gets the casts alone; outside of regions, its own tensors.
+/// `cast_for` gives plain candle ops the casts of a region; outside of regions it returns its inputs.
 #[test]
 fn cast_for_plain_candle_ops() {
     let (a, b) = (

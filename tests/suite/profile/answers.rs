@@ -1,4 +1,4 @@
-//! The answers of `examples/profile`, to the handout's (a) to (e), from made up recordings.
+//! The answers of `examples/profile` to the handout's questions (a) to (e), from invented recordings.
 
 use super::figures::{AttentionFigures, Figures, Profiled, Share, Timed, Work};
 use super::{sentences, span};
@@ -24,7 +24,7 @@ fn figures(recording: Recording, stopwatch: Vec<Fields>) -> Figures {
     profiled.figures().unwrap()
 }
 
-/// All answers, one after the other.
+/// Returns all answers as one text.
 fn said(figures: &Figures) -> String {
     let answers = sentences::answers(figures).into_iter();
     answers.map(|answer| answer.answer + "\n").collect()
@@ -73,8 +73,8 @@ fn answers_of_a_gpu_add_up() {
     }
 }
 
-/// A step of 1000 ns on the CPU, planned: an attention of 400 with 100 of products and 200 of softmax, a swiglu of 300
-/// with 250 of products, a norm of 200, and 100 between the calls.
+/// Returns a planned step of 1000 ns on the CPU: attention 400 (matmuls 100, softmax 200), swiglu 300 (matmuls 250), a
+/// norm 200, and 100 between the calls.
 fn planned() -> Recording {
     let call = |path: &str, times, cost, [scores_ns, products_ns, softmax_ns]: [u64; 3]| {
         let mut call = span(Kind::Op, path, "forward", times, Some(2));
@@ -92,8 +92,8 @@ fn planned() -> Recording {
         };
         call
     };
-    let cost = |product_flops, other_flops| Cost {
-        product_flops,
+    let cost = |matmul_flops, other_flops| Cost {
+        matmul_flops,
         other_flops,
         ..Default::default()
     };
@@ -140,7 +140,7 @@ fn answers_of_a_cpu_add_up() {
         (line("matmul_percent"), 35.0),
         (line("softmax_percent_of_forward"), 20.0),
         (attention.matmul_ms / attention.softmax_ms, 0.5),
-        // The rope that was planned with it is no softmax.
+        // The FLOPs of rope, planned in the same call, do not count as softmax.
         (attention.matmul_flops / attention.softmax_flops, 6.0),
         (scores_ms, 40e-6),
         (values_ms, 60e-6),
@@ -157,7 +157,7 @@ fn answers_of_a_cpu_add_up() {
     }
 }
 
-/// Of 10 steps.
+/// Times of 10 steps.
 fn times(phase: &str, profiler: (f64, f64), stopwatch: (f64, f64)) -> Timed {
     let time = |(mean_ms, std_ms): (f64, f64)| {
         let distance = std_ms * 0.9f64.sqrt();
@@ -265,7 +265,7 @@ fn what_leads_and_how_shares_change_is_said_of_the_figures() {
     );
 }
 
-/// Shares of steps that vary as much as these do not decide.
+/// With such a variation between steps, shares are not conclusive.
 #[test]
 fn unsteady_steps_leave_shares_open() {
     let with = |std_ms| Figures {

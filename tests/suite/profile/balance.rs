@@ -1,4 +1,4 @@
-//! A step's wall time, and whose it is.
+//! Attribution of a step's wall time.
 
 use super::{record, span};
 use tallow::attention::Algorithm;
@@ -6,8 +6,8 @@ use tallow::precision::Precision;
 use tallow::probe::Kind;
 use tallow::profile::{Balance, Line, LineKind, Recording};
 
-/// 1000 ns: forward 100 to 400 with an op in a layer, backward 400 to 800 with two ops, one of which holds another, and
-/// the optimizer 850 to 950 with an op; an op before the step.
+/// Returns a step of 1000 ns: forward 100 to 400 with an op in a layer, backward 400 to 800 with two ops, one of them
+/// containing another, and the optimizer 850 to 950 with an op. One op precedes the step.
 pub(super) fn made_up() -> Recording {
     let spans = vec![
         span(Kind::Op, "warm/linear", "", (0, 40), None),

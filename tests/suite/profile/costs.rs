@@ -1,4 +1,4 @@
-//! FLOPs and bytes, by formula.
+//! FLOPs and bytes by formula.
 
 use super::{BATCH, LENGTH, STEPS, config, record};
 use rstest::rstest;
@@ -16,7 +16,7 @@ fn products_are_the_models(
     let products = |phase: &str| {
         let spans = recording.spans.iter().filter(|span| span.phase == phase);
         let costs = spans.filter_map(|span| span.cost());
-        costs.map(|cost| cost.product_flops).sum::<f64>() / STEPS as f64
+        costs.map(|cost| cost.matmul_flops).sum::<f64>() / STEPS as f64
     };
     let config = config(attention);
     assert_eq!(
@@ -78,12 +78,13 @@ fn bytes_are_those_of_the_shapes() {
     assert_eq!(f32("adamw"), (16.0 * parameters, 12.0 * parameters));
     assert_eq!(f32("clip_grad_norm"), (8.0 * parameters, 4.0 * parameters));
 
-    // Activations in half, the probabilities in f32, the head's logits in half though its loss is f32.
+    // Activations in half precision, probabilities in f32, and the head's logits in half precision although its loss is
+    // f32.
     let bf16 = of(Precision::BF16);
     let half = (1.5 * activation, 0.5 * activation + probabilities);
     assert_eq!(bf16("attention::naive"), half);
     assert_eq!(bf16("linear_cross_entropy"), (0.5 * head, 2.0 * n * v));
-    // Products read half, and leave the weight a gradient in f32.
+    // Matmuls read half precision, and the weight's gradient is f32.
     let read = 0.5 * head + 2.0 * n * v;
     let written = 0.5 * activation + 4.0 * d * v;
     assert_eq!(bf16("linear_cross_entropy backward"), (read, written));

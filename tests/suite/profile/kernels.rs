@@ -1,4 +1,4 @@
-//! A GPU's kernels: made up ones on any machine, real ones where there is a GPU.
+//! GPU kernels in recordings: invented ones on any machine, real ones on a GPU.
 
 use super::{alone, config, span};
 use crate::check::refusal;
@@ -29,8 +29,8 @@ pub(super) fn kernel(name: &str, times: (u64, u64), span: usize) -> Kernel {
     }
 }
 
-/// A step of 1000 ns whose ops are launched at once and run later: forward 100 to 400 has a linear, an attention and a
-/// kernel of candle's, backward 400 to 900 a linear's. A kernel before the step.
+/// Returns a step of 1000 ns whose kernels run after their launches: forward 100 to 400 has a linear op, an attention
+/// and a kernel of candle's, backward 400 to 900 a linear op's. One kernel precedes the step.
 pub(super) fn made_up() -> Recording {
     let spans = vec![
         span(Kind::Step, "", "", (50, 1050), None),
@@ -103,7 +103,7 @@ fn times_are_the_kernels_and_the_rest_is_idle() {
     );
     assert_eq!(balance.wall_ns, 1000);
 
-    // As calls of a plan, which say what they cost: there is no graph of candle's.
+    // Calls of a plan have costs, and no line is attributed to candle's graph.
     let mut planned = made_up();
     planned.spans[3].cost = Some(Cost::default());
     let kinds = Balance::new(&planned)
@@ -217,11 +217,10 @@ fn traces_have_the_gpus_streams() {
     );
 }
 
-/// Some steps of a small model on the GPU.
 fn recorded_on_gpu(attention: Algorithm) -> Recording {
     let device = tallow::device("cuda").unwrap();
     let size = TransformerConfig {
-        d_model: 32, // heads of 16, which flash attention's kernels take
+        d_model: 32, // heads of 16, which flash attention's kernels accept
         ..config(attention)
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
@@ -248,7 +247,7 @@ fn recorded_on_gpu(attention: Algorithm) -> Recording {
 #[ignore = "needs a CUDA device"]
 fn kernels_of_a_step_are_mapped_to_its_ops() {
     if child::ran("profile::kernels::kernels_of_a_step_are_mapped_to_its_ops") {
-        return; // kernels are those of the whole process
+        return; // kernels are recorded per process
     }
     for attention in [Algorithm::Naive, Algorithm::Flash] {
         let recording = recorded_on_gpu(attention);
@@ -265,13 +264,13 @@ fn kernels_of_a_step_are_mapped_to_its_ops() {
             Algorithm::Flash => assert!(launched_by("attention::flash", KernelWork::Attention)),
             _ => assert!(launched_by("attention::naive", KernelWork::Softmax)),
         }
-        // Each ran in its phase, which is as long as the host took with the wait.
+        // Each kernel ran within its phase, whose time on the host includes the wait.
         for kernel in &recording.kernels {
             let mut around = kernel.span;
             while let Some(i) = around {
                 let span = &recording.spans[i];
                 if span.kind == Kind::Phase {
-                    let slack = 200_000; // of the two clocks, in ns
+                    let slack = 200_000; // between the two clocks, in ns
                     assert!(
                         kernel.start_ns + slack >= span.start_ns,
                         "{kernel:?} {span:?}"
@@ -296,7 +295,7 @@ fn kernels_of_a_step_are_mapped_to_its_ops() {
     }
 }
 
-/// The kernels of two planned steps: names, with the phase and the op that each is of, and from which step.
+/// Returns the kernels of two planned steps, each with its name, phase and op.
 fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -> Vec<[String; 3]> {
     let device = tallow::device("cuda").unwrap();
     let size = TransformerConfig {
@@ -305,7 +304,7 @@ fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
-    let mut step = Step::of(&model, &optimizer, plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     step.time_phases(times_phases);
     let shape = (2 * plan.accumulation, 7);
     let tokens = Tensor::zeros(shape, candle_core::DType::U32, &device).unwrap();
@@ -326,7 +325,7 @@ fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -
         while let Some(i) = around {
             let around_it = &recording.spans[i];
             if matches!(around_it.kind, Kind::Phase | Kind::Step) {
-                let slack = 200_000; // of the two clocks, in ns
+                let slack = 200_000; // between the two clocks, in ns
                 assert!(kernel.start_ns + slack >= around_it.start_ns);
                 assert!(kernel.end_ns <= around_it.end_ns + slack);
             }
@@ -341,7 +340,7 @@ fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -
     recording.kernels.iter().map(of).collect()
 }
 
-/// A listener that takes no replays.
+/// A listener that does not accept graph replays.
 struct OneByOne;
 impl probe::Listener for OneByOne {}
 
@@ -350,7 +349,7 @@ impl probe::Listener for OneByOne {}
 fn replayed_kernels_are_of_the_calls_that_launch_them_one_by_one() {
     if child::ran("profile::kernels::replayed_kernels_are_of_the_calls_that_launch_them_one_by_one")
     {
-        return; // kernels are those of the whole process
+        return; // kernels are recorded per process
     }
     let plain = in_precision(Precision::BF16);
     let in_micro_batches = StepConfig {
@@ -376,7 +375,7 @@ fn replayed_kernels_are_of_the_calls_that_launch_them_one_by_one() {
 #[ignore = "needs a CUDA device"]
 fn profilers_follow_each_other_on_a_gpu() {
     if child::ran("profile::kernels::profilers_follow_each_other_on_a_gpu") {
-        return; // kernels are those of the whole process
+        return; // kernels are recorded per process
     }
     let counts = [(); 2].map(|()| recorded_on_gpu(Algorithm::Naive).kernels.len());
     assert_eq!(counts[0], counts[1]);

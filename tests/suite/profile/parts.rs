@@ -1,4 +1,4 @@
-//! What products and softmax take inside of CPU ops.
+//! The time of matmuls and softmax inside CPU ops.
 
 use super::{BATCH, LENGTH, alone, config, record};
 use crate::settings::in_precision;
@@ -32,10 +32,10 @@ fn check(rows: &[Row]) {
         let is_attention = row.name.contains("attention");
         let multiplies = row.is_product();
         assert_eq!(products_ns > 0, multiplies || is_attention, "{row:?}");
-        // All products of attention are either of these, and no other op's is.
+        // Every matmul of attention is either of scores or of values, and no other op's is.
         let named_ns = scores_ns + values_ns;
         let expected_ns = if is_attention { products_ns } else { 0 };
-        let rounding_ns = 10 * row.instances as u64; // where a loop's parts are scaled
+        let rounding_ns = 10 * row.instances as u64; // from scaling a loop's parts
         assert!(named_ns.abs_diff(expected_ns) <= rounding_ns, "{row:?}");
         assert_eq!([scores_ns > 0, values_ns > 0], [is_attention; 2], "{row:?}");
         assert_eq!(
@@ -43,7 +43,7 @@ fn check(rows: &[Row]) {
             is_attention || row.name == "softmax",
             "{row:?}"
         );
-        // Gate and loss are no products; nor is what attention does beside.
+        // The rest is not empty for ops with a gate or a loss, and for attention.
         if ["swiglu_linear", "linear_cross_entropy"].contains(&row.name.as_str()) || is_attention {
             assert!(row.rest_ns() > 0, "{row:?}");
         }
@@ -68,7 +68,7 @@ fn planned_calls_tell_their_parts(
     let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let plan = in_precision(precision);
-    let mut step = Step::of(&model, &optimizer, &plan).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();
     step.prepare((&tokens, &tokens)).unwrap();
     let _alone = alone();
@@ -97,7 +97,7 @@ fn references_are_parts_as_a_whole() {
     assert_eq!(row("mask").parts, Parts::default());
 }
 
-/// A product of many tasks on many threads takes no more than its op's wall time.
+/// A matmul of many tasks on many threads has no more time than its op's wall time.
 #[test]
 fn parts_are_scaled_to_the_wall_time() {
     let x = Tensor::ones((64, 96, 96), candle_core::DType::F32, &Device::Cpu).unwrap();

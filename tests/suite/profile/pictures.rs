@@ -10,7 +10,7 @@ use tallow::precision::Precision;
 use tallow::probe::{Kind, Path};
 use tallow::profile::{self, Profiler, Recording};
 
-/// Checks what a viewer relies on; the number of complete events of each thread.
+/// Checks the properties that viewers rely on. Returns the number of complete events of each thread.
 fn validate(trace: &Value) -> HashMap<u64, usize> {
     let events = trace["traceEvents"].as_array().unwrap();
     let mut names = HashMap::new();
@@ -44,7 +44,7 @@ fn validate(trace: &Value) -> HashMap<u64, usize> {
                 let (start, length) = (ns(&event["ts"]), ns(&event["dur"]));
                 let last = last_start.insert(thread, start).unwrap_or(0);
                 assert!(start >= last && length >= 0, "not monotone: {event}");
-                // Each lies wholly in the one around it, or after it.
+                // Each event is inside its parent, or after it.
                 let around = open.entry(thread).or_default();
                 while around.last().is_some_and(|(_, end)| *end <= start) {
                     around.pop();
@@ -89,7 +89,7 @@ fn a_steps_trace_validates() {
         );
         assert_eq!(backward["output"], "2x7x12 f32");
         assert_eq!(backward["product_flops"], 4.0 * 14.0 * 12.0 * 20.0);
-        // The suite's allocator counts, so there is a counter.
+        // The suite's allocator counts, so there is a memory counter.
         let samples = events.iter().filter(|event| event["ph"] == "C").count();
         assert_eq!(samples, recording.spans.len());
     }
@@ -110,7 +110,7 @@ fn the_validation_sees_overlaps() {
     validate(&recording.trace());
 }
 
-/// All threads are recorded: in a process without other tests.
+/// All threads are recorded, so this runs in a process without other tests.
 #[test]
 fn threads_are_apart() {
     if child::ran("profile::pictures::threads_are_apart") {
@@ -155,7 +155,7 @@ fn a_flame_graph_holds_every_place_once() {
         ("candle: its own ops and bookkeeping", "10.00%"),
         ("backward", "40.00%"),
         ("layers.0", "30.00%"),
-        ("linear", "20.00%"), // the cast inside it too
+        ("linear", "20.00%"), // including the cast inside it
         ("cast", "2.00%"),
         ("relu", "10.00%"),
         ("sorting the graph", "0.50%"),
@@ -181,7 +181,7 @@ fn a_flame_graph_holds_every_place_once() {
         );
     }
 
-    // No rectangle leaves the picture, and those of a row lie beside each other.
+    // No rectangle leaves the picture, and those of a row do not overlap.
     let attribute = |line: &str, name: &str| -> f64 {
         let value = line.split(&format!(" {name}=\"")).nth(1).unwrap();
         value.split('"').next().unwrap().parse().unwrap()

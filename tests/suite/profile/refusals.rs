@@ -1,4 +1,4 @@
-//! What a profiler refuses, and says.
+//! Errors of the profiler.
 
 use super::alone;
 use crate::check::refusal;
@@ -14,12 +14,12 @@ fn one_profiler_at_a_time() {
     let first = Profiler::start_on_this_thread().unwrap();
     let second = refusal(Profiler::start(), &["another profiler is running"]);
     assert!(matches!(second, Error::Order { .. }));
-    // The refused one has not ended the first.
+    // The refused profiler has not ended the first.
     drop(profile::range("heard"));
     assert!(Profiler::start().is_err());
     assert_eq!(first.finish().unwrap().spans.len(), 1);
 
-    // Finished or dropped, it makes room.
+    // After finish or drop, another one can start.
     drop(Profiler::start_on_this_thread().unwrap());
     drop(Profiler::start_on_this_thread().unwrap());
 }
@@ -38,7 +38,7 @@ fn ranges_out_of_order_are_named() {
     );
     assert!(matches!(error, Error::Order { .. }));
 
-    // The thread is none the worse for it.
+    // The thread can be profiled afterwards.
     assert_eq!(probe::current(), probe::Path::ROOT);
     let profiler = Profiler::start_on_this_thread().unwrap();
     drop(profile::range("next"));
@@ -46,7 +46,7 @@ fn ranges_out_of_order_are_named() {
     assert_eq!(recording.spans[0].path.to_string(), "next");
 }
 
-/// The probe takes this for good order, since a phase leaves the path as it is.
+/// The probe itself does not notice this order, because a phase does not change the path.
 #[test]
 fn a_phase_that_outlives_its_range_is_named() {
     let _alone = alone();
@@ -82,7 +82,7 @@ fn paths_that_cannot_be_written(#[values("no/such/folder/file", ".")] path: &str
     }
 }
 
-/// A recording is data that a program may put together itself: numbers of spans that are not there are left out.
+/// Programs can build recordings themselves, so indices of missing spans are ignored.
 #[test]
 fn recordings_that_point_at_missing_spans_are_read() {
     let mut recording = super::kernels::made_up();

@@ -1,4 +1,4 @@
-//! Rows, and what they add up to.
+//! Rows of a report, and their sums.
 
 use super::{STEPS, record};
 use crate::check::refusal;
@@ -176,7 +176,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
     );
     let products = report.sum("products", Row::is_product);
     assert_eq!(
-        products.cost.unwrap().product_flops,
+        products.cost.unwrap().matmul_flops,
         2.0 * 2.0 * (2 * 3 * 5 * 5 * 8) as f64
     );
     assert_eq!(report.steps, None);

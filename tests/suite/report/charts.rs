@@ -1,4 +1,4 @@
-//! Line charts, judged by the SVG they become.
+//! Line charts, checked by their SVG.
 
 use proptest::prelude::*;
 use rstest::rstest;
@@ -129,7 +129,7 @@ fn colours_begin_again_where_the_chart_says() {
     assert!(two.contains(blue) && two.contains(orange) && !two.contains(green));
     let dashed = |svg: &str| count(svg, "stroke-dasharray");
     assert_eq!([dashed(&two), dashed(&svg(None))], [4, 0]);
-    // 0 and more than there are mean what is nearest.
+    // 0, and more than there are, are replaced by the nearest valid number.
     assert!(!svg(Some(0)).contains(orange));
     assert_eq!(svg(Some(99)), svg(None));
 }
@@ -158,7 +158,7 @@ fn a_figure_has_its_charts_below_each_other() {
     };
     let alone = [&first, &second].map(|chart| height(&chart.to_svg().unwrap()));
     assert_eq!(height(&svg), alone[0] + alone[1]);
-    // Points: two of each, one marker in the only legend; the second chart's below the first chart's end.
+    // Two points of each chart and one marker in the only legend; the second chart's points are below the first chart.
     let heights: Vec<u32> = svg
         .split("cy=\"")
         .skip(1)
@@ -235,14 +235,14 @@ proptest! {
             ..Default::default()
         };
         let svg = chart.to_svg().unwrap();
-        // At least two ticks on each axis, beside the legend's one text.
+        // At least two ticks on each axis, in addition to the legend's one text.
         let texts = svg_texts(&svg);
         prop_assert!((5..40).contains(&texts.len()), "{:?}", texts);
         prop_assert!(!svg.contains("NaN") && !svg.contains("inf"));
     }
 }
 
-/// A stretch too narrow for its name has it above the others' names, where it meets none, with a line down to it.
+/// The name of a span too narrow for it is placed above the other names, with a line down to the span.
 #[test]
 fn every_span_is_named() {
     let span = |name: &str, from: f64, to: f64| TimeSpan {
@@ -285,7 +285,7 @@ fn every_span_is_named() {
     assert_eq!(narrow(96.0, 98.0), wide + 48);
 }
 
-/// One thing has one colour in charts of different layers, and the peak is marked.
+/// One name has one colour in charts of different layers, and the peak is marked.
 #[test]
 fn layers_keep_their_colours_and_the_peak_is_marked() {
     let chart = |layers: &[(&str, usize)]| {
@@ -323,7 +323,7 @@ fn areas_that_cannot_be_stacked_are_refused() {
         }],
         spans: vec![TimeSpan {
             name: "forward".into(),
-            from: -1.0, // reaches beyond the axis
+            from: -1.0, // extends beyond the axis
             to: 9.0,
         }],
         ..Default::default()

@@ -1,4 +1,4 @@
-//! Saving, and outputs that cannot be written.
+//! Saved reports, and outputs that cannot be written.
 
 use std::fs;
 use std::io::{self, Write};
@@ -55,7 +55,7 @@ fn save_keeps_permissions_links_and_devices() {
     assert_eq!(fs::read_to_string(&path).unwrap(), "");
     assert_eq!(mode(&path), 0o600);
 
-    // A pipe, like any device, is written to. (Never a real device here: a mistake would replace it.)
+    // A pipe is written to, like any device. (The test never uses a real device, which a mistake would replace.)
     let pipe = folder.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     assert!(made.unwrap().success());
@@ -136,7 +136,7 @@ fn a_picture_called_png_is_one_with_its_text_in_it() {
 
     let [untitled, titled] = [draw("", "a.PNG"), draw("Loss", "b.png")]
         .map(|(_, bytes)| Pixmap::decode_png(&bytes).unwrap());
-    // 860 by 544 in the document, two pixels for one.
+    // 860 by 544 in the document, at two pixels per unit.
     assert_eq!((titled.width(), titled.height()), (1720, 1088));
     let dark = |picture: &Pixmap, rows: std::ops::Range<usize>| {
         let row = picture.width() as usize;

@@ -1,4 +1,4 @@
-//! Rows as lines, and what they grow like.
+//! Rows pivoted to lines, and fitted power laws.
 
 use approx::assert_relative_eq;
 use proptest::prelude::*;
@@ -124,7 +124,7 @@ proptest! {
         let y = |x: f64| coefficient * x.powf(exponent);
         let points: Vec<(f64, f64)> = sizes.iter().map(|x| (f64::from(*x), y(f64::from(*x)))).collect();
         let law = PowerLaw::fit(&points).unwrap();
-        // Sizes may lie close to each other, far from 1.
+        // Sizes may be close to each other and far from 1.
         let spread = points[points.len() - 1].0 / points[0].0;
         let tolerance = 1e-11 / spread.ln();
         prop_assert!((law.exponent - exponent).abs() < tolerance, "{law:?}");

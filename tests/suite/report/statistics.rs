@@ -1,4 +1,4 @@
-//! Against numbers worked out by hand, and what holds for any samples.
+//! Statistics against values computed by hand, and properties of arbitrary samples.
 
 use approx::assert_relative_eq;
 use proptest::prelude::*;
@@ -11,11 +11,11 @@ fn statistics_by_hand() {
     let s = Statistics::new(&[4.0, 1.0, 2.0, 3.0, 10.0]).unwrap();
     assert_eq!(s.n, 5);
     assert_relative_eq!(s.mean_ms, 4.0);
-    // squares of the distances: 0 + 9 + 4 + 1 + 36 = 50, over n - 1 = 4
+    // Squared deviations: 0 + 9 + 4 + 1 + 36 = 50, divided by n - 1 = 4.
     assert_relative_eq!(s.std_ms.unwrap(), 12.5f64.sqrt());
     assert_relative_eq!(s.cv_percent.unwrap(), 25.0 * 12.5f64.sqrt());
     assert_eq!((s.min_ms, s.median_ms, s.max_ms), (1.0, 3.0, 10.0));
-    // positions 0.8 and 3.2 in 1 2 3 4 10
+    // Positions 0.8 and 3.2 in 1 2 3 4 10.
     assert_relative_eq!(s.p20_ms, 1.8);
     assert_relative_eq!(s.p80_ms, 5.2);
     assert_relative_eq!(s.iqr_ms, 2.0);
@@ -44,7 +44,7 @@ fn statistics_of_nothing(#[case] samples: &[f64], #[case] text: &str) {
 
 #[test]
 fn noisy_beyond_ten_percent() {
-    // Quartiles of five samples are the second and the fourth.
+    // The quartiles of five samples are the second and the fourth.
     let with_iqr = |iqr: f64| Statistics::new(&[90.0, 95.0, 100.0, 95.0 + iqr, 200.0]).unwrap();
     assert!(!with_iqr(10.0).noisy());
     assert!(with_iqr(10.5).noisy());

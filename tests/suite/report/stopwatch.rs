@@ -1,4 +1,4 @@
-//! What is called, timed, dropped and refused.
+//! Calls of the stopwatch: which are timed, dropped and refused.
 
 use std::cell::Cell;
 
@@ -127,11 +127,11 @@ fn a_time_budget_takes_steps_away() {
     };
     assert_eq!(steps(None, 2, 3), (2, 3));
     assert_eq!(steps(Some(60_000.0), 2, 3), (2, 3));
-    // What is left whatever the budget.
+    // The minimum for any budget.
     assert_eq!(steps(Some(0.0), 5, 50), (1, 2));
     assert_eq!(steps(Some(0.0), 0, 50), (0, 2));
     assert_eq!(steps(Some(0.0), 1, 1), (1, 1));
-    // A quarter for the warm-up, all of it together; a busy machine makes naps longer, never shorter.
+    // Warm-up has a quarter of the budget for all steps. On a busy machine sleeps are longer, never shorter.
     let (warmup, samples) = steps(Some(40.0), 50, 50);
     assert!((1..=3).contains(&warmup), "{warmup}");
     assert!((2..=9).contains(&samples), "{samples}");

@@ -1,4 +1,4 @@
-//! What the formats agree on: schema, missing values, alignment, rounding.
+//! Properties common to the formats: schema, missing values, alignment, rounding.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -130,7 +130,7 @@ fn not_a_number_is_missing() {
     );
 }
 
-/// More decimals than formatting takes: as many as a number has.
+/// More decimals than the formatter supports are limited to those that a number has.
 #[test]
 fn decimals_without_end() {
     for decimals in [70_000, usize::MAX] {

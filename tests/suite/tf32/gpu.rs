@@ -1,4 +1,4 @@
-//! The switch is the process's, so what sets it has a process to itself.
+//! The TF32 switch belongs to the process, so each test that sets it runs in its own process.
 
 use crate::child;
 use crate::compile::distance;
@@ -10,9 +10,9 @@ use tallow::bench::environment;
 use tallow::hardware::{set_tf32, tf32};
 use tallow::ops;
 
-/// y = x W^T and its gradients on `device`: y, dx, dW.
+/// Computes y = x W^T and its gradients on `device`: y, dx, dW.
 fn product(device: &Device, dtype: DType) -> [Tensor; 3] {
-    // Numbers of all of f32's digits, the same each time.
+    // Numbers that use all digits of f32, the same each time.
     let mut random = ChaCha8Rng::seed_from_u64(95);
     let mut matrix = |rows: usize, columns: usize| {
         let numbers = tensor(
@@ -47,7 +47,7 @@ fn products_follow_the_switch() {
     assert!(!tf32(&gpu), "off to begin with");
     assert_eq!(header(), "exact");
     let exact = errors();
-    // Roundings of at most 512 terms, by chance.
+    // Statistical roundings of at most 512 terms.
     let of_f32 = 512f64.sqrt() * f64::from(f32::EPSILON);
     assert!(exact.iter().all(|error| *error < of_f32), "{exact:?}");
 
@@ -56,7 +56,7 @@ fn products_follow_the_switch() {
     assert!(!tf32(&Device::Cpu));
     assert_eq!(header(), "TF32");
     let rounded = errors();
-    let of_tf32 = 2f64.powi(-15)..2f64.powi(-10); // far over f32's, and each factor is off by up to 2^-11
+    let of_tf32 = 2f64.powi(-15)..2f64.powi(-10); // far above f32's; each factor is off by up to 2^-11
     assert!(
         rounded.iter().all(|error| of_tf32.contains(error)),
         "{rounded:?}"

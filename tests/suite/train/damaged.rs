@@ -1,11 +1,11 @@
-//! Checkpoints that are not what was written: damaged bits, numbers that cannot be, files that change meanwhile.
+//! Damaged checkpoints: flipped bits, impossible numbers, and files that change during the read.
 
 use super::*;
 use candle_core::Device;
 use std::fs;
 use tallow::train::Checkpoint;
 
-/// A model whose checkpoint has few bytes.
+/// Returns a model whose checkpoint is a small file.
 fn tiny() -> TransformerConfig {
     TransformerConfig {
         d_model: 4,
@@ -21,7 +21,7 @@ fn resume_tiny(path: &Path) -> Result<Trainer> {
     Trainer::resume(path, &tiny(), settings(), train, held_out, &Device::Cpu)
 }
 
-/// One bit in every byte of the file: found, or without effect.
+/// One flipped bit in every byte of the file is either detected or has no effect.
 #[test]
 fn a_flipped_bit_anywhere_is_found_or_harmless() {
     let (_folder, path) = checkpoint();
@@ -47,7 +47,7 @@ fn a_flipped_bit_anywhere_is_found_or_harmless() {
             }
         }
     }
-    // The key under which the checksums stand, without which there are none.
+    // Only the key of the checksums is unprotected: with a changed key the file has none.
     assert!(
         harmless <= "tallow.crc32".len(),
         "{harmless} of {}",
@@ -55,7 +55,7 @@ fn a_flipped_bit_anywhere_is_found_or_harmless() {
     );
 }
 
-/// A tensor's bytes changed in a file without checksums.
+/// Writes a file without checksums and with one element of a tensor changed.
 fn spoil(path: &Path, name: &str, element: usize, value: f32) {
     super::refusals::forge(path, str::to_string, |_| Some(vec![]));
     let mut bytes = fs::read(path).unwrap();
@@ -66,7 +66,7 @@ fn spoil(path: &Path, name: &str, element: usize, value: f32) {
     fs::write(path, bytes).unwrap();
 }
 
-/// What would destroy the run in the next step: a mean of squares under 0, what is no number.
+/// Numbers that would destroy the run in the next step are refused: a negative mean of squares, NaN, infinity.
 #[test]
 fn numbers_that_cannot_be_are_refused() {
     let (_folder, path) = checkpoint();
@@ -99,13 +99,13 @@ fn numbers_that_cannot_be_are_refused() {
         let parts = ["run.safetensors", name, parts[0], parts[1]];
         refusal(resume(&path, settings()), &parts);
     }
-    // The same file with a number that can be: it was the number.
+    // The same file with a valid number resumes, so the number was the reason.
     start(settings()).save(&path).unwrap();
     spoil(&path, "optimizer.exp_avg.lm_head.weight", 7, -0.5);
     resume(&path, settings()).unwrap();
 }
 
-/// Weights that are not finite are not saved over those that are.
+/// Weights that are not finite do not overwrite a saved checkpoint.
 #[test]
 fn a_run_that_has_diverged_keeps_the_old_file() {
     let (_folder, path) = checkpoint();
@@ -125,7 +125,8 @@ fn a_run_that_has_diverged_keeps_the_old_file() {
     assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 2);
 }
 
-/// While it is read the file is cut and written again, in place: an error or the whole run, and the process lives.
+/// A file that is truncated and rewritten in place during the read gives an error or the complete run, and the process
+/// survives.
 #[test]
 fn a_file_that_shrinks_while_it_is_read() {
     let (_folder, path) = checkpoint();
@@ -159,7 +160,7 @@ fn a_file_that_shrinks_while_it_is_read() {
     });
 }
 
-/// A file says how long the history is, and a sparse one may be of any length: an error, not an end of the process.
+/// A file declares the length of its history, and a sparse file can have any length: this is an error, not a crash.
 #[test]
 fn a_history_longer_than_the_run_or_than_memory_is_refused() {
     const LOSSES: u64 = 1 << 40;
@@ -201,7 +202,7 @@ fn a_history_longer_than_the_run_or_than_memory_is_refused() {
     assert!(matches!(error, Error::OutOfMemory { .. }), "{error:?}");
 }
 
-/// Names in a file are anybody's: a terminal gets none of their control characters.
+/// Tensor names in a file are untrusted, so control characters are escaped in errors.
 #[test]
 fn names_of_tensors_are_shown_escaped() {
     let (_folder, path) = checkpoint();
@@ -223,7 +224,7 @@ fn names_of_tensors_are_shown_escaped() {
     assert!(!error.to_string().contains(char::is_control));
 }
 
-/// As saved before there were checksums and before the history was a tensor.
+/// Checkpoints from before checksums, with the history in the metadata, still resume.
 #[test]
 fn old_checkpoints_resume() {
     let (_folder, path) = checkpoint();
@@ -238,7 +239,7 @@ fn old_checkpoints_resume() {
     assert_eq!(bits(&resumed), bits(&trainer));
 }
 
-/// The checksums are zlib's, which other languages have: CRC-32 of a tensor's bytes.
+/// A checksum is zlib's CRC-32 of a tensor's bytes, which other languages can compute.
 #[test]
 fn checksums_are_what_others_can_check() {
     let (_folder, path) = checkpoint();
@@ -256,7 +257,7 @@ fn checksums_are_what_others_can_check() {
         });
         format!("{:08x}", !sum)
     };
-    assert_eq!(crc32(b"123456789"), "cbf43926"); // as the standard has it
+    assert_eq!(crc32(b"123456789"), "cbf43926"); // the check value of the standard
     for (name, view) in file.tensors() {
         assert_eq!(sums["tensors"][&name], crc32(view.data()), "{name}");
     }

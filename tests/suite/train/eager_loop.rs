@@ -1,4 +1,4 @@
-//! A run in a plain loop, its backward candle's own: what a planned run is judged by.
+//! A training run in a plain loop with candle's own backward, the reference for planned runs.
 
 use super::*;
 use candle_core::{DType, Device, Tensor, Var};
@@ -117,7 +117,7 @@ impl EagerLoop {
         sum / all
     }
 
-    /// The next step's loss scale.
+    /// Returns the loss scale of the next step.
     pub fn loss_scale(&self) -> Option<f64> {
         self.scaler.as_ref().map(GradScaler::loss_scale)
     }
@@ -130,7 +130,7 @@ impl EagerLoop {
         self.optimizer.steps()
     }
 
-    /// The mean loss of a batch, and how many targets it is over.
+    /// Returns the mean loss of a batch, and its number of targets.
     fn loss(&self, batch: &Batch, dropout: Option<DropoutKey>) -> (Tensor, f64) {
         let (tokens, targets) = (&batch.inputs, &batch.targets);
         let context = ForwardContext {

@@ -1,4 +1,4 @@
-//! One run: that it learns, and that its numbers are what they say.
+//! One run: it learns, and its reported numbers are correct.
 
 use super::*;
 use candle_core::DType;
@@ -8,7 +8,7 @@ use tallow::{no_grad, ops};
 
 #[test]
 fn a_repeating_text_is_learned_by_heart() {
-    // Each token says what comes next, so nothing is left to guess.
+    // Each token determines the next one, so the loss can reach 0.
     let ids: Vec<u32> = (0..400).map(|i| i % VOCAB as u32).collect();
     let (train, validation) = Tokens::from_ids(ids, VOCAB).unwrap().split(0.2).unwrap();
     let config = TrainConfig {
@@ -29,7 +29,7 @@ fn a_repeating_text_is_learned_by_heart() {
     assert!(trained < 0.01, "{trained}");
 }
 
-/// 79 targets in windows of 11 and a rest of 2: each counts once, whatever the batch it is in.
+/// 79 targets in windows of 11 and a remainder of 2: each counts once, whatever its batch.
 #[test]
 fn evaluation_is_the_mean_over_every_target() {
     let mut trainer = start(settings());
@@ -76,7 +76,7 @@ fn the_history_is_kept_drawn_and_tabulated() {
     trainer.evaluate().unwrap();
     let reports = take(&mut trainer, 2);
     trainer.evaluate().unwrap();
-    trainer.evaluate().unwrap(); // again, of the same step: once in the history
+    trainer.evaluate().unwrap(); // again in the same step: recorded once
     let history = trainer.history();
     let losses: Vec<f64> = reports.iter().map(|report| report.loss).collect();
     assert_eq!(history.losses, losses);
@@ -99,7 +99,7 @@ fn the_history_is_kept_drawn_and_tabulated() {
     assert!(chart.to_svg().unwrap().contains("validation"));
 }
 
-/// Long runs draw means: no more than 500 points, the whole run in them.
+/// A long history is charted as means: at most 500 points for the complete run.
 #[test]
 fn a_long_history_is_drawn_in_means() {
     let history = tallow::train::History {
@@ -108,7 +108,7 @@ fn a_long_history_is_drawn_in_means() {
     };
     let training = &history.chart().series[0];
     assert!(training.name.contains("mean of 3 steps"));
-    assert_eq!(training.points.len(), 412); // 411 threes and one
+    assert_eq!(training.points.len(), 412); // 411 means of three steps, and one of one
     assert_eq!(training.points[0], (2.0, 1.0));
     assert_eq!(training.points[411], (1234.0, 1233.0));
 }

@@ -6,7 +6,7 @@ use tallow::optim::GradScalerConfig;
 use tallow::precision::{Precision, Regime};
 use tallow::train::Checkpoint;
 
-/// A scale at which the first steps overflow: it backs off to where they do not, and grows into an overflow again.
+/// Returns a scale at which the first steps overflow. It falls until they do not, and grows until they overflow again.
 fn too_large() -> GradScalerConfig {
     GradScalerConfig {
         init_scale: 2f64.powi(26),
@@ -58,7 +58,7 @@ fn an_overflow_skips_its_step_and_no_other() {
         assert_eq!(skipped[0], 1, "{precision}: {skipped:?}");
         let backed_off = skipped.iter().zip(1..).take_while(|(s, i)| *s == i);
         let backed_off = backed_off.count();
-        // It came back to overflow, after steps that did not.
+        // Steps overflowed again after others had succeeded.
         assert!(
             backed_off < skipped.len() && skipped.len() < 16,
             "{precision}: {skipped:?}"
@@ -88,12 +88,13 @@ fn a_step_is_near_that_of_f32_whatever_the_scale() {
             let error = norm(precision, scale) / exact - 1.0;
             assert!(error.abs() < 2e-3, "{precision} {scale}: {error:.1e}");
         }
-        // With far too small a scale gradients are lost: it is in the graph, not only taken out again.
+        // With a scale far too small, gradients underflow. So the scale is part of the graph, and is not just divided
+        // out.
         assert!(norm(precision, 6e-8) < 0.9 * exact, "{precision}");
     }
 }
 
-/// A weight that is no number makes every loss and gradient NaN: steps are skipped, and in the end it is an error.
+/// A NaN in a weight makes every loss and gradient NaN: steps are skipped, and finally there is an error.
 #[test]
 fn a_scale_that_never_suffices_is_an_error() {
     let config = TrainConfig {
@@ -126,7 +127,7 @@ fn a_scale_that_never_suffices_is_an_error() {
         assert_eq!(trainer.loss_scale(), Some(2f64.powi(-14)));
         assert_eq!(bits(&trainer), before);
     }
-    // Weights that are no numbers are not saved; losses that are none go through a file, a table and a chart.
+    // Weights that are NaN are not saved; losses that are NaN can be saved, tabulated and charted.
     let (_folder, path) = checkpoint();
     refusal(
         trainer.save(&path),
@@ -140,11 +141,11 @@ fn a_scale_that_never_suffices_is_an_error() {
     assert!(history.losses[1].is_finite() && history.losses[2..].iter().all(|l| l.is_nan()));
     assert_eq!(history.chart().series[0].points.len(), 2);
     assert_eq!(history.report().rows.len(), 32);
-    // With the weight as it was, the run goes on.
+    // With the weight restored, the run continues.
     assert!(!trainer.step().unwrap().unwrap().skipped);
 }
 
-/// No other precision is scaled, and f16 need not be: overflow is an error then.
+/// No other precision is scaled, and scaling of f16 is optional; without it overflow is an error.
 #[test]
 fn only_f16_is_scaled() {
     for precision in [Precision::F32, Precision::BF16] {

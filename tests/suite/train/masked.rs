@@ -1,4 +1,4 @@
-//! Targets that do not count: the loss of a step is the mean over all that do, of its micro-batches and of its ranks.
+//! Ignored targets: the loss of a step is the mean over all counted targets of its micro-batches and ranks.
 
 use super::*;
 use candle_core::{DType, Device, Tensor};
@@ -7,20 +7,19 @@ use tallow::data::{Batch, Batches};
 use tallow::nn::ForwardContext;
 use tallow::precision::Precision;
 
-/// The value of targets that do not count.
 pub const IGNORED: i64 = -100;
 
-/// Targets that count in each row of 16: four rows a step.
+/// The number of counted targets in each row of 16; a step has four rows.
 pub const COUNTED: [[usize; 4]; 6] = [
     [16, 15, 16, 15],
     [16, 16, 8, 15],
-    [0, 16, 1, 16], // a micro-batch without targets
-    [0, 0, 0, 0],   // a step without targets
-    [0, 0, 3, 16],  // a rank of two without targets
+    [0, 16, 1, 16], // a micro-batch without counted targets
+    [0, 0, 0, 0],   // a step without counted targets
+    [0, 0, 3, 16],  // one of two ranks without counted targets
     [8, 16, 15, 16],
 ];
 
-/// Rows of ids whose first targets count, `batch_size` in a batch.
+/// Rows of ids whose first targets are counted, in batches of `batch_size`.
 #[derive(Clone, Debug)]
 pub struct MaskedRows {
     pub counted: Vec<usize>,
@@ -66,7 +65,7 @@ fn sizes() -> TransformerConfig {
     }
 }
 
-/// Four rows a step, in batches of `batch_size`.
+/// Returns settings of four rows per step, in batches of `batch_size`.
 pub fn settings(batch_size: usize, precision: Precision) -> TrainConfig {
     TrainConfig {
         batch_size,
@@ -91,7 +90,7 @@ fn start_on(device: &Device, batch_size: usize, precision: Precision) -> Trainer
     Trainer::new(model, config, data.clone(), data).unwrap()
 }
 
-/// The mean loss over the targets of one step that count, from the means of its rows.
+/// Returns the mean loss over the counted targets of one step, computed from the means of its rows.
 fn weighted_mean(model: &TransformerLM, step: usize, precision: Precision) -> f64 {
     let rows = MaskedRows::new(&COUNTED, 1);
     let mut sum = 0.0;
@@ -99,7 +98,7 @@ fn weighted_mean(model: &TransformerLM, step: usize, precision: Precision) -> f6
         if counted > 0 {
             let batch = rows.batch(row, &Device::Cpu).unwrap();
             let (inputs, targets) = (&batch.inputs, &batch.targets);
-            let inputs = inputs.narrow(1, 0, counted).unwrap(); // those behind the mask change nothing: it is causal
+            let inputs = inputs.narrow(1, 0, counted).unwrap(); // with a causal mask, later positions have no effect
             let targets = targets.narrow(1, 0, counted).unwrap();
             let context = ForwardContext::default();
             let loss = precision.run(|| model.loss_with(&inputs, &targets, &context, None));
@@ -110,7 +109,7 @@ fn weighted_mean(model: &TransformerLM, step: usize, precision: Precision) -> f6
     sum / COUNTED[step].iter().sum::<usize>() as f64
 }
 
-/// Four micro-batches of different counts are one batch of four rows: loss, norm and weights.
+/// Four micro-batches with different counts have the loss, norm and weights of one batch of four rows.
 #[rstest]
 fn every_target_has_the_same_weight(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
@@ -151,7 +150,7 @@ fn every_target_has_the_same_weight(
     }
 }
 
-/// Evaluations weigh targets too, and need one.
+/// Evaluations weight targets too, and require at least one.
 #[test]
 fn an_evaluation() {
     let mut trainer = start(1, Precision::F32);
@@ -173,7 +172,7 @@ fn an_evaluation() {
     );
 }
 
-/// A run goes on over a step without targets, stopped before it or behind it.
+/// A run continues after a step without targets, whether it is stopped before or after that step.
 #[rstest]
 fn resumed_around_a_step_without_targets(#[values(3, 4)] stop: usize) {
     let mut whole = start(1, Precision::F16);
@@ -197,7 +196,7 @@ fn resumed_around_a_step_without_targets(#[values(3, 4)] stop: usize) {
     refusal(resumed(MaskedRows::new(&others, 1)), &["training data"]);
 }
 
-/// Text with runs of separators: batches without targets end no run.
+/// In text with runs of separators, batches without targets do not end the run.
 #[test]
 fn texts_with_empty_documents() {
     let mut ids = noise(60, 0).to_vec().unwrap();
@@ -220,7 +219,7 @@ fn texts_with_empty_documents() {
     trainer.evaluate().unwrap();
 }
 
-/// Batches that a step is not made for, and masked targets without an id that is ignored.
+/// Batches of other sizes than the step's are refused, and so are masked targets without an ignored id.
 #[test]
 fn refused_batches() {
     let model = || TransformerLM::new(&sizes(), 5, &Device::Cpu).unwrap();
@@ -236,7 +235,7 @@ fn refused_batches() {
     refusal(trainer.step(), &["-100"]);
 }
 
-/// A GPU weighs targets as the CPU does.
+/// A GPU weights targets as the CPU does.
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn on_a_gpu(#[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision) {
@@ -249,7 +248,7 @@ fn on_a_gpu(#[values(Precision::F32, Precision::BF16, Precision::F16)] precision
             .into_iter()
             .find(|(other, _)| *other == name)
             .unwrap();
-        same.set(&var.to_device(&gpu).unwrap()).unwrap(); // another generator draws on GPUs
+        same.set(&var.to_device(&gpu).unwrap()).unwrap(); // initial weights on GPUs come from another generator
     }
     let tolerance = if precision == Precision::F32 {
         1e-4

@@ -1,5 +1,5 @@
-//! A real text learned in every precision, from the same weights and batches: the losses at the end are f32's.
-//! A plain loop trains parameters in half precision.
+//! A real text learned in every precision, from the same weights and batches: the final losses equal f32's. Parameters
+//! in half precision are trained by a plain loop.
 
 use super::eager_loop::EagerLoop;
 use super::*;
@@ -7,7 +7,7 @@ use candle_core::Device;
 use tallow::precision::{Precision, Regime};
 use tallow::train::{Evaluation, History};
 
-/// The text of a licence, which does not change, byte by byte.
+/// Returns the bytes of a licence, a text that does not change.
 fn text() -> (Tokens, Tokens) {
     let bytes = include_bytes!("../../../LICENSE-APACHE");
     let tokens = Tokens::from_bytes(bytes.to_vec()).unwrap();

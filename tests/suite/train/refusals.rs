@@ -1,4 +1,4 @@
-//! What is refused, and what the refusal says.
+//! Training runs and checkpoints that are refused, and the errors.
 
 use super::*;
 use crate::check::refusal;
@@ -110,7 +110,7 @@ fn settings_that_no_step_depends_on_may_differ() {
     let (_folder, path) = checkpoint();
     start(settings()).save(&path).unwrap();
     let optimizer = AdamWConfig {
-        lr: 123.0, // never used: the schedule has the learning rate
+        lr: 123.0, // unused, because the schedule sets the learning rate
         ..settings().optimizer
     };
     let config = TrainConfig {
@@ -182,8 +182,8 @@ fn files_that_are_no_whole_run() {
     assert!(matches!(error, Error::Format { .. }), "{error:?}");
 }
 
-/// The file as it was written before there were checksums, with the history in the metadata's text (format 1); that
-/// text and the tensors changed, but a whole safetensors file.
+/// Rewrites a checkpoint in format 1: without checksums, with the history in the metadata. The metadata and tensors are
+/// changed, but the file is a valid safetensors file.
 pub(super) fn forge(
     path: &Path,
     edit: impl Fn(&str) -> String,
@@ -257,7 +257,7 @@ fn runs_that_lack_a_part_or_were_changed() {
     }
 }
 
-/// As saved before there was a choice of attention: naive.
+/// A checkpoint from before attention could be configured: naive.
 #[test]
 fn runs_that_say_nothing_of_attention() {
     let (_folder, path) = checkpoint();
@@ -272,7 +272,7 @@ fn runs_that_say_nothing_of_attention() {
     assert_eq!(Checkpoint::read(&path).unwrap().model, sizes());
 }
 
-/// A loss that is not a number stops the run before anything takes it in.
+/// A loss that is not finite stops the run before it has any effect.
 #[test]
 fn losses_and_gradients_that_are_not_finite() {
     let model = model();
@@ -302,14 +302,14 @@ fn losses_and_gradients_that_are_not_finite() {
     assert_eq!(trainer.history().losses.len(), 2);
     assert!(trainer.history().evaluations.is_empty());
 
-    // With the weight as it was, the run is where it was.
+    // With the weight restored, the run continues where it was.
     head.set(&whole).unwrap();
     let mut undisturbed = start(settings());
     take(&mut undisturbed, 2);
     assert_eq!(trainer.step().unwrap(), undisturbed.step().unwrap());
 }
 
-/// A separator that no document can end with.
+/// A separator outside the vocabulary, which no document can end with.
 #[test]
 fn a_separator_beyond_the_vocabulary() {
     let config = TrainConfig {

@@ -1,11 +1,11 @@
-//! A run that was saved and resumed is the run that was not.
+//! A run that is saved and resumed equals an uninterrupted run.
 
 use super::*;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::train::Checkpoint;
 
-/// Stopped after `stop` steps, in memory and in the file, with evaluations in between.
+/// Stopped after `stop` steps, in memory and from the file, with evaluations in between.
 #[rstest]
 #[case::at_the_start(0, 1)]
 #[case::in_the_warm_up(1, 1)]
@@ -26,7 +26,7 @@ fn losses_and_weights_have_the_same_bits(#[case] stop: usize, #[case] accumulati
     first.evaluate().unwrap();
     first.save(&path).unwrap();
     let saved = bits(&first);
-    take(&mut first, 3); // a run that goes on does not change what was saved
+    take(&mut first, 3); // continuing does not change what was saved
     drop(first);
 
     let mut second = resume(&path, config).unwrap();
@@ -40,7 +40,7 @@ fn losses_and_weights_have_the_same_bits(#[case] stop: usize, #[case] accumulati
     assert_eq!(second.history().evaluations[0].step, stop);
 }
 
-/// Not the bits of some number formatting: a run resumed at every step writes the file of a run that never was.
+/// A run resumed at every step writes the same file as an uninterrupted one, so numbers survive their text format.
 #[test]
 fn files_of_equal_runs_are_equal() {
     let (folder, path) = checkpoint();
@@ -65,7 +65,7 @@ fn files_of_equal_runs_are_equal() {
     assert!(read(&path) == read(&other));
 }
 
-/// Checkpointing of activations changes no bit, so it may be another in each part of a run.
+/// Activation checkpointing changes no bit, so it may differ in each part of a run.
 #[test]
 fn activations_may_be_checkpointed_from_then_on() {
     let (_folder, path) = checkpoint();
@@ -114,7 +114,7 @@ fn a_finished_run_goes_on_if_it_is_given_more_steps() {
     assert!(matches!(error, Error::Resume { .. }));
 }
 
-/// The attention is the run's: saved with it, and as much a part of its bits.
+/// The attention algorithm belongs to the run: it is saved, and it affects the bits.
 #[test]
 fn flash_attention_goes_on_as_it_was() {
     let device = candle_core::Device::Cpu;
@@ -132,7 +132,7 @@ fn flash_attention_goes_on_as_it_was() {
     let mut resumed = resumed.unwrap();
     assert_eq!(take(&mut resumed, 8), take(&mut trainer, 8));
     assert_eq!(bits(&resumed), bits(&trainer));
-    // The weights are anybody's: another attention begins another run from them.
+    // The weights can be loaded with another attention, which starts another run.
     TransformerLM::load(&sizes(), &path, &device).unwrap();
 }
 
@@ -150,7 +150,7 @@ fn f64_goes_on_as_it_was() {
     assert_eq!(take(&mut resumed, 3), take(&mut trainer, 3));
 }
 
-/// The data's place does not matter: what was in memory may come from a file.
+/// The data may move: tokens from memory may later come from a file.
 #[test]
 fn data_may_move() {
     let (folder, path) = checkpoint();
@@ -223,7 +223,7 @@ fn precision_is_the_runs() {
     assert!(a != b);
 }
 
-/// Runs that were saved before there was a choice were f32's.
+/// Runs saved before precision could be configured are f32.
 #[test]
 fn a_run_that_says_nothing_of_precision_is_f32s() {
     let mut json = serde_json::to_value(settings()).unwrap();

@@ -1,9 +1,9 @@
-//! Writing checkpoints: what was there before is there until the new one is.
+//! Writing checkpoints: the old file stays until the new one is complete.
 
 use super::*;
 use std::fs;
 
-/// What is in the folder, sorted.
+/// Returns the names of the files in the folder, sorted.
 pub(super) fn names(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).unwrap();
     let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -27,17 +27,17 @@ fn paths_that_cannot_be_written_are_named() {
         let error = refusal(trainer.save(&path), &[&wanted]);
         assert!(matches!(error, Error::Io { .. }), "{error:?}");
     }
-    let kept = ["run.safetensors", "run.safetensors.lock"]; // the lock as long as the run lives
+    let kept = ["run.safetensors", "run.safetensors.lock"]; // the lock lives as long as the run
     assert_eq!(names(folder.path()), kept);
     drop(trainer);
     assert_eq!(names(folder.path()), kept[..1]);
 }
 
-/// Where the next test's second process writes to.
+/// The environment variable with the path that the next test's second process writes to.
 #[cfg(unix)]
 const PATH_TO_DIE_ON: &str = "TALLOW_TEST_PATH_TO_DIE_ON";
 
-/// Not a test: what the next one runs as a process of its own.
+/// Not a test: the next test runs this function in a separate process.
 #[cfg(unix)]
 #[test]
 #[ignore = "run by a_process_killed_while_it_writes_leaves_the_old_checkpoint"]
@@ -50,7 +50,7 @@ fn resume_step_and_save() {
     }
 }
 
-/// The system kills a process that writes more to a file than its limit allows, in the middle of the write.
+/// A limit on file sizes makes the system kill the process in the middle of its write.
 #[cfg(unix)]
 #[test]
 fn a_process_killed_while_it_writes_leaves_the_old_checkpoint() {
@@ -79,16 +79,16 @@ fn a_process_killed_while_it_writes_leaves_the_old_checkpoint() {
             .env(PATH_TO_DIE_ON, &path);
         command.output().unwrap()
     };
-    let killed = run("16"); // blocks: 8 or 16 KiB
+    let killed = run("16"); // in blocks: 8 or 16 KiB
     assert_eq!(killed.status.signal(), Some(libc::SIGXFSZ), "{killed:?}");
     assert!(fs::read(&path).unwrap() == old);
     let is_temporary = |name: &String| name.starts_with(".tallow-");
     assert!(names(folder.path()).iter().any(is_temporary));
     assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 5);
 
-    // The same process, let live: it was the limit that stopped it.
+    // Without the limit the same process succeeds.
     let lived = run("unlimited");
     assert!(lived.status.success(), "{lived:?}");
     assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 6);
-    assert_eq!(names(folder.path()), ["run.safetensors"]); // nothing of the killed one is left
+    assert_eq!(names(folder.path()), ["run.safetensors"]); // the killed process's files are removed
 }

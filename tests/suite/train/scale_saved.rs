@@ -1,4 +1,4 @@
-//! Runs in f16 saved and resumed: the scale goes on where it stood.
+//! Runs in f16, saved and resumed: the loss scale continues where it was.
 
 use super::loss_scaling::{f16_regimes, in_f16};
 use super::*;
@@ -7,7 +7,7 @@ use tallow::optim::GradScalerConfig;
 use tallow::precision::Precision;
 use tallow::train::Checkpoint;
 
-/// What may be no number is compared as it prints.
+/// Formats reports as text, in which NaN can be compared.
 fn text(reports: &[StepReport]) -> Vec<String> {
     reports.iter().map(|report| format!("{report:?}")).collect()
 }
@@ -47,7 +47,7 @@ fn a_resumed_run_is_the_same_run(#[case] stop: usize, #[case] accumulation: usiz
     }
 }
 
-/// As saved before the loss was scaled: the run goes on with a fresh scale.
+/// A run saved before loss scaling existed continues with an initial scale.
 #[test]
 fn runs_that_say_nothing_of_a_scale() {
     let config = TrainConfig {
@@ -80,7 +80,7 @@ fn runs_that_say_nothing_of_a_scale() {
     take(&mut resumed, 1);
 }
 
-/// A state that no scaler can have, and skipped steps that were never taken.
+/// States that no scaler can have, and skipped steps beyond the steps taken, are refused.
 #[rstest]
 #[case("\"scale\":65536.0", "\"scale\":0.0", "scale must be")]
 #[case("\"scale\":65536.0", "\"scale\":\"large\"", "large")]
@@ -111,7 +111,7 @@ fn states_that_cannot_be(#[case] from: &str, #[case] to: &str, #[case] part: &st
     assert!(matches!(error, Error::Format { .. }), "{error:?}");
 }
 
-/// Saved and resumed with other settings of the scale: another run.
+/// Resuming with other settings of the scaler is refused as another run.
 #[test]
 fn the_scales_settings_are_the_runs() {
     let (_folder, path) = checkpoint();

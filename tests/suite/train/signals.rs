@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP as the example `train` takes them.
+//! Ctrl-C, SIGTERM and SIGHUP, as handled by the example `train`.
 #![cfg(unix)]
 
 #[path = "../../../examples/train/signals.rs"]
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 const ROLE: &str = "TALLOW_TEST_SIGNALS";
 
-/// Not a test: a process that ends when a signal was noted, or sleeps on.
+/// Not a test: the process of a role, which sleeps and, if it is "polite", exits after a signal.
 #[test]
 #[ignore = "run by the tests below"]
 fn listen() {
@@ -41,7 +41,7 @@ fn listen() {
     }
 }
 
-/// A process in a role, and the lines that it prints.
+/// Starts a process in a role; returns it and the lines that it prints.
 fn child(role: &str) -> (Child, impl Iterator<Item = String>) {
     started(Command::new(std::env::current_exe().unwrap()), role)
 }
@@ -103,7 +103,7 @@ fn the_second_one_ends_at_once() {
     }
 }
 
-/// When there is nothing left to save, the first one ends.
+/// When nothing is left to save, the first signal ends the process.
 #[test]
 fn afterwards_the_first_one_ends_at_once() {
     let (child, _lines) = child("done");
@@ -111,7 +111,7 @@ fn afterwards_the_first_one_ends_at_once() {
     assert_eq!(status(child).code(), Some(143));
 }
 
-/// `nohup` has SIGHUP ignored, which it stays: the process ends by the signal that comes after it.
+/// `nohup` ignores SIGHUP, which stays ignored: the process ends with the signal that follows.
 #[test]
 fn an_ignored_hangup_stays_ignored() {
     use std::os::unix::process::CommandExt;

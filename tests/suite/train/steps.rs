@@ -1,4 +1,4 @@
-//! The steps of a run are those of a plain loop.
+//! The steps of a training run equal those of a plain loop.
 
 use super::eager_loop::EagerLoop;
 use super::loss_scaling::in_f16;
@@ -11,7 +11,7 @@ use tallow::nn::DropoutRates;
 use tallow::optim::GradScalerConfig;
 use tallow::precision::{Precision, Regime};
 
-/// The same losses, norms and learning rates as eager steps, and the same evaluations.
+/// Losses, norms, learning rates and evaluations equal those of eager steps.
 #[rstest]
 #[case(1, Some(1.0), None)]
 #[case(3, Some(0.5), None)]
@@ -53,7 +53,7 @@ fn the_curve_is_the_eager_one(
     assert_eq!(planned.optimizer().steps(), 12);
 }
 
-/// What is dropped is the seed's and the step's: the same planned, stopped and resumed; evaluations drop nothing.
+/// Dropout depends on seed and step only: the same planned, stopped and resumed. Evaluations drop nothing.
 #[rstest]
 #[case(1, None)]
 #[case(2, Some(3))]
@@ -99,8 +99,8 @@ fn a_model_with_dropout(#[case] accumulation: usize, #[case] separator: Option<u
     assert_eq!(bits(&resumed), bits(&whole));
 }
 
-/// With the optimizer in backward the weights are, to the bit, those of a step that keeps its gradients, in less
-/// memory; nobody sees a norm, so what needs all gradients is refused.
+/// With the optimizer in backward the weights have the bits of a step that keeps its gradients, with less memory. There
+/// is no norm, so options that need all gradients are refused.
 #[test]
 fn the_optimizer_in_backward() {
     let config = TrainConfig {
@@ -152,7 +152,7 @@ fn the_optimizer_in_backward() {
     }
 }
 
-/// Stopped, saved and resumed, it is the run that was not stopped; evaluations change nothing.
+/// A run that is stopped, saved and resumed equals an uninterrupted one, and evaluations change nothing.
 #[rstest]
 #[case(Algorithm::Naive, 1, settings())]
 #[case(Algorithm::Flash, 2, settings())]
@@ -188,14 +188,14 @@ fn resumed_it_has_the_same_bits(
     let resumed = Trainer::resume(&path, &sizes, config, training(), validation(), &device);
     let mut second = resumed.unwrap();
     reports.extend(take(&mut second, usize::MAX));
-    // Norms of skipped steps are no numbers.
+    // Norms of skipped steps are NaN, so text is compared.
     assert_eq!(format!("{reports:?}"), format!("{expected:?}"));
     assert_eq!(bits(&second), bits(&whole));
     assert_eq!(second.loss_scale(), whole.loss_scale());
     assert_eq!(second.optimizer().steps(), whole.optimizer().steps());
 }
 
-/// A first scale at which everything overflows, and a second at which nothing does.
+/// Returns settings whose first loss scale overflows everywhere, and whose second one nowhere.
 fn in_f16_overflowing_once(precision: Precision) -> TrainConfig {
     TrainConfig {
         loss_scaling: GradScalerConfig {
@@ -215,7 +215,7 @@ fn in_precision(precision: Precision) -> TrainConfig {
     }
 }
 
-/// Of losses; of norms, ten times that.
+/// The tolerance of losses; that of norms is ten times larger.
 fn tolerance(precision: Precision) -> f64 {
     if precision == Precision::F32 {
         1e-5
@@ -224,7 +224,7 @@ fn tolerance(precision: Precision) -> f64 {
     }
 }
 
-/// In half precision too: scales, skipped steps and learning rates exactly.
+/// In half precision scales, skipped steps and learning rates are equal exactly.
 #[rstest]
 #[case(1, in_precision(Precision::BF16))]
 #[case(3, in_precision(Precision::BF16))]
@@ -271,7 +271,7 @@ fn the_curve_in_half_precision(#[case] accumulation: usize, #[case] config: Trai
     approx::assert_relative_eq!(got, wanted, max_relative = tolerance(precision));
 }
 
-/// f16 as it is, without a scale, and a scale that never suffices: errors.
+/// Overflow in f16 without a scaler, or with a scale that never suffices, is an error.
 #[test]
 fn overflow_without_a_way_out() {
     let unscaled = TrainConfig {
@@ -313,7 +313,7 @@ fn overflow_without_a_way_out() {
     }
 }
 
-/// The weights are the model's, wherever it was cloned to.
+/// A clone of the model shares its weights, and is trained with it.
 #[test]
 fn a_clone_of_the_model_is_trained() {
     let mut trainer = start(settings());
@@ -330,7 +330,7 @@ fn a_clone_of_the_model_is_trained() {
     assert_eq!(logits(&model), logits(trainer.model()));
 }
 
-/// Precisions that are not planned; on the CPU f64 is.
+/// Precisions that cannot be planned are refused; f64 on the CPU is planned.
 #[test]
 fn what_cannot_be_planned() {
     let dropped = Precision::BF16.with_dropped_casts(true);
@@ -351,7 +351,7 @@ fn what_cannot_be_planned() {
     trainer.step().unwrap().unwrap();
 }
 
-/// A memory budget that no plan keeps to is refused, and one that some plan does is kept.
+/// A memory budget that no plan can meet is refused; one that a plan can meet is kept.
 #[test]
 fn a_memory_budget() {
     let within = |memory_budget_bytes| {
@@ -367,7 +367,6 @@ fn a_memory_budget() {
     refusal(within(Some(1)).step(), &["memory_budget_bytes"]);
 }
 
-/// A step that fails changes nothing.
 #[test]
 fn gradients_that_are_not_finite_change_nothing() {
     let mut trainer = start(settings());
@@ -389,7 +388,7 @@ fn gradients_that_are_not_finite_change_nothing() {
     assert_eq!(trainer.step().unwrap().unwrap().step, 3);
 }
 
-/// Documents that end with a token are something else than one text.
+/// Documents that end with a separator give other losses than one continuous text.
 #[test]
 fn documents_are_those_of_a_plain_loop() {
     for attention in Algorithm::ALL {

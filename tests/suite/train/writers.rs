@@ -1,11 +1,12 @@
-//! Several processes on one path: nothing is mixed, each path has one writer, and dead ones leave nothing.
+//! Several processes on one path: checkpoints are never mixed, each path has one writer, and dead writers leave
+//! nothing.
 
 use super::saving::names;
 use super::*;
 use std::fs::{self, File};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Weights and state are those of one checkpoint, whatever is renamed over its path meanwhile.
+/// Weights and state come from one checkpoint, even if files are renamed over its path during the read.
 #[test]
 fn a_checkpoint_replaced_while_it_is_read_is_not_mixed() {
     let (folder, path) = checkpoint();
@@ -51,10 +52,10 @@ fn a_path_belongs_to_the_run_that_saves_there() {
     let (folder, path) = checkpoint();
     let first = start(settings());
     first.save(&path).unwrap();
-    first.save(&path).unwrap(); // again and again
+    first.save(&path).unwrap(); // the owner may save again
     let saved = fs::read(&path).unwrap();
 
-    let mut second = resume(&path, settings()).unwrap(); // reading is anybody's
+    let mut second = resume(&path, settings()).unwrap(); // anyone may read
     take(&mut second, 1);
     let owner = format!("pid {} on ", std::process::id());
     let parts = [
@@ -75,7 +76,7 @@ fn a_path_belongs_to_the_run_that_saves_there() {
 
     let elsewhere = folder.path().join("elsewhere.safetensors");
     second.save(&elsewhere).unwrap();
-    first.save(&link).unwrap(); // which frees what it had
+    first.save(&link).unwrap(); // releases the old path's lock
     second.save(&path).unwrap();
     drop((first, second));
     assert_eq!(
@@ -84,7 +85,7 @@ fn a_path_belongs_to_the_run_that_saves_there() {
     );
 }
 
-/// A file of the lock's name that is no lock is nobody's to overwrite.
+/// A file with the lock's name that is no lock is not overwritten.
 #[test]
 fn another_file_of_the_locks_name() {
     let (folder, path) = checkpoint();
@@ -98,7 +99,7 @@ fn another_file_of_the_locks_name() {
     assert_eq!(names(folder.path()), ["run.safetensors.lock"]);
 }
 
-/// What stands in a lock file's place is named, whatever it is, and a pipe is not waited for.
+/// The error names whatever is in the lock file's place, without waiting for a pipe.
 #[cfg(unix)]
 #[test]
 fn what_is_no_lock_file_is_named_at_once() {
@@ -122,7 +123,7 @@ fn what_is_no_lock_file_is_named_at_once() {
     fs::write(&lock, [0xff, 0xfe, 0, 1]).unwrap();
     refused("other content");
     fs::remove_file(&lock).unwrap();
-    // As long as one likes: no more of it is read than a lock file has.
+    // A file of any length: no more of it is read than a lock file has.
     let sparse = File::create(&lock).unwrap();
     sparse.set_len(1 << 42).unwrap();
     refused("other content");
@@ -136,11 +137,11 @@ fn what_is_no_lock_file_is_named_at_once() {
     start(settings()).save(&path).unwrap();
 }
 
-/// Where the next test's second process writes to.
+/// The environment variable with the path that the next test's second process writes to.
 #[cfg(unix)]
 const PATH_TO_HOLD: &str = "TALLOW_TEST_PATH_TO_HOLD";
 
-/// Not a test: what the next one runs as a process of its own.
+/// Not a test: the next test runs this function in a separate process.
 #[cfg(unix)]
 #[test]
 #[ignore = "run by a_dead_writers_path_is_free"]
@@ -185,14 +186,14 @@ fn a_dead_writers_path_is_free() {
     writer.kill().unwrap();
     writer.wait().unwrap();
     let left = ["run.safetensors", "run.safetensors.lock"];
-    assert_eq!(names(folder.path()), left); // by the killed one
+    assert_eq!(names(folder.path()), left); // left by the killed process
     ours.save(&path).unwrap();
     assert_eq!(resume(&path, settings()).unwrap().steps_taken(), 1);
     drop(ours);
     assert_eq!(names(folder.path()), left[..1]);
 }
 
-/// What killed saves left is removed by the next save and by the next resume; what is still being written is not.
+/// Files of killed saves are removed by the next save and the next resume; files that are still being written are kept.
 #[test]
 fn temporary_files_of_dead_writers_are_removed() {
     let (folder, path) = checkpoint();
@@ -217,7 +218,7 @@ fn temporary_files_of_dead_writers_are_removed() {
     assert_eq!(names(folder.path()), left[1..]);
 }
 
-/// With `keep`, the checkpoints before the last one stay, each of them whole.
+/// With `keep`, earlier checkpoints stay, each of them complete.
 #[test]
 fn earlier_checkpoints_are_kept() {
     let (folder, path) = checkpoint();
@@ -233,7 +234,7 @@ fn earlier_checkpoints_are_kept() {
         for _ in 0..6 {
             take(&mut trainer, 1);
             trainer.save(&path).unwrap();
-            trainer.save(&path).unwrap(); // the same again, as a resumed run does, replaces no other
+            trainer.save(&path).unwrap(); // saving the same step again, as after a resume, replaces no other
             states.push(bits(&trainer));
         }
         drop(trainer);
@@ -251,7 +252,7 @@ fn earlier_checkpoints_are_kept() {
     }
 }
 
-/// A link that leads nowhere is not a place to save to: what it stands for would not be written.
+/// A dangling link is refused as a path, because its target would not be written.
 #[cfg(unix)]
 #[test]
 fn links_that_lead_nowhere_and_pipes() {
@@ -279,7 +280,7 @@ fn links_that_lead_nowhere_and_pipes() {
     }
     let wanted = format!("{}: cannot read", pipe.display());
     let parts = [wanted.as_str(), "regular file"];
-    refusal(resume(&pipe, settings()), &parts); // at once
+    refusal(resume(&pipe, settings()), &parts); // without waiting
     refusal(
         TransformerLM::load(&sizes(), &pipe, &candle_core::Device::Cpu),
         &parts,

@@ -54,7 +54,7 @@ pub fn reference(
     if graph::is_tracing() {
         let config = config.clone();
         let out = traced(NAME, Traced { sizes, config }, &[q, k, v], true)?;
-        let lse = graph::kept_value(&out, "lse")?;
+        let lse = graph::saved_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
         let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
         return Ok((out, lse));
@@ -94,7 +94,7 @@ struct Traced {
 }
 
 impl Spec for Traced {
-    fn reads(&self) -> Vec<Tensor> {
+    fn extra_inputs(&self) -> Vec<Tensor> {
         self.config.reads()
     }
 
@@ -103,7 +103,7 @@ impl Spec for Traced {
     }
 
     /// The unrounded out, and the maxima and sums of the softmax.
-    fn kept(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
+    fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, sizes) = (&inputs[0], &self.sizes);
         let softmax = (2, sizes.batch, sizes.heads, sizes.queries);
         vec![
@@ -289,7 +289,7 @@ impl Attention {
         };
         let sees = |matrix: usize, i, j| {
             let sequence = matrix * self.seen.sequences() / matrices;
-            self.seen.of(sequence).by(i).contains(&j)
+            self.seen.of(sequence).of_query(i).contains(&j)
         };
         Seen::new([matrices, heads], i, j, sees, like.device())
     }

@@ -1,4 +1,4 @@
-//! What a plan's ops cost is what its calls do, and what the same ops cost eagerly.
+//! Tests that the costs of a plan's ops equal those of its calls and of the same ops run eagerly.
 
 use super::*;
 use crate::attention::Mask;
@@ -9,17 +9,17 @@ use rstest::rstest;
 
 const CPU: Target = Target::Cpu;
 
-/// Part by part, the FLOPs are those of the part's calls.
+/// Checks that the FLOPs of each part are those of its calls.
 fn check_parts(plan: &Plan) {
     let mut others = vec![0.0; plan.costs().len()];
     let mut products = vec![0.0; plan.costs().len()];
     for call in plan.calls() {
-        match call.part {
+        match call.cost_index {
             Some(part) => {
                 assert!(!matches!(call.op, Op::AdamW { .. }));
                 products[part] += call.op.flops();
                 others[part] += plan.cost_of(call).other_flops;
-                // Gradients that are computed with a loss are part of it.
+                // Gradients that are computed with a loss belong to its part.
                 let of_part = plan.costs()[part].phase;
                 assert_eq!(call.phase.name(), of_part.name(), "{call:?}");
             }
@@ -27,13 +27,13 @@ fn check_parts(plan: &Plan) {
         }
     }
     for (part, (products, others)) in plan.costs().iter().zip(products.into_iter().zip(others)) {
-        assert_eq!(part.cost.product_flops, products, "{part:?}");
+        assert_eq!(part.cost.matmul_flops, products, "{part:?}");
         let error = (part.cost.other_flops - others).abs();
         assert!(error <= 1e-12 * others, "{part:?}: {others}");
     }
 }
 
-/// And without checkpointing, sums are those of the graph's nodes.
+/// Also checks that, without checkpointing, sums equal those of the graph's nodes.
 fn check(planned: &Planned, recomputes: bool) {
     let plan = &planned.lowered.plan;
     check_parts(plan);
@@ -44,7 +44,7 @@ fn check(planned: &Planned, recomputes: bool) {
         .flatten()
         .for_each(|cost| sum += cost);
     let wanted =
-        [sum.product_flops, sum.other_flops].map(|flops| plan.micro_batches() as f64 * flops);
+        [sum.matmul_flops, sum.other_flops].map(|flops| plan.micro_batches() as f64 * flops);
     match recomputes {
         true => assert!(plan.other_flops() > wanted[1]),
         false => assert_eq!([plan.flops(), plan.other_flops()], wanted),
@@ -73,7 +73,7 @@ fn of_a_transformer(
     check(&planned, checkpointing != Checkpointing::None);
 }
 
-/// A rope that is planned with attention adds nothing to the FLOPs of softmax: 4 Dh for matmuls and 6 for softmax a
+/// Rotary embeddings planned with attention add nothing to the FLOPs of softmax: 4 Dh for matmuls and 6 for softmax per
 /// score, whatever the target fuses.
 #[rstest]
 fn of_softmax(
@@ -92,10 +92,7 @@ fn of_softmax(
         let cost = plan.cost_of(call);
         let computes_scores = call.op.kernel().is_some_and(|kernel| kernel.scores() > 0.0);
         if computes_scores && call.phase.name() == "forward" {
-            assert_eq!(
-                cost.product_flops / cost.softmax_flops,
-                4.0 * head_dim / 6.0
-            );
+            assert_eq!(cost.matmul_flops / cost.softmax_flops, 4.0 * head_dim / 6.0);
             attentions += 1;
         }
         assert!(computes_scores || cost.softmax_flops == 0.0, "{call:?}");
@@ -103,7 +100,7 @@ fn of_softmax(
     assert_eq!(attentions, 2);
 }
 
-/// Gates that a memory budget has recomputed are parts, too.
+/// Gates that a memory budget has recomputed are parts too.
 #[test]
 fn of_a_budget() {
     let model = small(2);
@@ -119,7 +116,7 @@ fn of_a_budget() {
     assert_eq!(recomputed, kept + gates);
 }
 
-/// LayerNorm, GELU, maps with a bias, softmax between products, a cross-entropy of logits.
+/// Covers LayerNorm, GELU, linear layers with a bias, softmax between matmuls, and cross-entropy of logits.
 #[rstest]
 fn of_any_loss(
     #[values(CPU, Target::Cuda)] target: Target,
@@ -143,7 +140,7 @@ fn of_any_loss(
         ..Default::default()
     };
     let traced = || Ok(vec![precision.run(forward)?]);
-    let function = Rc::new(TracedFunction::of_hollow_weights("test", target, traced).unwrap());
+    let function = Rc::new(TracedFunction::with_meta_weights("test", target, traced).unwrap());
     let kind = PlanKind::TrainStep;
     let planned = function.plan(kind, &config, Recompute::default());
     check(&planned.unwrap(), false);

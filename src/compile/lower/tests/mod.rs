@@ -1,4 +1,4 @@
-//! Plans for a GPU, which need none.
+//! Tests of plans for a GPU, which run without one.
 
 #[cfg(feature = "report")]
 mod costs;
@@ -16,7 +16,7 @@ use crate::model::TransformerConfig;
 use crate::precision::Precision;
 use candle_core::DType;
 
-/// A step's plan for micro-batches (B, T), in which so much is recomputed.
+/// Returns a step's plan for micro-batches (B, T) with this recomputation.
 fn planned(
     target: Target,
     model: &TransformerConfig,
@@ -24,16 +24,16 @@ fn planned(
     config: &StepConfig,
     recompute: Recompute,
 ) -> Planned {
-    let hollow = loss::hollow_model(model, length).unwrap();
-    let job = loss::Job {
+    let meta = loss::meta_model(model, length).unwrap();
+    let job = loss::PlanRequest {
         op: "test",
         kind: PlanKind::TrainStep,
         target,
-        weights: Some(&hollow.parameters()),
-        loss: &loss::Loss::Model(Box::new(hollow)),
+        weights: Some(&meta.parameters()),
+        loss: &loss::Loss::Model(Box::new(meta)),
         config,
     };
-    let batch = Batch::hollow(batch_size * config.accumulation, length).unwrap();
+    let batch = Batch::meta(batch_size * config.accumulation, length).unwrap();
     let inputs = Inputs::of("test", &batch, config.accumulation, false).unwrap();
     let function = job.trace(&inputs, model.checkpointing).unwrap();
     let function = Rc::new(function);
@@ -41,7 +41,7 @@ fn planned(
     function.plan(kind, config, recompute).unwrap()
 }
 
-/// A step's plan for B sequences of 1,024 tokens, in which sums and gates of so many blocks are recomputed.
+/// Returns a step's plan for B sequences of 1,024 tokens, with sums and gates of this number of blocks recomputed.
 fn gpu_plan(
     model: &TransformerConfig,
     batch_size: usize,
@@ -69,9 +69,9 @@ fn in_bf16() -> StepConfig {
     }
 }
 
-/// To the byte: the residual stream before each norm and rstd, in f32; in bf16 q, k and v, attention's output with what
-/// rounding took from it, gate and up; the log-sum-exp. No norm's output; with sums recomputed the branch, in bf16, for
-/// the stream before the second norm, and with gates recomputed neither gate nor up.
+/// A block saves exactly: in f32 the residual stream before each norm and rstd; in bf16 q, k and v, attention's output
+/// with its rounding error, gate and up; and the log-sum-exp. It saves no norm's output. With sums recomputed it saves
+/// the branch in bf16 instead of the stream before the second norm. With gates recomputed it saves neither gate nor up.
 #[test]
 fn what_a_block_leaves() {
     let config = in_bf16();
@@ -96,12 +96,12 @@ fn what_a_block_leaves() {
     assert_eq!(activations(5, 5, 0) - activations(5, 5, 3), 3 * gate_up);
 }
 
-/// Sums before gates, as many as the budget wants and no more.
+/// Sums are recomputed before gates, and only as many as the budget needs.
 #[test]
 fn a_budget_takes_the_cheapest_first() {
     let model = small(4);
     let config = StepConfig {
-        optimizer_in_backward: true, // else gradients take what activations leave, and the peak is after them
+        optimizer_in_backward: true, // otherwise gradients reuse the activations' memory, and the peak is after them
         ..in_bf16()
     };
     let within = |budget_bytes: u64| {
@@ -109,8 +109,8 @@ fn a_budget_takes_the_cheapest_first() {
             memory_budget_bytes: Some(budget_bytes),
             ..config.clone()
         };
-        let batch = Batch::hollow(8, 1024).unwrap();
-        Step::plan_of(Target::Cuda, &model, &config, batch)
+        let batch = Batch::meta(8, 1024).unwrap();
+        Step::plan_for_model(Target::Cuda, &model, &config, batch)
             .unwrap()
             .0
     };
@@ -135,8 +135,8 @@ fn small_in_seven_tenths_of_what_pytorch_takes() {
     assert!(mib <= 0.7 * 10_044.0, "{mib} MiB");
 }
 
-/// cuBLASLt's room; seven words of each parameter, and one for each chunk of 8,192 elements; a forward's logits, in
-/// bf16.
+/// The workspace is cuBLASLt's, seven words of 8 bytes per parameter, one for each chunk of 8,192 elements, and a
+/// forward's logits in bf16.
 #[test]
 fn what_lies_beside_the_arena() {
     let (model, config) = (small(1), in_bf16());
@@ -158,18 +158,18 @@ fn what_lies_beside_the_arena() {
         plan.peak_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let hollow = loss::hollow_model(&model, 1024).unwrap();
+    let meta = loss::meta_model(&model, 1024).unwrap();
     let tokens = graph::input("tokens", (2, 1024), DType::U32).unwrap();
     let (kind, batch) = (PlanKind::Forward, [("tokens", &tokens)]);
     let plan = Step::plan_for(Target::Cuda, kind, &in_bf16(), batch, |inputs| {
-        hollow.forward(&inputs.get("tokens")?)
+        meta.forward(&inputs.get("tokens")?)
     });
     let plan = plan.unwrap();
     assert_eq!(plan.workspace_bytes(), (32 << 20) + logits_bytes);
 }
 
-/// PyTorch's compiled step took 54.4 GiB there; for four fifths of that, sums are recomputed, and the gates
-/// of 9 of the 48 blocks.
+/// PyTorch's compiled step took 54.4 GiB there. For four fifths of that, sums are recomputed, and the gates of 9 of the
+/// 48 blocks.
 #[test]
 fn xl_in_eight_tenths_of_what_pytorch_takes() {
     let model = TransformerConfig {
@@ -186,9 +186,9 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
     assert!(gib <= 0.8 * 54.4, "{gib} GiB");
 }
 
-/// The head is updated when its gradient is there, a block's matrices in a row when its backward is over, from
-/// gradients that their products have left in bf16 and only the update sees; vectors at the end. Two blocks' gradients
-/// are never alive together.
+/// The head is updated when its gradient is complete, and a block's matrices consecutively after its backward. Their
+/// bf16 gradients come directly from the matmuls, and only the update reads them. Vectors are updated at the end.
+/// Gradients of two blocks are never alive together.
 #[test]
 fn gradients_that_pass() {
     let config = StepConfig {
@@ -238,9 +238,9 @@ fn gradients_that_pass() {
     }
 }
 
-/// Attention of grouped heads that rotate by halves is computed where the projections lie: nothing is cut into heads or
-/// copied for it, and in half precision q, k and v are one product. (There norms of heads give f32, which is rotated
-/// before it is rounded: such heads are cut.)
+/// Attention of grouped heads that rotate by halves is computed in the projections' layout. No heads are split or
+/// copied, and in half precision q, k and v are one matmul. (In half precision, norms of heads return f32, which is
+/// rotated before it is rounded: such heads are split.)
 #[rstest::rstest]
 #[case(Precision::F32, false, false)]
 #[case(Precision::F32, true, false)]
@@ -279,7 +279,7 @@ fn grouped_heads_lie_in_the_models_dimension(
     );
 }
 
-/// A block of GPT-2's kind: LayerNorm, one projection to q, k and v with a bias, GELU.
+/// A block like GPT-2's: LayerNorm, one projection to q, k and v with a bias, GELU.
 fn block(
     weights: &candle_nn::VarBuilder<'_>,
     x: &candle_core::Tensor,
@@ -304,8 +304,8 @@ fn block(
     ops::add(&x, &biased("down", 4 * width, width)?.forward(&hidden)?)
 }
 
-/// A model that is not ours is planned for a GPU, its attention on the thirds of one projection as they lie, and its
-/// weights' copies made before the first run.
+/// A model that is not this crate's is planned for a GPU. Its attention reads the thirds of one projection in place,
+/// and the copies of its weights are made before the first run.
 #[rstest::rstest]
 fn thirds_of_a_projection(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
@@ -322,7 +322,7 @@ fn thirds_of_a_projection(
         crate::ops::linear_cross_entropy(&x, &table, &targets)
     };
     let traced = || Ok(vec![precision.run(forward)?]);
-    let function = TracedFunction::of_hollow_weights("test", Target::Cuda, traced).unwrap();
+    let function = TracedFunction::with_meta_weights("test", Target::Cuda, traced).unwrap();
     let config = StepConfig {
         clip_norm: Some(1.0),
         ..Default::default()
@@ -353,7 +353,7 @@ fn thirds_of_a_projection(
         4 * 2 + 1
     };
     assert_eq!(plan.first_run_only().len(), copies);
-    // Of half precision, nothing is cast that was cast before.
+    // After the first run, no weight is cast to half precision.
     let casts = plan.calls()[plan.first_run_only().end..].iter();
     let casts = casts.filter(|call| call.op.name() == "cast");
     let weights = casts

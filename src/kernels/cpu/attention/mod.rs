@@ -1,7 +1,7 @@
-//! Attention, by what is in memory meanwhile.
+//! Attention on the CPU.
 //!
-//! - [`naive`]: all probabilities; any heads, masks and lengths, any float.
-//! - [`flash`]: tiles, and no matrix of (queries, keys) at all.
+//! - [`naive`]: keeps all probabilities in memory; any heads, masks and lengths, any float.
+//! - [`flash`]: works in tiles, without a (queries, keys) matrix.
 
 pub mod flash;
 pub mod naive;

@@ -1,12 +1,13 @@
-//! Attention with its probabilities in memory: a block of queries goes through scores, softmax and weighted sum while
-//! it is in cache, and of the keys it meets only those that its queries see between them.
+//! Attention with all probabilities in memory. A block of queries goes through scores, softmax and weighted sum while
+//! it is in cache, and reads only the range of keys that its queries see.
 //!
-//! A task has some blocks of one matrix: all of them where there are matrices enough for many threads, else a chunk, by
-//! the sizes alone. In half precision tiles are widened as they are copied, and outputs and gradients are rounded once.
+//! A task processes some blocks of one matrix: all of them if there are enough matrices for many threads, else a chunk.
+//! This depends on the sizes alone. In half precision, tiles are widened as they are copied, and outputs and gradients
+//! are rounded once.
 
-use crate::kernels::attention::{Seen, Sizes};
+use crate::kernels::attention::{KeyRanges, Sizes};
 use crate::kernels::cpu::gemm::bf16::unit_of_tiles;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product, pack_transposed};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, TileMatmul, pack_transposed};
 use crate::kernels::cpu::parallel::{self, Shared, for_tasks_with};
 use crate::kernels::cpu::rows::softmax;
 use crate::kernels::cpu::{Real, Stored, simd};
@@ -16,13 +17,13 @@ use std::ops::Range;
 /// Queries of a block.
 const BLOCK: usize = 64;
 
-/// Tasks that there should be at least.
+/// The least number of tasks to aim for.
 const TASKS: usize = 16;
 
-/// Blocks of queries that a chunk should have at least: a task copies keys and values first.
+/// The least number of query blocks in a chunk: a task first copies keys and values, which must pay off.
 const CHUNK_BLOCKS: usize = 4;
 
-/// What is attended with.
+/// The inputs of attention.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a, T> {
     /// (B H, Tq, Dh).
@@ -31,27 +32,27 @@ pub struct Inputs<'a, T> {
     pub k: &'a [T],
     /// (B Hkv, Tk, Dv).
     pub v: &'a [T],
-    /// The first key that each query sees, (B, Tq), or nothing.
+    /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
 }
 
-/// How a call is cut, and the rows that it works in: whole registers.
+/// The division of a call into chunks, and the padded row lengths of its buffers.
 #[derive(Clone, Copy)]
-struct Cut {
+struct Chunking {
     sizes: Sizes,
-    /// Dh and Dv in whole registers.
+    /// Dh and Dv, rounded up to whole registers.
     head_row: usize,
     value_row: usize,
-    /// Chunks of a matrix's queries.
+    /// The number of chunks that a matrix's queries are divided into.
     chunks: usize,
 }
 
-/// A block of queries, and the keys that it meets.
+/// A block of queries, and the keys that it reads.
 struct Block {
     queries: Range<usize>,
-    /// From the first that one of them sees, or the multiple of COLUMNS before, to the last.
+    /// From the first key that a query of the block sees, rounded down to a multiple of COLUMNS, to the last.
     keys: Range<usize>,
-    /// Where they begin among those of the task.
+    /// The offset of `keys` within the keys of the task.
     before: usize,
 }
 
@@ -60,26 +61,26 @@ impl Block {
         self.queries.len()
     }
 
-    /// Keys in whole registers.
+    /// Returns the number of keys, rounded up to whole registers.
     fn columns(&self) -> usize {
         self.keys.len().next_multiple_of(COLUMNS)
     }
 
-    /// From a row of scores to the next: a cache line more, so that a column's elements do not compete for the same
-    /// places in the cache.
+    /// Returns the row stride of the scores: one cache line more than the row, so that the elements of a column do not
+    /// compete for the same cache sets.
     fn row(&self) -> usize {
         self.columns() + COLUMNS
     }
 
-    /// The keys that a query sees, among those of the block.
-    fn visible(&self, seen: Seen<'_>, query: usize) -> Range<usize> {
-        let Range { start, end } = seen.by(query);
+    /// Returns the keys that a query sees, relative to the block's first.
+    fn visible(&self, seen: KeyRanges<'_>, query: usize) -> Range<usize> {
+        let Range { start, end } = seen.of_query(query);
         start.saturating_sub(self.keys.start)..end.saturating_sub(self.keys.start)
     }
 }
 
-impl Cut {
-    /// For so many matrices that have a task, or several, of their own.
+impl Chunking {
+    /// Plans the division of a call of `matrices` matrices, each of which gets at least one task.
     fn new(sizes: &Sizes, matrices: usize) -> Self {
         let most = (sizes.queries.div_ceil(BLOCK) / CHUNK_BLOCKS).max(1);
         Self {
@@ -90,28 +91,28 @@ impl Cut {
         }
     }
 
-    /// The queries of a chunk, whole blocks of them.
+    /// Returns the queries of a chunk, in whole blocks.
     fn queries(&self, chunk: usize) -> Range<usize> {
         let blocks = self.sizes.queries.div_ceil(BLOCK);
         let at = |chunk: usize| (blocks * chunk / self.chunks * BLOCK).min(self.sizes.queries);
         at(chunk)..at(chunk + 1)
     }
 
-    /// The blocks of some queries, and all keys that they meet.
+    /// Returns all keys that some queries read, and the blocks of these queries.
     fn blocks(
         queries: Range<usize>,
-        seen: Seen<'_>,
+        seen: KeyRanges<'_>,
     ) -> (Range<usize>, impl Iterator<Item = Block>) {
         let all = match queries.is_empty() {
             true => 0..0,
-            false => seen.by_all_of(&queries),
+            false => seen.of_queries(&queries),
         };
         let first = all.start / COLUMNS * COLUMNS;
         let all = first..all.end;
         let blocks = queries.clone().step_by(BLOCK).map(move |start| {
             let queries = start..queries.end.min(start + BLOCK);
-            let keys = seen.by_all_of(&queries);
-            let start = keys.start.max(first) / COLUMNS * COLUMNS; // whatever the chunk
+            let keys = seen.of_queries(&queries);
+            let start = keys.start.max(first) / COLUMNS * COLUMNS; // the same whatever the chunk
             Block {
                 keys: start..keys.end.max(start),
                 queries,
@@ -121,17 +122,17 @@ impl Cut {
         (all, blocks)
     }
 
-    /// Elements of the longest block's scores.
+    /// Returns the number of elements of the longest block's scores.
     fn scores_len(&self) -> usize {
         BLOCK * (self.sizes.keys.next_multiple_of(COLUMNS) + COLUMNS)
     }
 
-    /// Elements of keys or values (keys, row), with whole registers of keys.
+    /// Returns the number of elements of keys or values (keys, row), keys rounded up to whole registers.
     fn keys_len(&self, row: usize) -> usize {
         self.sizes.keys.next_multiple_of(COLUMNS) * row
     }
 
-    /// Elements that one thread works in during [`forward()`].
+    /// Returns the number of scratch elements per thread in [`forward()`].
     fn forward_len(&self) -> usize {
         let Sizes { head_dim, .. } = self.sizes;
         let blocks = BLOCK * (head_dim + self.value_row); // q, out
@@ -139,7 +140,7 @@ impl Cut {
         blocks + keys + COLUMNS * head_dim + self.scores_len()
     }
 
-    /// Elements that one thread works in during [`backward()`].
+    /// Returns the number of scratch elements per thread in [`backward()`].
     fn backward_len(&self) -> usize {
         let Sizes { value_dim, .. } = self.sizes;
         let blocks = BLOCK * (2 * self.head_row + self.value_row); // q, dq, dout
@@ -148,19 +149,20 @@ impl Cut {
         self.sums_len() + blocks + keys + COLUMNS * value_dim + scores
     }
 
-    /// Elements of the sums of dk and dv.
+    /// Returns the number of elements of the sums of dk and dv.
     fn sums_len(&self) -> usize {
         self.sizes.keys * (self.head_row + self.value_row)
     }
 }
 
-/// Elements that forward and backward take for themselves with so many threads, in the type computed in.
+/// Returns the number of scratch elements that forward and backward allocate with `threads` threads, in the compute
+/// type.
 pub fn scratch_elements(sizes: &Sizes, threads: usize) -> [f64; 2] {
     let (forward, backward) = (
-        Cut::new(sizes, sizes.matrices()),
-        Cut::new(sizes, sizes.kv_matrices()),
+        Chunking::new(sizes, sizes.matrices()),
+        Chunking::new(sizes, sizes.kv_matrices()),
     );
-    let at_once = |cut: Cut, matrices: usize, len: usize| {
+    let at_once = |cut: Chunking, matrices: usize, len: usize| {
         (matrices * cut.chunks).min(threads) as f64 * len as f64
     };
     let partial = match backward.chunks {
@@ -173,10 +175,10 @@ pub fn scratch_elements(sizes: &Sizes, threads: usize) -> [f64; 2] {
     ]
 }
 
-/// `p = softmax(scale q k^T)` over the keys that are seen, `out = p v`: p (B H, Tq, Tk), out (B H, Tq, Dv); with the
-/// log-sum-exp of every query's scores in `lse` (B H, Tq), unless that is empty.
+/// Computes `p = softmax(scale q k^T)` over the visible keys and `out = p v`: p (B H, Tq, Tk), out (B H, Tq, Dv).
+/// Unless `lse` is empty, it receives the log-sum-exp of every query's scores, (B H, Tq).
 ///
-/// p is in the type computed in: rounded to half precision, it would cost the gradients more than their own rounding.
+/// p stays in the compute type: rounding it to half precision would cost the gradients more than their own rounding.
 pub fn forward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
@@ -184,7 +186,7 @@ pub fn forward<T: Stored>(
     lse: &mut [T::Wide],
     out: &mut [T],
 ) {
-    let cut = Cut::new(sizes, sizes.matrices());
+    let cut = Chunking::new(sizes, sizes.matrices());
     let unit = unit_of_tiles::<T>(sizes.head_dim);
     let has_lse = !lse.is_empty();
     let (p, lse, out) = (Shared::new(p), Shared::new(lse), Shared::new(out));
@@ -199,8 +201,8 @@ pub fn forward<T: Stored>(
     let scratch = || vec![T::Wide::ZERO; cut.forward_len()];
     for_tasks_with(sizes.matrices() * cut.chunks, scratch, |scratch, task| {
         let (i, chunk) = (task / cut.chunks, task % cut.chunks);
-        let seen = sizes.seen(inputs.first_keys, i / sizes.heads);
-        let (all, blocks) = Cut::blocks(cut.queries(chunk), seen);
+        let seen = sizes.key_ranges(inputs.first_keys, i / sizes.heads);
+        let (all, blocks) = Chunking::blocks(cut.queries(chunk), seen);
         let mut rest = &mut scratch[..];
         let q_block = take(&mut rest, BLOCK * head_dim); // (queries, Dh)
         let out_block = take(&mut rest, BLOCK * cut.value_row); // (queries, value_row)
@@ -215,7 +217,7 @@ pub fn forward<T: Stored>(
             let (rows, row) = (block.rows(), block.row());
             let q = rows_of(inputs.q, i * queries, &block.queries, head_dim);
             load(q, head_dim, q_block, head_dim);
-            let product = Product {
+            let product = TileMatmul {
                 a: q_block,
                 a_row: head_dim,
                 a_col: 1,
@@ -232,7 +234,7 @@ pub fn forward<T: Stored>(
             };
             product.run(Part::Scores);
             let first = i * queries + block.queries.start;
-            // SAFETY: these queries are this task's.
+            // SAFETY: no other task has these queries.
             let lse = match has_lse {
                 true => unsafe { lse.range(first, rows) },
                 false => &mut [],
@@ -247,7 +249,7 @@ pub fn forward<T: Stored>(
                 p[start..end].copy_from_slice(&scores[..end - start]);
                 p[end..].fill(T::Wide::ZERO);
             }
-            let product = Product {
+            let product = TileMatmul {
                 a: scores,
                 a_row: row,
                 a_col: 1,
@@ -270,10 +272,11 @@ pub fn forward<T: Stored>(
     });
 }
 
-/// `dq`, `dk` and `dv` from `dout`, and from q, k, v and p as forward had them.
+/// Computes `dq`, `dk` and `dv` from `dout` and from forward's q, k, v and p.
 ///
-/// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. A task has some
-/// queries of all matrices of q that share one of k and v, one after another; sums of chunks are added in order.
+/// `dv = p^T dout`, `dp = dout v^T`, `ds = scale p (dp - sum(dp p))`, `dq = ds k`, `dk = ds^T q`. A task processes a
+/// chunk of queries of all matrices of q that share one of k and v, one after another; the sums of chunks are added in
+/// order.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
     inputs: Inputs<'_, T>,
@@ -281,7 +284,7 @@ pub fn backward<T: Stored>(
     p: &[T::Wide],
     [dq, dk, dv]: [&mut [T]; 3],
 ) {
-    let cut = Cut::new(sizes, sizes.kv_matrices());
+    let cut = Chunking::new(sizes, sizes.kv_matrices());
     let (matrices, sums_len) = (sizes.kv_matrices(), cut.sums_len());
     let is_cut = cut.chunks > 1;
     let partial_len = if is_cut { sums_len } else { 0 };
@@ -290,7 +293,7 @@ pub fn backward<T: Stored>(
     let finish = |matrix: usize, sums: &[T::Wide]| {
         let (sum_k, sum_v) = sums.split_at(sizes.keys * cut.head_row);
         let [k_len, v_len] = [sizes.head_dim, sizes.value_dim].map(|width| sizes.keys * width);
-        // SAFETY: the matrix is one task's.
+        // SAFETY: only one task has this matrix.
         let (dk, dv) = unsafe {
             (
                 dk.range(matrix * k_len, k_len),
@@ -307,7 +310,7 @@ pub fn backward<T: Stored>(
             let (sums, scratch) = scratch.split_at_mut(sums_len);
             of_chunk(&cut, inputs, (dout, p), task, (&mut *sums, scratch), &dq);
             match is_cut {
-                // SAFETY: these sums are this task's.
+                // SAFETY: no other task has these sums.
                 true => unsafe { partial.range(task * sums_len, sums_len) }.copy_from_slice(sums),
                 false => finish(task, sums),
             }
@@ -317,7 +320,7 @@ pub fn backward<T: Stored>(
         let partial = Shared::new(&mut partial);
         let of_matrix = cut.chunks * sums_len;
         parallel::for_tasks(matrices, |matrix| {
-            // SAFETY: the matrix is this task's.
+            // SAFETY: no other task has this matrix.
             let all = unsafe { partial.range(matrix * of_matrix, of_matrix) };
             let (sums, others) = all.split_at_mut(sums_len);
             for other in others.chunks_exact(sums_len.max(1)) {
@@ -330,9 +333,9 @@ pub fn backward<T: Stored>(
     }
 }
 
-/// The gradients that a chunk of queries has, of dk and dv its part of the sums: (keys, head_row), (keys, value_row).
+/// Computes dq of a chunk of queries and its contribution to dk and dv, as sums (keys, head_row) and (keys, value_row).
 fn of_chunk<T: Stored>(
-    cut: &Cut,
+    cut: &Chunking,
     inputs: Inputs<'_, T>,
     (dout, p): (&[T], &[T::Wide]),
     task: usize,
@@ -362,8 +365,8 @@ fn of_chunk<T: Stored>(
     let p_block = take(rest, cut.scores_len()); // (queries, Block::row)
     let ds = take(rest, cut.scores_len());
     for i in shared * group..(shared + 1) * group {
-        let seen = cut.sizes.seen(inputs.first_keys, i / cut.sizes.heads);
-        let (all, blocks) = Cut::blocks(cut.queries(chunk), seen);
+        let seen = cut.sizes.key_ranges(inputs.first_keys, i / cut.sizes.heads);
+        let (all, blocks) = Chunking::blocks(cut.queries(chunk), seen);
         if i == shared * group {
             let of_kv = |x, width| rows_of::<T>(x, shared * keys, &all, width);
             load(of_kv(inputs.k, head_dim), head_dim, k, head_row);
@@ -379,7 +382,7 @@ fn of_chunk<T: Stored>(
                 to[..block.keys.len()].copy_from_slice(&p[block.keys.clone()]);
             }
             let at = all.start + block.before; // the block's first key
-            let product = Product {
+            let product = TileMatmul {
                 a: &*p_block,
                 a_row: 1,
                 a_col: row,
@@ -395,7 +398,7 @@ fn of_chunk<T: Stored>(
                 unit,
             };
             product.run(Part::Values);
-            let product = Product {
+            let product = TileMatmul {
                 a: &*dout_block,
                 a_row: value_row,
                 a_col: 1,
@@ -414,7 +417,7 @@ fn of_chunk<T: Stored>(
             let visible = |row: usize| block.visible(seen, block.queries.start + row);
             let len = rows * row;
             softmax::backward_rows_from(&mut ds[..len], &p_block[..len], row, scale, visible);
-            let product = Product {
+            let product = TileMatmul {
                 a: &*ds,
                 a_row: row,
                 a_col: 1,
@@ -430,10 +433,10 @@ fn of_chunk<T: Stored>(
                 unit,
             };
             product.run(Part::Scores);
-            // SAFETY: these queries are this task's.
+            // SAFETY: no other task has these queries.
             let dq = unsafe { dq.range(first * head_dim, rows * head_dim) };
             store(dq_block, head_row, dq, head_dim);
-            let product = Product {
+            let product = TileMatmul {
                 a: &*ds,
                 a_row: 1,
                 a_col: row,
@@ -453,19 +456,19 @@ fn of_chunk<T: Stored>(
     }
 }
 
-/// The next `len` elements of `rest`.
+/// Splits the next `len` elements off `rest`.
 fn take<'a, T>(rest: &mut &'a mut [T], len: usize) -> &'a mut [T] {
     let (taken, left) = std::mem::take(rest).split_at_mut(len);
     *rest = left;
     taken
 }
 
-/// Rows of `width` elements, counted from row `first`.
+/// Returns rows of `width` elements; `rows` counts from row `first`.
 fn rows_of<'x, T>(x: &'x [T], first: usize, rows: &Range<usize>, width: usize) -> &'x [T] {
     &x[(first + rows.start) * width..(first + rows.end) * width]
 }
 
-/// Rows of x (rows, width) to `to` (rows, to_row), zeros beyond the width.
+/// Copies rows of x (rows, width) to `to` (rows, to_row), with zeros beyond the width.
 fn load<T: Stored>(x: &[T], width: usize, to: &mut [T::Wide], to_row: usize) {
     simd::vectorized(
         #[inline(always)]
@@ -479,7 +482,7 @@ fn load<T: Stored>(x: &[T], width: usize, to: &mut [T::Wide], to_row: usize) {
     );
 }
 
-/// Rows of `from` (rows, from_row), without what is beyond the width, to x (rows, width).
+/// Copies rows of `from` (rows, from_row) to x (rows, width), dropping the padding.
 fn store<T: Stored>(from: &[T::Wide], from_row: usize, x: &mut [T], width: usize) {
     simd::vectorized(
         #[inline(always)]

@@ -1,21 +1,21 @@
-//! Products of many small matrices.
+//! Batched matmuls of many small matrices.
 
+use super::matmul::matmul;
 use super::matrix::MatRef;
-use super::product::matmul;
 use super::threads::Threads;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::parallel::{self, Shared};
 
-/// One factor of a batched product: (batch, rows, cols), used as it lies or transposed.
+/// One factor of a batched matmul: (batch, rows, cols), as stored or transposed.
 #[derive(Clone, Copy)]
 pub struct Batched<'a, T> {
-    /// The elements, (batch, rows, cols).
+    /// The elements.
     pub data: &'a [T],
-    /// Rows as they lie in memory.
+    /// Rows of each stored matrix.
     pub rows: usize,
-    /// Columns as they lie in memory.
+    /// Columns of each stored matrix.
     pub cols: usize,
-    /// Use each matrix transposed.
+    /// Whether each matrix is used transposed.
     pub transposed: bool,
 }
 
@@ -31,9 +31,9 @@ impl<'a, T> Batched<'a, T> {
     }
 }
 
-/// `c[i] = a[i] b[i]` for every matrix of the batch; c is (batch, M, N).
+/// Computes `c[i] = a[i] b[i]` for every matrix of the batch; c is (batch, M, N).
 ///
-/// Parallel over the batch where it has enough matrices for the threads, else inside each product.
+/// Parallel over the batch if it has at least two matrices per thread, else inside each matmul.
 pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_, T>, c: &mut [T]) {
     if batch == 0 || c.is_empty() {
         return;
@@ -47,7 +47,7 @@ pub fn matmul_batched<T: Stored>(batch: usize, a: Batched<'_, T>, b: Batched<'_,
     }
     let c = Shared::new(c);
     parallel::for_tasks(batch, |i| {
-        // SAFETY: task i writes matrix i alone.
+        // SAFETY: only task i writes matrix i.
         let c = unsafe { c.range(i * size, size) };
         matmul(a.at(i), b.at(i), c, false, Threads::One);
     });

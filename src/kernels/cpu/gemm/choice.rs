@@ -1,28 +1,28 @@
-//! Which computes a product: our own kernel or the `gemm` crate.
+//! The choice between the crate's own matmul kernel and the `gemm` crate.
 
 use super::matrix::MatRef;
 use super::micro_kernel::has_avx512;
 
-/// A product by its sizes: (rows, depth) times (depth, cols).
+/// The sizes of a matmul: (rows, depth) times (depth, cols).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ProductSizes {
-    /// Of a and c.
+pub struct MatmulSizes {
+    /// Rows of a and c.
     pub rows: usize,
     /// Columns of a, rows of b.
     pub depth: usize,
-    /// Of b and c.
+    /// Columns of b and c.
     pub cols: usize,
-    /// a lies in memory as (depth, rows).
+    /// Whether a is stored as (depth, rows).
     pub a_transposed: bool,
-    /// b lies in memory as (cols, depth).
+    /// Whether b is stored as (cols, depth).
     pub b_transposed: bool,
-    /// Bytes an element of a and b.
+    /// Bytes per element of a and b.
     pub element_bytes: usize,
 }
 
-/// Whether our own product is faster than the `gemm` crate's: with AVX-512 wherever packing is repaid, which takes
-/// longest for a transposed b, by the crate most of all; elsewhere where the crate would pack a from lines that lie
-/// whole pages apart, and so compete for a few places in the cache.
+/// Returns whether the crate's own kernel is faster than the `gemm` crate. With AVX-512 it is faster wherever packing
+/// pays off; packing is most expensive for a transposed b, in the `gemm` crate most of all. Without AVX-512 it is
+/// faster if the `gemm` crate would pack a from lines that are whole pages apart and so compete for a few cache sets.
 pub(super) fn prefers_own_gemm<T>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> bool {
     let a_transposed = a.row_stride == 1 && a.col_stride > 1;
     let line_bytes = a.col_stride * size_of::<T>();
@@ -30,8 +30,8 @@ pub(super) fn prefers_own_gemm<T>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> bool {
     prefers(is_aliased, b.col_stride != 1, [a.rows, a.cols, b.cols])
 }
 
-/// As [`prefers_own_gemm`], for factors that lie one line after another.
-pub(super) fn prefers_own_gemm_by(sizes: ProductSizes) -> bool {
+/// Decides like [`prefers_own_gemm`], for factors without gaps between lines.
+pub(super) fn prefers_own_gemm_by(sizes: MatmulSizes) -> bool {
     let line_bytes = sizes.rows.saturating_mul(sizes.element_bytes);
     let is_aliased = sizes.a_transposed && line_bytes.is_multiple_of(PAGE_BYTES);
     let lengths = [sizes.rows, sizes.depth, sizes.cols];

@@ -1,4 +1,4 @@
-//! How a product is cut into blocks: what is in cache at a time, and what one task computes.
+//! The division of a matmul into blocks and tasks.
 
 use super::matrix::MatRef;
 use super::micro_kernel::{COLUMNS, PANEL};
@@ -6,51 +6,49 @@ use super::pack::is_read_in_place;
 use crate::kernels::cpu::Stored;
 use std::ops::Range;
 
-/// Bytes of a row of b's strip, and of a panel of a, at most: the depth of a block. Half or twice that costs 1% either
-/// way: c is read and written more often, or the blocks of b are narrower.
+/// The most bytes in a row of b's strip, or of a panel of a: it bounds the depth of a block. Half or twice as much
+/// costs 1%: c is read and written more often, or the blocks of b are narrower.
 pub(super) const DEPTH_BYTES: usize = 320 * 4;
 
-/// Rows of a block of a at most: enough for pieces of its columns to be read at the memory's speed.
+/// The most rows in a block of a: enough to read pieces of its columns at the memory's speed.
 pub(super) const ROWS: usize = 128;
 
-/// Bytes of a packed block of b at most: a quarter of a second-level cache of today, for c and what is packed next pass
-/// through it too. Half of it was slower with two threads.
+/// The most bytes in a packed block of b: a quarter of a current second-level cache, which c and the data packed next
+/// also pass through. Half as much was slower with two threads.
 const BLOCK_BYTES: usize = 1 << 19;
 
-/// Rows of a task at most: what a block of b is packed for.
+/// The most rows of a task, over which the packing of a block of b pays off.
 const MAX_ROWS: usize = 1024;
 
-/// Rows or columns of a task at least, where the shape has them.
+/// The fewest rows or columns of a task, if the shape has them.
 const MIN_LENGTH: usize = 96;
 
-/// Tasks of a thread at most, in each direction.
+/// The most tasks per thread in each direction.
 const MAX_TASKS: usize = 8;
 
-/// The blocks of c that tasks compute.
+/// The division of c into the blocks of tasks.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     rows: usize,
     cols: usize,
-    /// Rows of a block.
     row_step: usize,
-    /// Columns of a block.
     column_step: usize,
 }
 
-/// What decides about a cut.
+/// The costs and limits that decide a cut.
 pub(super) struct Costs {
-    /// Of packing an element of a, in multiply-adds.
+    /// The cost of packing an element of a, in multiply-adds.
     pub a: usize,
-    /// Of packing one of b.
+    /// The cost of packing an element of b, in multiply-adds.
     pub b: usize,
-    /// Rows and columns that belong together.
+    /// Rows and columns come in multiples of these.
     pub units: [usize; 2],
-    /// Rows and columns of a block at most.
+    /// The most rows and columns of a block.
     pub most: [usize; 2],
 }
 
 impl Cut {
-    /// The cut for the micro-kernel.
+    /// Returns the cut for the micro-kernel.
     pub(super) fn new<T: Stored>(a: MatRef<'_, T>, b: MatRef<'_, T>, workers: usize) -> Self {
         const COPY: usize = 12;
         const TRANSPOSE: usize = 24;
@@ -64,10 +62,10 @@ impl Cut {
         Self::best([a.rows, b.cols], costs, workers)
     }
 
-    /// The cut whose busiest thread ends first.
+    /// Returns the cut whose busiest thread finishes first.
     ///
-    /// What a task costs, in multiply-adds for each unit of the depth: those of its block, and packing its rows of a
-    /// and its columns of b, which every task does for itself.
+    /// The cost of a task, in multiply-adds per unit of the depth, is that of its block plus the packing of its rows of
+    /// a and its columns of b, which every task does itself.
     pub(super) fn best([rows, cols]: [usize; 2], costs: Costs, workers: usize) -> Self {
         let ([row_unit, column_unit], [most_rows, most_columns]) = (costs.units, costs.most);
         let whole = Self {
@@ -85,7 +83,7 @@ impl Cut {
                     ..whole
                 };
                 let task = row_step * column_step + costs.a * row_step + costs.b * column_step;
-                // Threads do not run equally fast: the last one ends late by a part of a task.
+                // Threads do not run equally fast: the last one finishes late by a fraction of a task.
                 let late = if workers > 1 { task / 8 } else { 0 };
                 let time = cut.tasks().div_ceil(workers) * task + late;
                 if time < best.0 {
@@ -96,12 +94,11 @@ impl Cut {
         best.1
     }
 
-    /// How many blocks there are.
     pub(super) fn tasks(&self) -> usize {
         self.rows.div_ceil(self.row_step) * self.cols.div_ceil(self.column_step)
     }
 
-    /// Rows and columns of block `index`.
+    /// Returns the rows and columns of block `index`.
     pub(super) fn block(&self, index: usize) -> (Range<usize>, Range<usize>) {
         let row_blocks = self.rows.div_ceil(self.row_step);
         let (column, row) = (index / row_blocks, index % row_blocks);
@@ -113,7 +110,7 @@ impl Cut {
     }
 }
 
-/// Lengths of a task worth trying: equal parts in whole units, none above `most` nor needlessly short.
+/// Returns the candidate lengths of a task: equal parts in whole units, none above `most` or needlessly short.
 fn steps(length: usize, unit: usize, most: usize, workers: usize) -> impl Iterator<Item = usize> {
     let fewest = length.div_ceil(most).max(1);
     (fewest..=fewest + MAX_TASKS * workers).filter_map(move |parts| {

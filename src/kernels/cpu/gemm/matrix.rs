@@ -1,8 +1,8 @@
-//! Matrices over slices.
+//! Views of slices as matrices.
 
 use crate::kernels::cpu::Stored;
 
-/// A read-only matrix over a slice, with strides in elements.
+/// A read-only view of a slice as a matrix, with strides in elements.
 #[derive(Clone, Copy)]
 pub struct MatRef<'a, T> {
     pub(super) data: &'a [T],
@@ -13,14 +13,14 @@ pub struct MatRef<'a, T> {
 }
 
 impl<'a, T> MatRef<'a, T> {
-    /// `data` as (rows, cols), row by row.
+    /// Views `data` as (rows, cols), row-major.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         let len = rows.checked_mul(cols);
         assert_eq!(Some(data.len()), len, "matrix of {rows} x {cols}");
         Self::band(data, rows, cols, cols)
     }
 
-    /// A band of the columns of a wider matrix: (rows, cols), each row `row_stride` elements after the one before.
+    /// Views a band of columns of a wider matrix: (rows, cols), with rows `row_stride` elements apart.
     pub fn band(data: &'a [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_band(data.len(), rows, cols, row_stride);
         Self {
@@ -32,7 +32,7 @@ impl<'a, T> MatRef<'a, T> {
         }
     }
 
-    /// The same view over other elements.
+    /// Returns the same view of other elements.
     pub(super) fn over<U>(self, data: &[U]) -> MatRef<'_, U> {
         assert_eq!(data.len(), self.data.len());
         MatRef {
@@ -44,7 +44,7 @@ impl<'a, T> MatRef<'a, T> {
         }
     }
 
-    /// The transpose, by swapping strides.
+    /// Returns the transpose, by swapping strides.
     pub fn t(self) -> Self {
         Self {
             rows: self.cols,
@@ -56,7 +56,7 @@ impl<'a, T> MatRef<'a, T> {
     }
 }
 
-/// A matrix to write, row by row, perhaps a band of the columns of a wider one.
+/// A mutable row-major matrix, or a band of columns of a wider one.
 pub struct MatMut<'a, T> {
     pub(super) data: &'a mut [T],
     pub(super) rows: usize,
@@ -65,14 +65,14 @@ pub struct MatMut<'a, T> {
 }
 
 impl<'a, T> MatMut<'a, T> {
-    /// `data` as (rows, cols).
+    /// Views `data` as (rows, cols).
     pub fn new(data: &'a mut [T], rows: usize, cols: usize) -> Self {
         let len = rows.checked_mul(cols);
         assert_eq!(Some(data.len()), len, "matrix of {rows} x {cols}");
         Self::band(data, rows, cols, cols)
     }
 
-    /// As (rows, cols), each row `row_stride` elements after the one before; what lies between rows is left as it is.
+    /// Views a band: (rows, cols), with rows `row_stride` elements apart. Elements between rows stay unchanged.
     pub fn band(data: &'a mut [T], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_band(data.len(), rows, cols, row_stride);
         Self {
@@ -85,7 +85,7 @@ impl<'a, T> MatMut<'a, T> {
 }
 
 impl<T: Stored> MatMut<'_, T> {
-    /// The same view of the type that is computed in, where that is what is stored.
+    /// Returns the same view in the compute type, if the elements are stored in it.
     pub(super) fn as_wide(&mut self) -> Option<MatMut<'_, T::Wide>> {
         let (rows, cols, row_stride) = (self.rows, self.cols, self.row_stride);
         let data = T::as_wide_mut(self.data)?;
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use std::panic::catch_unwind;
 
-    /// Sizes whose products wrap around to something small are no way past the end of the slice.
+    /// Sizes whose product wraps around to a small number must not pass the bounds check.
     #[test]
     fn a_view_beyond_its_slice_panics() {
         const HALF: usize = 1 << (usize::BITS / 2);

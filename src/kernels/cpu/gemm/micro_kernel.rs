@@ -1,9 +1,9 @@
-//! The micro-kernel: blocks of c in registers while the depth is walked. No packing, no threads.
+//! The micro-kernel: blocks of c stay in registers during the loop over the depth. No packing, no threads.
 
 use crate::kernels::cpu::Lanes;
 use pulp::{Arch, Simd, WithSimd};
 
-/// Whether products run on registers of 64 bytes, and 32 of them.
+/// Returns whether the processor has 32 registers of 64 bytes.
 pub(super) fn has_avx512() -> bool {
     struct Registers;
     impl WithSimd for Registers {
@@ -17,70 +17,65 @@ pub(super) fn has_avx512() -> bool {
     Arch::new().dispatch(Registers) >= 32 * 64
 }
 
-/// Elements that the columns of a tile come in: a cache line of `f32`, whole registers on every instruction set.
+/// The granularity of a tile's columns: a cache line of `f32`, a whole number of registers on every instruction set.
 pub const COLUMNS: usize = 16;
 
-/// Rows of a that lie together where it is packed, and of a block of registers at most.
+/// The rows of a packed panel of a; the most rows of a register block.
 pub(super) const PANEL: usize = 8;
 
-/// `c = a b` or `c += a b` over plain memory, for several threads to write one c: a (rows, depth) in panels of
-/// [`PANEL`] rows, b (depth, columns) in units of [`COLUMNS`] columns.
+/// Computes `c = a b` or `c += a b` on raw memory, so that several threads can write one c: a (rows, depth) in panels
+/// of [`PANEL`] rows, b (depth, columns) in units of [`COLUMNS`] columns.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles<T> {
-    /// a.
     pub a: *const T,
-    /// From one row of a to the next in a panel.
+    /// The stride from one row of a to the next in a panel.
     pub a_row: usize,
-    /// From one column of a to the next.
+    /// The stride from one column of a to the next.
     pub a_col: usize,
-    /// From one panel of a to the next.
+    /// The stride from one panel of a to the next.
     pub a_panel: usize,
     /// b, readable up to a multiple of [`COLUMNS`].
     pub b: *const T,
-    /// From one row of b to the next.
+    /// The stride from one row of b to the next.
     pub b_row: usize,
-    /// From [`COLUMNS`] columns of b to the next.
+    /// The stride from [`COLUMNS`] columns of b to the next.
     pub b_unit: usize,
-    /// c.
     pub c: *mut T,
-    /// From one row of c to the next.
+    /// The stride from one row of c to the next.
     pub c_row: usize,
-    /// Rows of a and c.
     pub rows: usize,
-    /// Columns of b and c.
     pub columns: usize,
-    /// Columns of a, rows of b.
     pub depth: usize,
-    /// What becomes of c.
+    /// How the result is combined with c.
     pub sums: Sums,
 }
 
-/// What becomes of c, which had a value before.
+/// How the result is combined with the previous c.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sums {
-    /// It is the product.
+    /// The result replaces c.
     Replace,
-    /// The product is summed on its own and added: shorter chains of rounding where the depth is taken in blocks.
+    /// The result is summed from zero and added to c: rounding chains are shorter if the depth is processed in blocks.
     Add,
-    /// Its value is where the chains of multiply-adds begin, so that a term of zero changes no bit, wherever the depth
-    /// is cut. Only where the columns are whole registers.
+    /// The chains of multiply-adds start from c, so that a term of zero changes no bit, wherever the depth is cut. Only
+    /// for columns of whole registers.
     Continue,
 }
 
 impl<T: Lanes> Tiles<T> {
-    /// Computes it, on the calling thread.
+    /// Computes the matmul on the calling thread.
     ///
     /// # Safety
-    /// a and b are readable, c is writable as far as sizes and strides reach, and c is not shared.
+    /// a and b must be readable and c writable as far as sizes and strides reach, and c must not be shared.
     pub(super) unsafe fn run(self) {
         Arch::new().dispatch(self);
     }
 
-    /// The rows from `row` to `end`, of one panel, in `V` registers from column `first`: in blocks of `N` rows, then of
-    /// fewer.
+    /// Computes the rows from `row` to `end` of one panel, in `V` registers from column `first` on: in blocks of `N`
+    /// rows, then of fewer.
     ///
     /// # Safety
-    /// As [`run`](Self::run), and the rows and the first column exist.
+    /// As [`run`](Self::run); the rows and the first column must exist.
     #[inline(always)]
     unsafe fn blocks<S: Simd, const N: usize, const V: usize>(
         &self,
@@ -106,7 +101,7 @@ impl<T: Lanes> Tiles<T> {
         }
     }
 
-    /// `N` rows by `V` registers of c, in registers.
+    /// Computes a block of `N` rows by `V` registers of c.
     ///
     /// # Safety
     /// As [`blocks`](Self::blocks).
@@ -118,7 +113,7 @@ impl<T: Lanes> Tiles<T> {
         first: usize,
     ) {
         let lanes = T::lanes::<S>();
-        // SAFETY: the block lies inside the views.
+        // SAFETY: the block is inside the views.
         unsafe {
             let c = self.c.add(row * self.c_row + first);
             let columns = (self.columns - first).min(V * lanes);
@@ -129,7 +124,7 @@ impl<T: Lanes> Tiles<T> {
             }
             let panel = self.a.add(row / PANEL * self.a_panel);
             let mut a = panel.wrapping_add(row % PANEL * self.a_row);
-            // Where column `first + column` begins.
+            // The address in b of column `first + column`.
             let place = |column: usize| {
                 let column = first + column;
                 self.b
@@ -173,7 +168,7 @@ impl<T: Lanes> Tiles<T> {
         }
     }
 
-    /// The first `columns` of a block into c, which ends there.
+    /// Stores the first `columns` of a block to c, which ends there.
     ///
     /// # Safety
     /// As [`block`](Self::block).
@@ -187,7 +182,7 @@ impl<T: Lanes> Tiles<T> {
         let lanes = T::lanes::<S>();
         let mut row = [T::ZERO; MAX_STRIP];
         for (n, sums) in sums.into_iter().enumerate() {
-            // SAFETY: V registers fit `row`, and c has that many columns.
+            // SAFETY: V registers fit in `row`, and c has `columns` columns.
             unsafe {
                 for (v, sum) in sums.into_iter().enumerate() {
                     T::vstore::<S>(row.as_mut_ptr().add(v * lanes), sum);
@@ -205,10 +200,10 @@ impl<T: Lanes> Tiles<T> {
     }
 }
 
-/// Elements of the widest strip: three registers, of 16 elements at most.
+/// The elements of the widest strip: three registers of at most 16 elements.
 const MAX_STRIP: usize = 3 * COLUMNS;
 
-/// Asks for the cache line at `at`, which need not be readable, before it is needed.
+/// Prefetches the cache line at `at`, which need not be readable.
 #[inline(always)]
 pub(crate) fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -224,10 +219,10 @@ pub(crate) fn prefetch<T>(at: *const T) {
 impl<T: Lanes> WithSimd for Tiles<T> {
     type Output = ();
 
-    /// A panel of a after the other, which stays in the first-level cache while b passes from the second.
+    /// Loops over panels of a, each of which stays in the first-level cache while b streams from the second.
     ///
-    /// Strips as wide as the registers allow: a block of N x V wants N V sums, V values and one factor in registers;
-    /// wide blocks load less for each multiply-add.
+    /// Strips are as wide as the registers allow: a block of N x V needs N V sums, V values and one factor in
+    /// registers, and wide blocks load less per multiply-add.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = T::lanes::<S>();
@@ -236,13 +231,13 @@ impl<T: Lanes> WithSimd for Tiles<T> {
             let mut first = 0;
             while first < self.columns {
                 let left = (self.columns - first).div_ceil(lanes);
-                // Four registers are two and two, not three and one.
+                // Four registers are split two and two, not three and one.
                 let width = match left {
                     1 | 2 => left,
                     4 => 2,
                     _ => 3,
                 };
-                // SAFETY: the caller of `run` vouches for the views, and the strip begins within the columns.
+                // SAFETY: the caller of `run` promised valid views, and the strip begins within the columns.
                 unsafe {
                     match (width, S::REGISTER_COUNT >= 32) {
                         (1, true) => self.blocks::<S, 8, 1>(simd, row, end, first),

@@ -1,4 +1,4 @@
-//! Blocks of the factors, copied to where the micro-kernel reads them in order.
+//! Packing: blocks of the factors are copied to the order in which the micro-kernel reads them.
 
 use super::matrix::MatRef;
 use super::micro_kernel::{COLUMNS, PANEL, prefetch};
@@ -6,42 +6,42 @@ use crate::kernels::cpu::simd::vectorized;
 use crate::kernels::cpu::{Real, Stored};
 use std::ops::Range;
 
-/// How many lines ahead to ask for memory: they lie too far apart for the processor to foresee.
+/// How many lines ahead to prefetch: lines are too far apart for the hardware prefetcher.
 const AHEAD: usize = 4;
 
-/// Lines that are transposed at a time.
+/// The number of lines that are transposed at a time.
 const LINES: usize = 4;
 
-/// A block of a for the micro-kernel: where it begins, and its strides.
+/// A block of a for the micro-kernel: its address and strides.
 #[derive(Clone, Copy)]
 pub(super) struct Panels<W> {
     pub a: *const W,
-    /// From one row to the next in a panel.
+    /// The stride from one row to the next in a panel.
     pub row: usize,
-    /// From one column to the next.
+    /// The stride from one column to the next.
     pub col: usize,
-    /// From one panel to the next.
+    /// The stride from one panel to the next.
     pub panel: usize,
 }
 
-/// Whether blocks of a are read as they lie: rows, in the type computed in.
+/// Returns whether blocks of a are read in place: contiguous rows in the compute type.
 pub(super) fn is_read_in_place<A: Stored>(a: MatRef<'_, A>) -> bool {
     a.col_stride == 1 && A::as_wide(&[]).is_some()
 }
 
-/// Elements that [`a_block`] needs for a block of that size.
+/// Returns the number of elements that [`a_block`] needs for a block of that size.
 pub(super) fn a_elements(rows: usize, depth: usize) -> usize {
     rows.div_ceil(PANEL) * panel_elements(depth)
 }
 
-/// From one packed panel to the next: a cache line more than it holds, so that panels do not compete for places in the
-/// cache while they are written side by side.
+/// Returns the stride between packed panels: one cache line more than a panel holds, so that panels written together do
+/// not compete for the same cache sets.
 fn panel_elements(depth: usize) -> usize {
     PANEL * depth + COLUMNS
 }
 
-/// A block of a: as it lies where it can be, else in `to`. Rows that are rows in memory stay lines; columns are cut
-/// into panels of a few rows: (panels, depth, PANEL).
+/// Returns a block of a: in place if possible, else packed into `to`. Contiguous rows are copied row by row; otherwise
+/// the block is packed into panels of a few rows: (panels, depth, PANEL).
 pub(super) fn a_block<A: Stored>(
     a: MatRef<'_, A>,
     rows: Range<usize>,
@@ -101,8 +101,8 @@ pub(super) fn a_block<A: Stored>(
     }
 }
 
-/// A block of b into `to`, in units of COLUMNS columns: (units, depth, COLUMNS), with zeros beyond its columns. `lines`
-/// is scratch of (LINES, depth).
+/// Packs a block of b into `to`, in units of COLUMNS columns: (units, depth, COLUMNS), padded with zeros. `lines` is
+/// scratch of (LINES, depth).
 pub(super) fn b_block<B: Stored>(
     b: MatRef<'_, B>,
     depth: Range<usize>,
@@ -162,8 +162,8 @@ pub(super) fn b_block<B: Stored>(
     );
 }
 
-/// `to[k][..LINES] = lines[..LINES][k]`: lines (LINES, depth), to (depth, COLUMNS) from some column. Asks for the lines
-/// that follow `ahead` elements on.
+/// Writes `to[k][..LINES] = lines[..LINES][k]`: lines (LINES, depth), to (depth, COLUMNS) from some column on.
+/// Prefetches the lines `ahead` elements further.
 #[inline(always)]
 fn transpose<W: Real>(lines: [&[W]; LINES], to: &mut [W], ahead: usize) {
     let [(l0, r0), (l1, r1), (l2, r2), (l3, r3)] = lines.map(<[W]>::as_chunks::<LINES>);
@@ -185,7 +185,6 @@ fn transpose<W: Real>(lines: [&[W]; LINES], to: &mut [W], ahead: usize) {
     }
 }
 
-/// A block of 4 x 4, transposed.
 #[inline(always)]
 fn transpose_block<W: Real>(lines: [[W; LINES]; LINES]) -> [[W; LINES]; LINES] {
     #[cfg(target_arch = "x86_64")]
@@ -193,8 +192,8 @@ fn transpose_block<W: Real>(lines: [[W; LINES]; LINES]) -> [[W; LINES]; LINES] {
         use std::arch::x86_64::{
             __m128, _mm_movehl_ps, _mm_movelh_ps, _mm_unpackhi_ps, _mm_unpacklo_ps,
         };
-        // SAFETY: both are sixteen f32, and SSE is part of the architecture. The compiler makes scalar moves of the
-        // loop below, four times as many instructions.
+        // SAFETY: both are sixteen f32, and SSE is part of the architecture. The compiler turns the loop below into
+        // scalar moves, four times as many instructions.
         unsafe {
             let [r0, r1, r2, r3] = std::mem::transmute_copy::<_, [__m128; LINES]>(&lines);
             let (a, b) = (_mm_unpacklo_ps(r0, r1), _mm_unpackhi_ps(r0, r1));

@@ -1,11 +1,11 @@
-//! Products of whole matrices, cut into blocks that the micro-kernel takes from cache.
+//! Matmuls of whole matrices, divided into blocks that the micro-kernel reads from cache.
 //!
-//! The loops, from outside: tasks (blocks of c), blocks of the depth, for each of which a task packs its columns of b
-//! for the second-level cache, blocks of rows of a, packed only where they cannot be read as they lie, and then the
-//! micro-kernel's: panels of 8 rows, which stay in the first-level cache, strips of columns, the depth. After Goto and
-//! van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, with the roles of the caches changed:
-//! processors of today read b from the second level as fast as they multiply, so that c is passed row by row, and depth
-//! is not bounded by the first.
+//! The loops, from outside in: tasks (blocks of c); blocks of the depth, for each of which a task packs its columns of
+//! b into the second-level cache; blocks of rows of a, packed only if they cannot be read in place; then the
+//! micro-kernel's: panels of 8 rows, which stay in the first-level cache, strips of columns, and the depth. After Goto
+//! and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, with the roles of the caches changed:
+//! current processors read b from the second level as fast as they multiply, so that c is written row by row, and the
+//! first level does not bound the depth.
 
 use super::cut::{Cut, DEPTH_BYTES, ROWS};
 use super::matrix::{MatMut, MatRef};
@@ -18,11 +18,12 @@ use crate::kernels::cpu::simd::vectorized;
 use crate::kernels::cpu::{Real, Stored};
 use std::ops::Range;
 
-/// `c = a b`, or `c += a b` where `accumulate`. Factors and c are widened and rounded as they are packed and stored.
+/// Computes `c = a b`, or `c += a b` if `accumulate`. Factors are widened as they are packed, and c is rounded as it is
+/// stored.
 ///
-/// Every element is the sum, in order, of one chain of multiply-adds for each block of the depth, and the blocks depend
-/// on the depth alone: the bits do not depend on the cut, nor on the number of threads.
-pub(super) fn product<T, C>(
+/// Every element is the sum, in order, of one chain of multiply-adds per block of the depth, and the blocks depend on
+/// the depth alone: the bits depend neither on the cut nor on the number of threads.
+pub(super) fn matmul<T, C>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
     c: MatMut<'_, C>,
@@ -54,14 +55,14 @@ pub(super) fn product<T, C>(
         if in_place {
             let c = c.as_mut_ptr().cast::<T::Wide>();
             return with_scratch(block.elements(), |scratch| {
-                // SAFETY: C is its own wide type; the block lies inside c, as asserted above, and no other task's
+                // SAFETY: C is its own wide type; the block is inside c, as asserted above, and no other task's
                 // overlaps it.
                 unsafe { block.run(c.add(start(rows.start)), c_row, accumulate, scratch) };
             });
         }
         with_scratch(block.elements() + rows.len() * columns.len(), |scratch| {
             let (sums, scratch) = scratch.split_at_mut(rows.len() * columns.len());
-            // SAFETY: `sums` has room for the block, and is this task's own.
+            // SAFETY: `sums` is as large as the block and belongs to this task.
             unsafe { block.run(sums.as_mut_ptr(), columns.len(), false, scratch) };
             vectorized(
                 #[inline(always)]
@@ -81,7 +82,7 @@ pub(super) fn product<T, C>(
     }
 }
 
-/// Rounds a row of sums into its place.
+/// Rounds a row of sums and stores it in c.
 #[inline(always)]
 fn store_row<C: Stored>(sums: &mut [C::Wide], accumulate: bool, c: &mut [C]) {
     if !accumulate {
@@ -97,7 +98,6 @@ fn store_row<C: Stored>(sums: &mut [C::Wide], accumulate: bool, c: &mut [C]) {
     }
 }
 
-/// One task: a block of c.
 struct Block<'a, T> {
     a: MatRef<'a, T>,
     b: MatRef<'a, T>,
@@ -106,7 +106,7 @@ struct Block<'a, T> {
 }
 
 impl<T: Stored> Block<'_, T> {
-    /// Elements of a packed block of b, of one of a, and of what packing b needs beside.
+    /// Returns the numbers of elements of a packed block of b, of one of a, and of the scratch for packing b.
     fn sizes(&self) -> [usize; 3] {
         let depth = depth_step::<T::Wide>(self.a.cols);
         let a = match is_read_in_place(self.a) {
@@ -124,15 +124,15 @@ impl<T: Stored> Block<'_, T> {
         ]
     }
 
-    /// Elements of scratch that [`run`](Self::run) needs.
+    /// Returns the number of scratch elements that [`run`](Self::run) needs.
     fn elements(&self) -> usize {
         self.sizes().iter().sum()
     }
 
-    /// Computes the block into `c`.
+    /// Computes the block and writes it to `c`.
     ///
     /// # Safety
-    /// `c` is the first element of the block, writable, by this thread alone, in rows `c_row` apart.
+    /// `c` must be the first element of the block, writable by this thread alone, in rows `c_row` apart.
     unsafe fn run(
         &self,
         c: *mut T::Wide,
@@ -179,13 +179,13 @@ impl<T: Stored> Block<'_, T> {
                 let c = unsafe {
                     std::slice::from_raw_parts_mut(c.add(row * c_row), self.columns.len())
                 };
-                c.fill(T::Wide::ZERO); // a sum over nothing
+                c.fill(T::Wide::ZERO); // an empty sum
             }
         }
     }
 }
 
-/// Depth of a block: as equal as can be, in whole blocks of what is transposed at a time.
+/// Returns the depth of a block: blocks are about equal, in multiples of the block that is transposed at a time.
 fn depth_step<W>(depth: usize) -> usize {
     let most = DEPTH_BYTES / size_of::<W>();
     let blocks = depth.div_ceil(most).max(1);

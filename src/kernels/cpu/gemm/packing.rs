@@ -1,16 +1,16 @@
-//! The memory that products take besides their factors and their output, for memory estimates.
+//! Memory that matmuls allocate for packing, for memory estimates.
 
-use super::choice::{ProductSizes, prefers_own_gemm_by};
+use super::choice::{MatmulSizes, prefers_own_gemm_by};
 use super::panels::{PANEL_FLOPS, PanelCut};
 use super::threads::Threads;
 
-/// The most bytes that `matmul_to` asks for, and gives back, at any moment of a product; never less
-/// for a larger product. (In f64: huge sizes do not overflow.)
+/// Returns the peak of the memory that `matmul_to` allocates and frees during a matmul, in bytes. It never decreases
+/// with the size. f64 because huge sizes must not overflow.
 ///
-/// Our own products ask for nothing: each thread keeps what it packs into, 0.75 MiB from its first product on, 2.5 from
-/// its first in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate packs afresh each time,
-/// and all rows of a at once where those are columns in memory.
-pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
+/// The crate's own kernel allocates nothing: each thread keeps its packing buffer, 0.75 MiB from its first matmul on
+/// and 2.5 MiB from its first in half precision ([`reserve_scratch`](super::reserve_scratch)). The `gemm` crate
+/// allocates packing buffers each time, and packs all rows of a together if a is stored column by column.
+pub fn packing_bytes(sizes: MatmulSizes, threads: Threads) -> f64 {
     let is_half = sizes.element_bytes < 4;
     if sizes.rows == 0 || sizes.depth == 0 || sizes.cols == 0 {
         return 0.0;
@@ -21,9 +21,9 @@ pub fn packing_bytes(sizes: ProductSizes, threads: Threads) -> f64 {
     }
 }
 
-/// Elements that the `gemm` crate packs for the panels that are computed at the same time.
-fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
-    let ProductSizes {
+/// Returns the number of elements that the `gemm` crate packs for the panels that run concurrently.
+fn crate_elements(sizes: MatmulSizes, threads: Threads) -> f64 {
+    let MatmulSizes {
         rows, depth, cols, ..
     } = sizes;
     let packed_depth = depth.min(CRATE_DEPTH) as f64;
@@ -31,8 +31,8 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
         let [of_a, of_b] = panel_lines(sizes, rows, cols);
         return packed_depth * (of_a + of_b);
     }
-    // A product of fewer rows or less depth is cut into fewer panels, of which each may pack more: `share` is the most
-    // that is left of rows or depth where there are so many.
+    // A matmul of fewer rows or less depth is divided into fewer panels, each of which may pack more. `share` is the
+    // largest fraction of rows or depth that is divided into `count` panels.
     let flops = 2.0 * rows as f64 * cols as f64 * depth as f64;
     let most = PanelCut::count_of(rows, depth, cols);
     let counts = (1..=most).map(|count| {
@@ -40,7 +40,7 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
             true => 1.0,
             false => ((count + 1) as f64 * PANEL_FLOPS / flops).min(1.0),
         };
-        let panels = PanelCut::so_many(count, rows, cols);
+        let panels = PanelCut::with_count(count, rows, cols);
         let [of_a, of_b] = match panels.by_rows {
             true => panel_lines(sizes, panels.step.min(rows), cols),
             false => panel_lines(sizes, rows, panels.step.min(cols)),
@@ -54,9 +54,9 @@ fn crate_elements(sizes: ProductSizes, threads: Threads) -> f64 {
 /// The depth that the `gemm` crate packs at a time.
 const CRATE_DEPTH: usize = 512;
 
-/// Lines of a and b that the `gemm` crate packs for one panel: gemm 0.19's `gemm_basic_generic`, whose lhs is our b^T
-/// and whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
-fn panel_lines(sizes: ProductSizes, rows: usize, cols: usize) -> [f64; 2] {
+/// Returns how many lines of a and b the `gemm` crate packs for one panel: `gemm_basic_generic` of gemm 0.19, whose lhs
+/// is our b^T and whose rhs our a^T, on AVX-512. Narrower registers have smaller blocks.
+fn panel_lines(sizes: MatmulSizes, rows: usize, cols: usize) -> [f64; 2] {
     const REGISTERS: usize = 64;
     const BLOCK: usize = 8 * REGISTERS;
     let packs_a = match sizes.a_transposed {

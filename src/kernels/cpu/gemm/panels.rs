@@ -1,4 +1,4 @@
-//! Products by the `gemm` crate: the reference, and what runs where ours is not faster.
+//! Matmuls by the `gemm` crate: the reference, and the implementation where the crate's own kernel is not faster.
 
 use super::matrix::{MatMut, MatRef};
 use super::threads::Threads;
@@ -6,8 +6,8 @@ use crate::kernels::cpu::Real;
 use crate::kernels::cpu::parallel::{self, Shared};
 use std::ops::Range;
 
-/// `c = a b`, or `c += a b` where `accumulate`.
-pub(super) fn product<T: Real>(
+/// Computes `c = a b`, or `c += a b` if `accumulate`.
+pub(super) fn matmul<T: Real>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
     c: MatMut<'_, T>,
@@ -18,7 +18,7 @@ pub(super) fn product<T: Real>(
     assert_eq!([a.rows, b.cols], [c.rows, c.cols], "output");
     if a.cols == 0 && !accumulate {
         for row in c.data.chunks_mut(c.row_stride.max(1)).take(c.rows) {
-            row[..c.cols].fill(T::ZERO); // a sum over nothing
+            row[..c.cols].fill(T::ZERO); // an empty sum
         }
     }
     if c.rows == 0 || c.cols == 0 || a.cols == 0 {
@@ -33,17 +33,17 @@ pub(super) fn product<T: Real>(
     }
 }
 
-/// FLOPs worth a task of their own: a millisecond of one core.
+/// The FLOPs that justify a task: a millisecond of one core.
 pub(super) const PANEL_FLOPS: f64 = 128e6;
 
-/// Panels at most: each packs the factor that it shares with the others again.
+/// The most panels: each packs the factor that it shares with the others again.
 const MAX_PANELS: usize = 8;
 
-/// The product in panels of c, side by side.
+/// Computes the matmul in panels of c, in parallel.
 ///
-/// One task a panel meets the other threads once a product, where the `gemm` crate's own parallelism meets them at
-/// every block of the depth; on two cores that is worth a tenth. The panels depend on the shape alone, and so do the
-/// bits.
+/// With one task per panel, threads synchronise once per matmul; the `gemm` crate's own parallelism synchronises at
+/// every block of the depth. On two cores this saves a tenth of the time. The panels depend on the shape alone, and so
+/// do the bits.
 fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: MatMut<'_, T>, accumulate: bool) {
     let (rows, cols) = (a.rows, b.cols);
     let PanelCut {
@@ -57,7 +57,7 @@ fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: MatMut<'_, T>, accumul
     let c = Shared::new(c.data);
     parallel::for_tasks(count, |i| {
         let part = i * step..length.min((i + 1) * step);
-        let c = (c.as_mut_ptr(), c_row); // the panels have no element in common, and `panel` writes its own alone
+        let c = (c.as_mut_ptr(), c_row); // the panels are disjoint, and each `panel` writes only its own
         match by_rows {
             true => panel(a, b, c, part, 0..cols, accumulate, threads),
             false => panel(a, b, c, 0..rows, part, accumulate, threads),
@@ -65,17 +65,16 @@ fn panels<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>, c: MatMut<'_, T>, accumul
     });
 }
 
-/// How a product is cut.
+/// The division of a matmul into panels.
 pub(super) struct PanelCut {
     pub by_rows: bool,
-    /// Rows or columns of a panel.
     pub step: usize,
     pub count: usize,
 }
 
 impl PanelCut {
     fn of(rows: usize, depth: usize, cols: usize) -> Self {
-        Self::so_many(Self::count_of(rows, depth, cols), rows, cols)
+        Self::with_count(Self::count_of(rows, depth, cols), rows, cols)
     }
 
     pub fn count_of(rows: usize, depth: usize, cols: usize) -> usize {
@@ -83,9 +82,9 @@ impl PanelCut {
         ((flops / PANEL_FLOPS) as usize).clamp(1, MAX_PANELS)
     }
 
-    /// In `count` panels, or fewer.
-    pub fn so_many(count: usize, rows: usize, cols: usize) -> Self {
-        // By columns, where packing is cheaper to repeat, unless c is a tall strip.
+    /// Divides c into at most `count` panels.
+    pub fn with_count(count: usize, rows: usize, cols: usize) -> Self {
+        // By columns, because packing b's part is cheaper to repeat, unless c is tall.
         let by_rows = rows > cols.saturating_mul(4);
         let length = if by_rows { rows } else { cols };
         let step = length.div_ceil(count).div_ceil(REGISTER_TILE);
@@ -98,13 +97,13 @@ impl PanelCut {
     }
 }
 
-/// Rows or columns of a register tile, in elements: four AVX-512 registers of f32.
+/// The granularity of panels, in rows or columns: four AVX-512 registers of f32.
 const REGISTER_TILE: usize = 64;
 
-/// A narrower panel spends too much on packing the other factor.
+/// The narrowest panel: narrower ones spend too much time on packing the other factor.
 const MIN_PANEL: usize = 2 * REGISTER_TILE;
 
-/// The rows and columns of `c = a b` that the ranges name; c begins at the pointer, in rows that far apart.
+/// Computes the given rows and columns of `c = a b`; c is a pointer to the whole matrix and its row stride.
 fn panel<T: Real>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
@@ -120,7 +119,7 @@ fn panel<T: Real>(
         threads => gemm::Parallelism::Rayon(threads),
     };
     // SAFETY: the views' constructors checked that sizes and strides stay inside their slices, the ranges were checked
-    // above, and `product` that c has a.rows rows and b.cols columns.
+    // above, and `matmul` checked that c has a.rows rows and b.cols columns.
     unsafe {
         gemm::gemm(
             rows.len(),

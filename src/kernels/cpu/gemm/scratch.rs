@@ -1,4 +1,4 @@
-//! Where a thread packs blocks of the factors.
+//! Per-thread scratch for packing blocks of the factors.
 
 use super::matrix::{MatMut, MatRef};
 use super::panels;
@@ -9,27 +9,27 @@ use std::cell::{Cell, RefCell};
 use std::collections::TryReserveError;
 use std::sync::{Mutex, PoisonError};
 
-/// A cache line.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// What a thread keeps from its first product on: blocks of both factors.
+/// The bytes of scratch that a thread keeps from its first matmul on: blocks of both factors.
 pub(super) const FACTOR_BYTES: usize = 3 << 18;
 
-/// What it keeps from its first product on whose sums are rounded in the end: a block of sums beside.
+/// The bytes of scratch that a thread keeps from its first matmul with rounded sums on: the factors and a block of
+/// sums.
 pub(super) const ROUNDED_BYTES: usize = FACTOR_BYTES + (7 << 18);
 
 thread_local! {
-    /// What a thread packs into: kept, since fresh memory costs a page fault for every 4 KiB.
+    /// The packing buffer of the thread. It is kept because fresh memory costs a page fault per 4 KiB.
     static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
     /// The bytes that this thread and all threads of its pool have reserved.
     static RESERVED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Calls `f` with `count` elements of the thread's scratch, with whatever they hold, aligned to cache lines.
+/// Calls `f` with `count` elements of the thread's scratch, with arbitrary contents, aligned to cache lines.
 ///
-/// It comes in two sizes, so that what a process has taken does not depend on which thread met which product.
+/// Scratch has one of two sizes, so that the memory of a process does not depend on which thread ran which matmul.
 pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
     let bytes = count * size_of::<W>();
     let kept = [FACTOR_BYTES, ROUNDED_BYTES];
@@ -39,17 +39,17 @@ pub(super) fn with_scratch<W: Lanes>(count: usize, f: impl FnOnce(&mut [W])) {
     if grow(&mut lines, kept.unwrap_or(bytes)).is_err() {
         std::alloc::handle_alloc_error(std::alloc::Layout::new::<[u8; ROUNDED_BYTES]>());
     }
-    // SAFETY: initialised bytes, aligned and enough; any bytes make a float.
+    // SAFETY: initialised bytes, aligned and enough; every bit pattern is a valid float.
     let scratch = unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), count) };
     f(scratch);
     SCRATCH.set(lines);
 }
 
-/// Makes this thread and all of the current pool allocate their scratch, unless they have, so that no product does
-/// it later, where a refused allocation would abort the process. `rounds` where c is in half precision.
+/// Allocates the scratch of this thread and of all threads of the current pool, unless they have it. Otherwise a matmul
+/// would allocate it later, where a failed allocation aborts the process. `rounds` is set if c is in half precision.
 ///
 /// # Errors
-/// A thread whose scratch is not granted.
+/// An allocation of a thread's scratch that fails.
 pub fn reserve_scratch(rounds: bool) -> Result<(), TryReserveError> {
     let bytes = kept_bytes(rounds);
     if RESERVED.get() >= bytes {
@@ -69,9 +69,9 @@ pub fn reserve_scratch(rounds: bool) -> Result<(), TryReserveError> {
     reserved
 }
 
-/// The `gemm` crate's threads keep a buffer too, from the first product on whose left factor it packs block by block:
-/// here one of the two, whichever factor it takes for the left. It aborts where that is refused, so we ask before, one
-/// thread at a time.
+/// Makes the `gemm` crate allocate the buffer that each of its threads keeps from the first matmul on whose left factor
+/// it packs block by block; which factor is its left one varies, so both are tried. The crate aborts if that allocation
+/// fails, so the same amount is allocated first as a test, one thread at a time.
 fn reserve_of_gemm_crate() -> Result<(), TryReserveError> {
     const SIDE: usize = 32;
     static ASKING: Mutex<()> = Mutex::new(());
@@ -83,17 +83,17 @@ fn reserve_of_gemm_crate() -> Result<(), TryReserveError> {
     let x = MatRef::new(&x, SIDE, SIDE);
     for x in [x, x.t()] {
         let y = MatMut::new(&mut y, SIDE, SIDE);
-        panels::product(x, x, y, false, Threads::One);
+        panels::matmul(x, x, y, false, Threads::One);
     }
     Ok(())
 }
 
-/// The buffer that a thread of the `gemm` crate keeps.
+/// Returns the bytes of the buffer that a thread of the `gemm` crate keeps.
 fn slab_bytes() -> usize {
     CACHE_INFO[1].cache_bytes // its level 2 cache
 }
 
-/// How much [`reserve_scratch`] takes in all.
+/// Returns the bytes that [`reserve_scratch`] allocates in total.
 pub fn scratch_bytes(rounds: bool) -> usize {
     (kept_bytes(rounds) + slab_bytes()) * (rayon::current_num_threads() + 1)
 }
@@ -105,7 +105,7 @@ fn kept_bytes(rounds: bool) -> usize {
 fn grow(lines: &mut Vec<Line>, bytes: usize) -> Result<(), TryReserveError> {
     let needed = bytes.div_ceil(size_of::<Line>());
     if lines.len() < needed {
-        *lines = Vec::new(); // nothing in it is wanted: the old goes before the new comes
+        *lines = Vec::new(); // the contents are not needed: free the old buffer before allocating the new one
         lines.try_reserve_exact(needed)?;
         lines.resize(needed, Line([0; 64]));
     }

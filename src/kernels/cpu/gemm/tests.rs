@@ -1,5 +1,5 @@
-//! Tests of whole products: exact at every edge, the same bits for any number of threads, and no less accurate than the
-//! `gemm` crate.
+//! Tests of whole matmuls: exact at every block edge, the same bits for any number of threads, and no less accurate
+//! than the `gemm` crate.
 
 use super::cut::{DEPTH_BYTES, ROWS};
 use super::micro_kernel::COLUMNS;
@@ -9,16 +9,16 @@ use half::{bf16, f16};
 
 const DEPTH: usize = DEPTH_BYTES / 4;
 
-/// Columns of a strip of registers.
+/// The columns of a strip of registers.
 const STRIP: usize = 3 * COLUMNS;
 
-/// Small integers, so that products and their sums are exact in f32 and one rounding is all that is left.
+/// Returns small integers, for which products and sums are exact in f32 and only the last rounding remains.
 fn integers<T: Stored>(n: usize, step: usize) -> Vec<T> {
     let value = |i: usize| (i * step % 7) as f64 - 3.0;
     (0..n).map(|i| T::from_f64(value(i))).collect()
 }
 
-/// A matrix of `rows` x `cols`, as it lies or as the transpose of what lies there.
+/// Returns a matrix of `rows` x `cols`: `data` as stored, or its transpose.
 fn view<T>(data: &[T], rows: usize, cols: usize, transposed: bool) -> MatRef<'_, T> {
     match transposed {
         false => MatRef::new(data, rows, cols),
@@ -26,7 +26,7 @@ fn view<T>(data: &[T], rows: usize, cols: usize, transposed: bool) -> MatRef<'_,
     }
 }
 
-/// Sizes at, beside and beyond every edge: register blocks, strips, depths, blocks of rows.
+/// Sizes at and around every block edge: register blocks, strips, depths, blocks of rows.
 const SIZES: [(usize, usize, usize); 12] = [
     (1, 1, 1),
     (1, DEPTH, STRIP),
@@ -65,10 +65,10 @@ where
                 let mut one = before.clone();
                 let mut chosen = before.clone();
                 for (c, threads) in [(&mut c, Threads::All), (&mut one, Threads::One)] {
-                    packed::product(a, b, MatMut::new(c, rows, cols), accumulate, threads);
+                    packed::matmul(a, b, MatMut::new(c, rows, cols), accumulate, threads);
                 }
                 let to = MatMut::new(&mut chosen, rows, cols);
-                matmul_to(a, b, to, accumulate, Threads::All); // by whatever it chooses
+                matmul_to(a, b, to, accumulate, Threads::All); // by any implementation
                 for i in 0..rows * cols {
                     let (row, col) = (i / cols, i % cols);
                     let mut sum = if accumulate { before[i].to_f64() } else { 0.0 };
@@ -96,14 +96,15 @@ fn products_are_exact_at_every_edge() {
     exact_for::<f32, f16>();
 }
 
-/// Into a band of a wider matrix, of which the rest stays as it is; by our own product and by the `gemm` crate's.
+/// Writes to a band of a wider matrix, whose other elements must not change; by the crate's own kernel and the `gemm`
+/// crate.
 #[test]
 fn bands_are_exact() {
     for (rows, depth, cols) in [
         (5, 3, 14),
         (130, DEPTH + 5, STRIP + 135),
         (65, 0, 257),
-        (260, DEPTH + 5, 457), // large enough to be ours
+        (260, DEPTH + 5, 457), // large enough for the own kernel
     ] {
         let c_row = cols + 3;
         let a_data = integers::<f32>(rows * (depth + 2), 3);
@@ -129,7 +130,7 @@ fn bands_are_exact() {
     }
 }
 
-/// Values with all bits in use.
+/// Returns values that use all bits.
 fn waves(n: usize, step: f32) -> Vec<f32> {
     (0..n).map(|i| (i as f32 * step).sin()).collect()
 }
@@ -177,9 +178,9 @@ fn errors_are_no_larger_than_the_gemm_crates() {
         let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
         let [mut ours, mut theirs] = [(); 2].map(|()| vec![0f32; rows * cols]);
         let c = MatMut::new(&mut ours, rows, cols);
-        packed::product(a, b, c, false, Threads::All);
+        packed::matmul(a, b, c, false, Threads::All);
         let c = MatMut::new(&mut theirs, rows, cols);
-        panels::product(a, b, c, false, Threads::All);
+        panels::matmul(a, b, c, false, Threads::All);
         let (ours, theirs) = (error(&ours), error(&theirs));
         assert!(
             ours > 0.0 && ours <= 1.1 * theirs,

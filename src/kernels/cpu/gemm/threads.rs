@@ -1,6 +1,6 @@
-//! Which threads a product runs on.
+//! The threads that a matmul may use.
 
-/// Whether one multiplication may use every thread, or keeps to its own.
+/// Whether a matmul may use all threads or only the calling one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// All threads of the current rayon pool.

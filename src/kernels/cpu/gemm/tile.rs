@@ -1,6 +1,6 @@
-//! Products of tiles that are in cache, used as they lie: what attention multiplies its tiles with.
+//! Matmuls of tiles that are in cache, without packing: attention multiplies its tiles with these.
 
-use super::bf16::{Lines, Output, SIDE, Unit, product_of_tiles};
+use super::bf16::{Lines, Output, SIDE, Unit, matmul_of_tiles};
 use super::matrix::{MatMut, MatRef};
 pub use super::micro_kernel::COLUMNS;
 use super::micro_kernel::{PANEL, Sums, Tiles};
@@ -9,45 +9,39 @@ use crate::kernels::cpu::simd::same_type;
 use crate::kernels::cpu::{Lanes, Stored};
 use crate::probe::parts::{Part, timed};
 
-/// `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row by row, and b
-/// (depth, columns) row by row or in units of [`COLUMNS`] columns, of which the columns are a multiple.
+/// Computes `c = a b` or `c += a b` for one tile: a (rows, depth) with any strides, c (rows, columns) row-major, and b
+/// (depth, columns) row-major or in units of [`COLUMNS`] columns. The number of columns is a multiple of [`COLUMNS`].
 ///
-/// Elements of a are broadcast, rows of b and c are registers: a block of c stays in registers while the depth is
-/// walked. Every element of c is one chain of multiply-adds in the order of the depth. Where a unit for bf16 multiplies
-/// in place of these, a row or a column of a lies without gaps.
-pub(crate) struct Product<'a, T> {
-    /// a.
+/// Elements of a are broadcast; rows of b and c are registers. A block of c stays in registers during the loop over the
+/// depth. Every element of c is one chain of multiply-adds in the order of the depth. If a bf16 unit multiplies
+/// instead, rows or columns of a must be contiguous.
+pub(crate) struct TileMatmul<'a, T> {
     pub a: &'a [T],
-    /// From one row of a to the next.
+    /// The stride from one row of a to the next.
     pub a_row: usize,
-    /// From one column of a to the next.
+    /// The stride from one column of a to the next.
     pub a_col: usize,
-    /// b.
     pub b: &'a [T],
-    /// From one row of b to the next.
+    /// The stride from one row of b to the next.
     pub b_row: usize,
-    /// From [`COLUMNS`] columns of b to the next: as many elements where its rows lie whole.
+    /// The stride from [`COLUMNS`] columns of b to the next: [`COLUMNS`] if b is row-major.
     pub b_unit: usize,
-    /// c.
     pub c: &'a mut [T],
-    /// From one row of c to the next.
+    /// The stride from one row of c to the next.
     pub c_row: usize,
-    /// Rows of a and c.
     pub rows: usize,
-    /// Columns of b and c.
     pub columns: usize,
-    /// Columns of a, rows of b.
     pub depth: usize,
-    /// Add to c.
+    /// Whether to add to c.
     pub accumulate: bool,
-    /// What multiplies: f32's or f64's multiply-adds, or this unit, for which elements of f32 are split into two terms
-    /// of bf16: 2^-15 of a product is lost at most, and an infinity times a number of two terms may be NaN. The bits
-    /// are the same for factors that swap places.
+    /// The bf16 unit that multiplies; `None` for f32 or f64 multiply-adds. The unit splits f32 elements into two bf16
+    /// terms: at most 2^-15 of a product is lost, and infinity times a number of two terms may be NaN. Swapping the
+    /// factors does not change the bits.
     pub unit: Option<Unit>,
 }
 
-/// The transpose of x (columns, depth) for [`Product`]'s b, in units: `to` (units, depth, COLUMNS), zeros beyond the
-/// columns. `lines` is (COLUMNS, depth) to work in.
+/// Packs the transpose of x (columns, depth) as [`TileMatmul`]'s b: `to` (units, depth, COLUMNS), padded with zeros.
+/// `lines` is scratch of (COLUMNS, depth).
 pub(crate) fn pack_transposed<T: Stored>(
     x: &[T],
     depth: usize,
@@ -59,8 +53,8 @@ pub(crate) fn pack_transposed<T: Stored>(
     b_block(b, 0..depth, 0..columns, to, lines);
 }
 
-impl<T: Lanes> Product<'_, T> {
-    /// Computes it, on the calling thread, as this part of an op's time.
+impl<T: Lanes> TileMatmul<'_, T> {
+    /// Computes the matmul on the calling thread; its time is recorded as `part` of an op.
     pub(crate) fn run(self, part: Part) {
         if self.rows == 0 || self.columns == 0 {
             return;
@@ -75,7 +69,6 @@ impl<T: Lanes> Product<'_, T> {
         });
     }
 
-    /// Computes it on `unit`.
     fn run_on(self, unit: Unit) {
         let [a, b] = [self.a, self.b].map(|x| same_type::<T, f32>(x).expect("tiles of f32"));
         let a = Lines {
@@ -95,13 +88,14 @@ impl<T: Lanes> Product<'_, T> {
         let mut c = MatMut::band(self.c, self.rows, self.columns, self.c_row);
         let c = Output::new(&mut c, self.accumulate).expect("tiles of f32");
         // SAFETY: c is borrowed until this returns.
-        unsafe { product_of_tiles(unit, [a, b], self.depth, c) };
+        unsafe { matmul_of_tiles(unit, [a, b], self.depth, c) };
     }
 
-    /// Itself over plain memory; the views of at least one row and column reach no further than their slices.
+    /// Returns the matmul on raw memory, after checking that the views, of at least one row and column, stay inside
+    /// their slices.
     fn tiles(self) -> Tiles<T> {
         assert!(self.columns.is_multiple_of(COLUMNS));
-        // The last element that each view reaches.
+        // The last element that each view reaches must exist.
         let (rows, depth) = (self.rows - 1, self.depth.saturating_sub(1));
         assert!(self.depth == 0 || rows * self.a_row + depth * self.a_col < self.a.len());
         let last_unit = (self.columns / COLUMNS - 1) * self.b_unit;
@@ -138,7 +132,7 @@ mod tests {
         (0..n).map(|i| T::real((i as f64 * step).sin())).collect()
     }
 
-    /// Every number of rows and registers, so that every block is met, on every instruction set.
+    /// Covers every number of rows and registers, and so every register block, on every instruction set.
     fn every_block<T: Lanes + Into<f64>>(tolerance: f64) {
         for arch in instruction_sets() {
             for columns in (COLUMNS..=9 * COLUMNS).step_by(COLUMNS) {
@@ -177,7 +171,7 @@ mod tests {
         let b = values::<T>((depth + padding) * row, 1.1);
         let before = values::<T>(rows * row, 1.3);
         let mut c = before.clone();
-        let product = Product {
+        let product = TileMatmul {
             a: &a,
             a_row,
             a_col,
@@ -196,7 +190,7 @@ mod tests {
         for (i, value) in c.iter().enumerate() {
             let (r, column) = (i / row, i % row);
             let start: f64 = before[i].into();
-            let is_padding = column >= columns; // which is left as it was
+            let is_padding = column >= columns; // padding stays unchanged
             let mut exact = if accumulate || is_padding { start } else { 0.0 };
             for t in 0..if is_padding { 0 } else { depth } {
                 let in_b = t * b_row + column / COLUMNS * b_unit + column % COLUMNS;

@@ -1,9 +1,9 @@
-//! A bias under a product, and its gradient.
+//! Bias of a linear layer, and its gradient.
 
 use crate::kernels::cpu::{Blocks, Stored, parallel, simd};
 
-/// Every row of `y` (rows, width) is `bias` (width), for a product to be added to, which rounds once more in half
-/// precision.
+/// Fills every row of `y` (rows, width) with `bias` (width). The matmul is then added to y, which in half precision
+/// rounds once more.
 pub fn fill<T: Stored>(bias: &[T], y: &mut [T]) {
     let width = bias.len();
     parallel::for_rows(y, width, |_, y| {
@@ -13,7 +13,7 @@ pub fn fill<T: Stored>(bias: &[T], y: &mut [T]) {
     });
 }
 
-/// Computes `db` (width), the sum of the rows of `dy` (rows, width), or adds it, in a fixed order.
+/// Computes `db` (width), the sum of the rows of `dy` (rows, width), in a fixed order; adds it to `db` if `adds`.
 pub fn gradient<T: Stored>(dy: &[T], db: &mut [T::Wide], adds: bool) {
     let width = db.len();
     let rows = dy.len().checked_div(width).unwrap_or(0);

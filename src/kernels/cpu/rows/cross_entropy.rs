@@ -1,14 +1,14 @@
-//! Cross-entropy of logits: loss = mean over the targets that count of `ln(sum(exp(row))) - row[target]`.
+//! Cross-entropy of logits: the mean over the targets that count of `ln(sum(exp(row))) - row[target]`.
 //!
 //! With top the largest logit of a row and total the sum of `exp(x - top)` over it, the loss of a row is
-//! `(top - row[target]) + ln(total)` and its softmax `exp(x - top) / total`. `top + ln(total)` is never formed: rounded
-//! to one number it loses the digits of ln(total) where logits are large.
+//! `(top - row[target]) + ln(total)` and its softmax is `exp(x - top) / total`. The sum `top + ln(total)` is never
+//! formed: for large logits, rounding it to one number would lose the digits of ln(total).
 
 use crate::kernels::cpu::{Blocks, Real, Stored, parallel, simd, simd::BLOCK};
 use rayon::prelude::*;
 
-/// Each row's loss, and (top, total) pairs in `statistics` (rows, 2), from `logits` (rows, classes); a target of `None`
-/// gives a loss of 0.
+/// Computes each row's loss and the pairs (top, total) in `statistics` (rows, 2), from `logits` (rows, classes). A
+/// target of `None` gives a loss of 0.
 pub fn forward<T: Stored>(
     logits: &[T],
     classes: usize,
@@ -16,7 +16,7 @@ pub fn forward<T: Stored>(
     loss: &mut [T::Wide],
     statistics: &mut [T::Wide],
 ) {
-    // A row is thousands of elements: cut by rows of logits, not by the few outputs.
+    // A row has thousands of elements: divide by rows of logits, not by the few outputs.
     let per_task = (parallel::TASK_ELEMENTS / classes.max(1)).max(1);
     let outputs = loss
         .par_chunks_mut(per_task)
@@ -43,7 +43,7 @@ pub fn forward<T: Stored>(
     });
 }
 
-/// A row's largest element, and the sum of `exp(x - top)` over it.
+/// Returns a row's largest element, and the sum of `exp(x - top)` over it.
 #[inline(always)]
 pub(super) fn top_and_total<T: Stored>(
     reading: &mut Blocks<T, 1, 0>,
@@ -66,8 +66,8 @@ pub(super) fn top_and_total<T: Stored>(
     (top, total)
 }
 
-/// `dlogits[row] = (softmax(row) - onehot(target)) * weight`, 0 for rows whose target does not count; `statistics` as
-/// [`forward`] wrote them.
+/// Computes `dlogits[row] = (softmax(row) - onehot(target)) * weight`, or 0 for rows whose target does not count.
+/// `statistics` are those of [`forward`].
 pub fn backward<T: Stored>(
     logits: &[T],
     classes: usize,
@@ -109,11 +109,12 @@ pub fn backward<T: Stored>(
     });
 }
 
-/// [`forward`] and [`backward`] in one go, for logits that are not read afterwards: `logits` becomes
-/// `(softmax(row) - onehot(target)) * weight`, `loss` the rows' losses.
+/// Runs [`forward`] and [`backward`] in one pass, for logits that are not read afterwards: `logits` becomes
+/// `(softmax(row) - onehot(target)) * weight`, and `loss` the losses of the rows. A row has `classes` logits, and rows
+/// are `row_stride` elements apart.
 ///
-/// One exponential an element, where the two passes take two; in half precision, which has no room for exponentials,
-/// two.
+/// It computes one exponential per element, where the two passes compute two. In half precision it computes two as
+/// well, because an exponential cannot be stored in place.
 pub fn forward_backward_in_place<T: Stored>(
     logits: &mut [T],
     [classes, row_stride]: [usize; 2],
@@ -143,7 +144,7 @@ pub fn forward_backward_in_place<T: Stored>(
     });
 }
 
-/// One row of a type that is computed in: returns its loss.
+/// Processes a row that is stored in the compute type; returns its loss.
 #[inline(always)]
 fn wide_row_in_place<T: Real>(x: &mut [T], class: usize, weight: T) -> T {
     let top = simd::max(x);
@@ -160,7 +161,7 @@ fn wide_row_in_place<T: Real>(x: &mut [T], class: usize, weight: T) -> T {
     above + total.logarithm()
 }
 
-/// One row of a type that is widened block by block, as [`forward`] and [`backward`] compute it: returns its loss.
+/// Processes a row in half precision, widened block by block, as [`forward`] and [`backward`] do; returns its loss.
 #[inline(always)]
 fn narrow_row_in_place<T: Stored>(x: &mut [T], class: usize, weight: T::Wide) -> T::Wide {
     let mut buffer = [T::Wide::ZERO; BLOCK];
@@ -198,7 +199,7 @@ mod tests {
     use candle_core::WithDType;
     use half::{bf16, f16};
 
-    /// In place is [`forward`] and [`backward`], to the bit.
+    /// Checks that the in-place version has the same bits as [`forward`] and [`backward`].
     fn in_place_is_both<T: Stored>(rows: usize, classes: usize) {
         let value = |i: usize| T::from_f64((i as f64 * 0.37).sin() * 6.0);
         let logits: Vec<T> = (0..rows * classes).map(value).collect();
@@ -216,7 +217,7 @@ mod tests {
                 rows.flat_map(|row| [row, &vec![between; row_stride - classes]].concat())
                     .collect()
             };
-            let between = T::from_f64(99.0); // neither read nor written
+            let between = T::from_f64(99.0); // must be neither read nor written
             let (mut got, mut got_loss) = (apart(&logits, between), zeros(rows));
             let dims = [classes, row_stride];
             forward_backward_in_place(&mut got, dims, target, weight, &mut got_loss);
@@ -225,8 +226,8 @@ mod tests {
         }
     }
 
-    /// Seven logits of 2^15 in each row, and others far below: the loss is ln 7. Relative to it, f32 rounds 2^15 + ln 7
-    /// to 6e-4.
+    /// Seven logits of 2^15 in each row, and the others far below: the loss is ln 7. f32 would round 2^15 + ln 7 with
+    /// an error of 6e-4 relative to the loss.
     fn large_logits<T: Stored>(unit: f64) {
         let (rows, classes) = (3, 600);
         let top = |place: usize| place.is_multiple_of(97);

@@ -1,4 +1,4 @@
-//! Rows of a table by id, and their gradients back into the table.
+//! Embedding: lookup of table rows by id, and the gradient of the table.
 
 use crate::kernels::cpu::{
     Blocks, Real, Stored,
@@ -7,7 +7,7 @@ use crate::kernels::cpu::{
 };
 use std::ops::Range;
 
-/// `y[i] = table[ids[i]]`; table (vocab, width), y (ids, width). Ids must be inside the table.
+/// Copies `y[i] = table[ids[i]]`; table (vocab, width), y (ids, width). Ids must be inside the table.
 pub fn forward<T: Copy + Send + Sync>(table: &[T], width: usize, ids: &[u32], y: &mut [T]) {
     parallel::for_rows(y, width, |first, y| {
         for (y, id) in y.chunks_exact_mut(width).zip(&ids[first..]) {
@@ -17,10 +17,11 @@ pub fn forward<T: Copy + Send + Sync>(table: &[T], width: usize, ids: &[u32], y:
     });
 }
 
-/// `dtable[id]` is the sum of `dy[i]` over the i whose id it is, in order, or 0; dtable (vocab, width), dy (ids,
-/// width). The row of `padding_id` is 0.
+/// Computes `dtable[id]`, the sum in order of `dy[i]` over the positions i of that id, or 0; dtable (vocab, width), dy
+/// (ids, width). The row of `padding_id` is 0.
 ///
-/// Parallel over column blocks: each task has all ids, so every element is summed by one task, in the ids' order.
+/// Parallel over blocks of columns: each task reads all ids, so every element is summed by one task in the order of the
+/// ids.
 pub fn backward<T: Stored>(
     dy: &[T],
     width: usize,
@@ -32,7 +33,7 @@ pub fn backward<T: Stored>(
     add_rows(dy, width, ids, padding_id, dtable, false);
 }
 
-/// As [`backward`], added to what `dtable` holds.
+/// Adds the gradient that [`backward`] computes to `dtable`.
 pub fn backward_accumulating<T: Real + Stored<Wide = T>>(
     dy: &[T],
     width: usize,
@@ -43,7 +44,8 @@ pub fn backward_accumulating<T: Real + Stored<Wide = T>>(
     add_rows(dy, width, ids, padding_id, dtable, true);
 }
 
-/// The rows of `dtable` whose ids occur: overwritten or, for types that are computed in as they are stored, added to.
+/// Computes the rows of `dtable` whose ids occur; with `accumulate`, for types stored in the compute type, adds to
+/// them.
 fn add_rows<T: Stored>(
     dy: &[T],
     width: usize,
@@ -59,7 +61,7 @@ fn add_rows<T: Stored>(
     positions
         .of_ids
         .retain(|(id, _)| padding_id.is_none_or(|padding| *id != padding as usize));
-    // At least a cache line and at most eight blocks: each costs another walk over the ids.
+    // Blocks have at least a cache line and there are at most eight, because each costs another pass over the ids.
     let block = width.div_ceil(8).next_multiple_of(16).min(width);
     let tasks = if ids.len() * width < TASK_ELEMENTS {
         1
@@ -78,7 +80,7 @@ fn add_rows<T: Stored>(
                 let mut writing = Blocks::<T, 0, 1>::new();
                 for (id, occurrences) in &positions.of_ids {
                     let occurrences = &positions.sorted[occurrences.clone()];
-                    // SAFETY: this task alone touches its columns.
+                    // SAFETY: only this task accesses its columns.
                     let row = unsafe { dtable.range(id * width + from, len) };
                     writing.each(
                         [],
@@ -109,11 +111,11 @@ fn add_rows<T: Stored>(
     });
 }
 
-/// Where each id occurs.
+/// The positions of each id.
 struct Positions {
-    /// The positions of id 0 in order, then those of id 1, ..
+    /// The positions of id 0 in order, then those of id 1, and so on.
     sorted: Vec<usize>,
-    /// Each id that occurs, and its positions' places in `sorted`.
+    /// Each id that occurs, and the range of its positions in `sorted`.
     of_ids: Vec<(usize, Range<usize>)>,
 }
 
@@ -123,7 +125,7 @@ impl Positions {
         for id in ids {
             next[*id as usize] += 1;
         }
-        // From counts to where each id's positions begin..
+        // Turn counts into the offsets where each id's positions begin.
         let mut begin = 0;
         let mut of_ids = Vec::new();
         for (id, next) in next.iter_mut().enumerate() {
@@ -133,7 +135,7 @@ impl Positions {
             }
             begin += count;
         }
-        // ..which each position moves on by one.
+        // Each position advances its id's offset by one.
         let mut sorted = vec![0; ids.len()];
         for (position, id) in ids.iter().enumerate() {
             let next = &mut next[*id as usize];

@@ -1,40 +1,42 @@
-//! Softmax of half-precision scores: rows widened one at a time, exponentials on registers.
+//! Softmax of half-precision scores: rows are widened one at a time, and exponentials run on SIMD registers.
 //!
-//! Half the bytes make arithmetic the bound, which in f32 is memory: hence fewer passes and a cheaper exponential than
-//! in [`softmax`](super::softmax), whose f32 results stay what they were.
+//! With half the bytes, arithmetic is the bottleneck, where f32 is bound by memory. So this makes fewer passes and uses
+//! a cheaper exponential than [`softmax`](super::softmax), whose f32 results do not change.
 
-use super::softmax::only;
-use crate::kernels::attention::Seen;
+use super::softmax::visible_part;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::{Lanes, Real, Stored, parallel};
 use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 
-/// A multiple of the elements of every register: what rows are filled up to.
+/// A multiple of the elements of every register, to which rows are padded.
 const PADDING: usize = 16;
 
-/// Whole rows of a batch.
+/// The position of some rows in a batch, with their mask and scale.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a, T> {
-    /// Which row of the batch the first is.
+    /// The index of the first row in the batch.
     pub first: usize,
-    pub seen: Seen<'a>,
+    pub seen: KeyRanges<'a>,
     pub scale: T,
 }
 
-/// `p` from `x`, both (rows, keys).
+/// Computes `p` from `x`, both (rows, keys).
 pub(super) fn forward_rows<T: Stored>(rows: Rows<'_, T::Wide>, x: &[T], p: &mut [T]) {
     let mut e = vec![T::Wide::ZERO; rows.seen.keys.next_multiple_of(PADDING)];
     let e = &mut e[..];
     Arch::new().dispatch(Forward { rows, x, p, e });
 }
 
-/// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere, with p recomputed from the scores `x`.
+/// Computes `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere, with p recomputed from the scores
+/// `x`.
 ///
-/// For half precision: rounded probabilities would put their error into the gradient, and the scores are kept anyway.
+/// It is for half precision: rounded probabilities would add their error to the gradient, and the scores are saved
+/// anyway.
 pub fn backward_from_scores<T: Stored>(
     dp: &[T],
     x: &[T],
-    seen: Seen<'_>,
+    seen: KeyRanges<'_>,
     scale: f64,
     dx: &mut [T],
 ) {
@@ -62,7 +64,6 @@ struct Forward<'a, T: Stored> {
     rows: Rows<'a, T::Wide>,
     x: &'a [T],
     p: &'a mut [T],
-    /// A row, padded.
     e: &'a mut [T::Wide],
 }
 
@@ -76,8 +77,8 @@ impl<T: Stored> WithSimd for Forward<'_, T> {
         let keys = rows.seen.keys;
         let pairs = p.chunks_exact_mut(keys).zip(x.chunks_exact(keys));
         for (row, (p, x)) in pairs.enumerate() {
-            let visible = rows.seen.by_row(rows.first + row);
-            let (x, p) = (&x[visible.clone()], only(p, visible, T::zero()));
+            let visible = rows.seen.of_row(rows.first + row);
+            let (x, p) = (&x[visible.clone()], visible_part(p, visible, T::zero()));
             let (e, max) = scaled(simd, x, rows.scale, e);
             let sum = fold_registers::<T::Wide, S, _, 0>(
                 e,
@@ -105,9 +106,7 @@ struct Backward<'a, T: Stored> {
     dp: &'a [T],
     x: &'a [T],
     dx: &'a mut [T],
-    /// A row, padded.
     e: &'a mut [T::Wide],
-    /// A row, padded.
     gradient: &'a mut [T::Wide],
 }
 
@@ -121,12 +120,12 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
         let zero = T::Wide::vsplat(simd, T::Wide::ZERO);
         let inputs = self.dp.chunks_exact(keys).zip(self.x.chunks_exact(keys));
         for (row, (dx, (dp, x))) in self.dx.chunks_exact_mut(keys).zip(inputs).enumerate() {
-            let visible = seen.by_row(first + row);
+            let visible = seen.of_row(first + row);
             let (dp, x) = (&dp[visible.clone()], &x[visible.clone()]);
-            let dx = only(dx, visible, T::zero());
+            let dx = visible_part(dx, visible, T::zero());
             let gradient = &mut self.gradient[..dx.len().next_multiple_of(PADDING)];
             T::load(dp, &mut gradient[..dx.len()]);
-            gradient[dx.len()..].fill(T::Wide::ZERO); // a longer row's, which may be NaN
+            gradient[dx.len()..].fill(T::Wide::ZERO); // stale elements of a longer row may be NaN
             let (e, max) = scaled(simd, x, scale, self.e);
             let (sum, inner) = fold_registers::<T::Wide, S, _, 1>(
                 e,
@@ -153,7 +152,7 @@ impl<T: Stored> WithSimd for Backward<'_, T> {
     }
 }
 
-/// `scale x` in the first places of `e`, filled up to whole registers with what vanishes under exp, and the largest
+/// Writes `scale x` to `e`, padded to whole registers with values that vanish under exp. Returns it, and the largest
 /// element in every lane.
 #[inline(always)]
 fn scaled<'a, T: Stored, S: Simd>(
@@ -165,7 +164,7 @@ fn scaled<'a, T: Stored, S: Simd>(
     let e = &mut e[..x.len().next_multiple_of(PADDING)];
     let (visible, rest) = e.split_at_mut(x.len());
     T::load(x, visible);
-    rest.fill(visible.last().copied().unwrap_or(T::Wide::ZERO)); // changes no maximum
+    rest.fill(visible.last().copied().unwrap_or(T::Wide::ZERO)); // does not change the maximum
     let scale = T::Wide::vsplat(simd, scale);
     let max = fold_registers::<T::Wide, S, _, 0>(
         e,
@@ -173,7 +172,7 @@ fn scaled<'a, T: Stored, S: Simd>(
         T::Wide::vsplat(simd, T::Wide::NEG_INFINITY),
         #[inline(always)]
         |max, x, []| {
-            let x = T::Wide::vmul(simd, x, scale); // first, so that a negative scale is right too
+            let x = T::Wide::vmul(simd, x, scale); // before the maximum, so that negative scales work
             (T::Wide::vmax(simd, x, max), x)
         },
         #[inline(always)]
@@ -184,8 +183,8 @@ fn scaled<'a, T: Stored, S: Simd>(
     (e, T::Wide::vsplat(simd, max))
 }
 
-/// Runs `(state, x) = step(state, x, others)` over the registers x of `row` and those beside them in `others`, all
-/// whole registers long, and joins the states: several side by side, so that one step need not wait for the last.
+/// Runs `(state, x) = step(state, x, others)` over the registers x of `row` and the corresponding ones of `others`. All
+/// are whole registers long. Several independent chains of states overlap, and are joined in the end.
 #[inline(always)]
 fn fold_registers<T: Lanes, S: Simd, State: Copy, const N: usize>(
     row: &mut [T],
@@ -204,7 +203,7 @@ fn fold_registers<T: Lanes, S: Simd, State: Copy, const N: usize>(
         #[inline(always)]
         |chain, register| {
             let at = register * lanes;
-            // SAFETY: a register inside the slices, which are all of one length.
+            // SAFETY: the register is inside the slices, which have one length.
             unsafe {
                 let x = T::vload::<S>(row.as_ptr().add(at));
                 let others = others.map(
@@ -221,7 +220,8 @@ fn fold_registers<T: Lanes, S: Simd, State: Copy, const N: usize>(
     join(join(a, b), join(c, d))
 }
 
-/// Calls `f(i % N, i)` for i in `0..count`, the last few all with 0: the first argument is a constant once inlined.
+/// Calls `f(i % N, i)` for i in `0..count`, but `f(0, i)` for the last `count % N`. The first argument is a constant
+/// once inlined.
 #[inline(always)]
 fn each_chain<const N: usize>(count: usize, mut f: impl FnMut(usize, usize)) {
     let whole = count - count % N;
@@ -235,13 +235,13 @@ fn each_chain<const N: usize>(count: usize, mut f: impl FnMut(usize, usize)) {
     }
 }
 
-/// A register's elements joined in pairs until one is left.
+/// Joins a register's elements in pairs until one is left.
 #[inline(always)]
 fn fold_lanes<T: Lanes, S: Simd>(register: T::Register<S>, join: impl Fn(T, T) -> T) -> T {
     let mut values = [T::ZERO; PADDING];
     let mut width = T::lanes::<S>();
     assert!(width <= PADDING);
-    // SAFETY: there is room for the register, as just asserted.
+    // SAFETY: the array holds a register, as just asserted.
     unsafe { T::vstore::<S>(values.as_mut_ptr(), register) };
     while width > 1 {
         width /= 2;

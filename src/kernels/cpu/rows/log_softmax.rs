@@ -4,7 +4,7 @@
 use super::cross_entropy::top_and_total;
 use crate::kernels::cpu::{Blocks, Real, Stored, parallel, simd};
 
-/// y from x, both (rows, width).
+/// Computes y from x, both (rows, width).
 pub fn forward<T: Stored>(x: &[T], width: usize, y: &mut [T]) {
     parallel::for_rows(y, width, |first, y| {
         simd::vectorized(
@@ -32,7 +32,7 @@ pub fn forward<T: Stored>(x: &[T], width: usize, y: &mut [T]) {
     });
 }
 
-/// `dx = dy - softmax(x) sum(dy)`, all (rows, width). From x: of y in half precision few digits are left.
+/// Computes `dx = dy - softmax(x) sum(dy)`, all (rows, width). It reads x, because y in half precision has few digits.
 pub fn backward<T: Stored>(dy: &[T], x: &[T], width: usize, dx: &mut [T]) {
     parallel::for_rows(dx, width, |first, dx| {
         simd::vectorized(

@@ -1,4 +1,4 @@
-//! Kernels of rows: norms, softmax, losses, tables, and sums over rows.
+//! Kernels on rows: norms, softmax, losses, embedding tables and bias.
 
 pub mod bias;
 pub mod cross_entropy;

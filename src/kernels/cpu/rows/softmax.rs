@@ -1,15 +1,15 @@
-//! Softmax of scaled, masked scores: p = softmax(scale * x) over the keys that are seen.
+//! Softmax of scaled, masked scores: p = softmax(scale * x) over the visible keys.
 
 pub use super::half_softmax::backward_from_scores;
 
 use super::half_softmax::{self, Rows};
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::{Real, Stored, parallel, simd};
 use crate::probe::parts::{Part, timed};
 use std::ops::Range;
 
-/// `p` from scores `x`, both (batch, queries, keys). Hidden places and rows without a visible key are 0.
-pub fn forward<T: Stored>(x: &[T], seen: Seen<'_>, scale: f64, p: &mut [T]) {
+/// Computes `p` from scores `x`, both (batch, queries, keys). Hidden places and rows without a visible key are 0.
+pub fn forward<T: Stored>(x: &[T], seen: KeyRanges<'_>, scale: f64, p: &mut [T]) {
     let keys = seen.keys;
     let rows = |first: usize, p: &mut [T]| {
         let x = &x[first * keys..first * keys + p.len()];
@@ -27,8 +27,8 @@ pub fn forward<T: Stored>(x: &[T], seen: Seen<'_>, scale: f64, p: &mut [T]) {
     timed(Part::Softmax, || parallel::for_rows(p, keys, rows));
 }
 
-/// As [`forward`], from the scores in rows of `width` of which row i sees those at `visible(i)`; with
-/// `log(sum(exp(scale * x)))` of every row in `lse`, unless that is empty. Rows without a visible key have -inf there.
+/// Computes softmax in place: `p` holds scores in rows of `width`, of which row i sees those at `visible(i)`. Unless
+/// `lse` is empty, it receives `log(sum(exp(scale * x)))` of every row, -inf for rows without a visible key.
 pub fn forward_rows_to<T: Real>(
     p: &mut [T],
     width: usize,
@@ -53,8 +53,8 @@ pub fn forward_rows_to<T: Real>(
     timed(Part::Softmax, rows);
 }
 
-/// `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere.
-pub fn backward<T: Real>(dp: &[T], p: &[T], seen: Seen<'_>, scale: f64, dx: &mut [T]) {
+/// Computes `dx = scale * p (dp - sum(dp p))` over the visible keys, 0 elsewhere.
+pub fn backward<T: Real>(dp: &[T], p: &[T], seen: KeyRanges<'_>, scale: f64, dx: &mut [T]) {
     let rows = |first: usize, dx: &mut [T]| {
         let range = first * seen.keys..first * seen.keys + dx.len();
         dx.copy_from_slice(&dp[range.clone()]);
@@ -63,19 +63,20 @@ pub fn backward<T: Real>(dp: &[T], p: &[T], seen: Seen<'_>, scale: f64, dx: &mut
     timed(Part::Softmax, || parallel::for_rows(dx, seen.keys, rows));
 }
 
-/// Whole rows, of which the first is row `first` of the batch.
+/// Computes softmax of whole rows in place; the first is row `first` of the batch.
 pub(in crate::kernels::cpu) fn forward_rows<T: Real>(
     p: &mut [T],
     first: usize,
-    seen: Seen<'_>,
+    seen: KeyRanges<'_>,
     scale: f64,
 ) {
-    let visible = |row: usize| seen.by_row(first + row);
+    let visible = |row: usize| seen.of_row(first + row);
     forward_rows_to(p, seen.keys, scale, visible, &mut []);
 }
 
-/// Rows of `width` elements, of which those in `visible(i)` are scores of row i; the others become 0. `done(i, top,
-/// sum)` is called with the largest scaled score of row i and the sum of the exponentials relative to it.
+/// Computes softmax of rows of `width` elements in place. Elements at `visible(i)` are scores of row i; the others
+/// become 0. Calls `done(i, top, sum)` with the largest scaled score of row i and the sum of exponentials relative to
+/// it.
 #[inline(always)]
 fn forward_visible<T: Real>(
     p: &mut [T],
@@ -89,9 +90,9 @@ fn forward_visible<T: Real>(
         #[inline(always)]
         || {
             for (row, p) in p.chunks_exact_mut(width).enumerate() {
-                let p = only(p, visible(row), T::ZERO);
+                let p = visible_part(p, visible(row), T::ZERO);
                 for p in p.iter_mut() {
-                    *p *= scale; // before the maximum, so that a negative scale is right too
+                    *p *= scale; // before the maximum, so that negative scales work
                 }
                 let top = simd::max(p);
                 for p in p.iter_mut() {
@@ -108,9 +109,9 @@ fn forward_visible<T: Real>(
     );
 }
 
-/// The places `visible` of a row, the others filled with `zero`.
+/// Returns the elements `visible` of a row, after filling the others with `zero`.
 #[inline(always)]
-pub(super) fn only<T: Copy>(row: &mut [T], visible: Range<usize>, zero: T) -> &mut [T] {
+pub(super) fn visible_part<T: Copy>(row: &mut [T], visible: Range<usize>, zero: T) -> &mut [T] {
     let (row, after) = row.split_at_mut(visible.end);
     after.fill(zero);
     let (before, row) = row.split_at_mut(visible.start);
@@ -118,19 +119,19 @@ pub(super) fn only<T: Copy>(row: &mut [T], visible: Range<usize>, zero: T) -> &m
     row
 }
 
-/// Whole rows, of which the first is row `first` of the batch; `dx` holds dp.
+/// Computes dx of whole rows in place; the first is row `first` of the batch, and `dx` holds dp.
 pub(in crate::kernels::cpu) fn backward_rows<T: Real>(
     dx: &mut [T],
     p: &[T],
     first: usize,
-    seen: Seen<'_>,
+    seen: KeyRanges<'_>,
     scale: f64,
 ) {
-    let visible = |row: usize| seen.by_row(first + row);
+    let visible = |row: usize| seen.of_row(first + row);
     backward_rows_from(dx, p, seen.keys, scale, visible);
 }
 
-/// As [`backward`], from the gradient in rows of `width` in `dx`, of which row i sees those at `visible(i)`.
+/// Computes [`backward`] in place: `dx` holds dp in rows of `width`, of which row i sees those at `visible(i)`.
 pub fn backward_rows_from<T: Real>(
     dx: &mut [T],
     p: &[T],
@@ -147,7 +148,7 @@ pub fn backward_rows_from<T: Real>(
                 for (row, (dx, p)) in rows.enumerate() {
                     let visible = visible(row);
                     let p = &p[visible.clone()];
-                    let dx = only(dx, visible, T::ZERO);
+                    let dx = visible_part(dx, visible, T::ZERO);
                     let inner = simd::dot(p, dx);
                     for (dx, p) in dx.iter_mut().zip(p) {
                         *dx = *p * (*dx - inner) * scale;

@@ -1,16 +1,17 @@
-//! Slices of stored elements, handed to a kernel in the type it computes in.
+//! Blockwise conversion of stored elements to the compute type and back.
 
 use super::{Real, Stored, stored::BLOCK};
 
-/// Buffers for `N` inputs and `M` outputs of a kernel, a block of each: made once a task, used for all its rows.
+/// Buffers of one block for each of the `N` inputs and `M` outputs of a kernel. A task makes them once and uses them
+/// for all its rows.
 ///
-/// Types that are computed in as they are stored need no buffers, and no copies: their slices are handed on whole.
+/// Types that are stored in the compute type need no buffers and no copies: their slices are passed unchanged.
 pub struct Blocks<T: Stored, const N: usize, const M: usize> {
     inputs: [Buffer<T::Wide>; N],
     outputs: [Buffer<T::Wide>; M],
 }
 
-/// Begins with a cache line: a vector that is stored across two lines and loaded at once costs several times more.
+/// A buffer aligned to a cache line: a vector that straddles two lines costs several times more to store and load.
 #[repr(align(64))]
 struct Buffer<T>([T; BLOCK]);
 
@@ -19,7 +20,6 @@ impl<T: Real> Buffer<T> {
 }
 
 impl<T: Stored, const N: usize, const M: usize> Blocks<T, N, M> {
-    /// Buffers of zeros.
     #[inline(always)]
     pub fn new() -> Self {
         Self {
@@ -28,10 +28,10 @@ impl<T: Stored, const N: usize, const M: usize> Blocks<T, N, M> {
         }
     }
 
-    /// Calls `f(start, inputs, outputs)` on consecutive blocks of the slices, all of one length: `inputs` widened,
-    /// `outputs` to be written whole, then rounded into theirs. `start` is where the block begins.
+    /// Calls `f(start, inputs, outputs)` on consecutive blocks of the slices, which have one length. `inputs` are
+    /// widened; `f` must write all of `outputs`, which are then rounded. `start` is the offset of the block.
     ///
-    /// `f32` and `f64` are one block, whatever their length: kernels keep the bits and the speed of a plain loop.
+    /// `f32` and `f64` are one block of any length, so that kernels keep the bits and the speed of a plain loop.
     #[inline(always)]
     pub fn each(
         &mut self,
@@ -40,7 +40,7 @@ impl<T: Stored, const N: usize, const M: usize> Blocks<T, N, M> {
         mut f: impl FnMut(usize, [&[T::Wide]; N], [&mut [T::Wide]; M]),
     ) {
         if T::as_wide(&[]).is_some() {
-            // Some for one slice is Some for all: never the empty ones.
+            // `as_wide` is `Some` for all slices of a type or for none: the default is never used.
             let inputs = inputs.map(|x| T::as_wide(x).unwrap_or_default());
             let outputs = outputs.map(|y| T::as_wide_mut(y).unwrap_or_default());
             return f(0, inputs, outputs);
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    /// y = a - 2 b of every length, and where each block began.
+    /// Returns y = a - 2 b for length `n`, and the offset of each block.
     fn difference<T: Stored>(n: usize) -> (Vec<T>, Vec<usize>) {
         let value = |i: usize| T::from_f64((i % 50) as f64);
         let a: Vec<T> = (0..n).map(value).collect();

@@ -1,23 +1,23 @@
-//! Slices of `f16` from and to `f32`, by the processor's own instruction where it has one.
+//! Conversion of `f16` slices from and to `f32`, by the processor's instruction where it has one.
 //!
-//! `half` has such conversions too, but calls a function for every eight elements: two to three times slower on a
+//! The conversions of `half` call a function for every eight elements, which makes them two to three times slower on a
 //! block.
 
 use half::{f16, slice::HalfFloatSliceExt};
 
-/// `to = from`, exactly; slices of one length.
+/// Converts `from` to f32, exactly; slices of one length.
 #[inline]
 pub fn widen(from: &[f16], to: &mut [f32]) {
     assert_eq!(from.len(), to.len());
     #[cfg(target_arch = "x86_64")]
     if x86::available() {
-        // SAFETY: the processor has the instructions, as just asked.
+        // SAFETY: the processor has the instructions, as just checked.
         return unsafe { x86::widen(from, to) };
     }
     from.convert_to_f32_slice(to);
 }
 
-/// `to = from`, rounded to the nearest (ties to even); slices of one length.
+/// Converts `from` to f16, rounded to nearest (ties to even); slices of one length.
 #[inline]
 pub fn round(from: &[f32], to: &mut [f16]) {
     assert_eq!(from.len(), to.len());
@@ -37,7 +37,7 @@ mod x86 {
         _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_storeu_ps,
     };
 
-    /// Elements converted by one instruction.
+    /// Elements that one instruction converts.
     const LANES: usize = 8;
 
     #[inline(always)]
@@ -50,7 +50,7 @@ mod x86 {
         let (from, from_rest) = from.as_chunks::<LANES>();
         let (to, to_rest) = to.as_chunks_mut::<LANES>();
         for (from, to) in from.iter().zip(to) {
-            // SAFETY: eight elements on either side; neither access asks for alignment.
+            // SAFETY: eight elements on either side; neither access needs alignment.
             unsafe {
                 let halves = _mm_loadu_si128(from.as_ptr().cast());
                 _mm256_storeu_ps(to.as_mut_ptr(), _mm256_cvtph_ps(halves));
@@ -83,7 +83,7 @@ mod x86 {
 mod tests {
     use super::*;
 
-    /// Equal bits, or both NaN.
+    /// Returns whether the bits are equal, or both are NaN.
     fn same(a: f16, b: f16) -> bool {
         a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
     }
@@ -102,7 +102,7 @@ mod tests {
         assert!(back.iter().zip(&all).all(|(back, half)| same(*back, *half)));
     }
 
-    /// The next f16 as a number; 2^16 after the largest.
+    /// Returns the next f16 as a number; 2^16 after the largest.
     fn next(half: f16) -> f32 {
         match half.to_bits() + 1 {
             0x7c00 => 65536.0,
@@ -110,7 +110,7 @@ mod tests {
         }
     }
 
-    /// Beside, at and between the ties of every f16, beyond the largest and below the smallest.
+    /// Values at, around and between the ties of every f16, above the largest and below the smallest.
     #[test]
     fn rounds_to_nearest_even_at_every_length() {
         let finite = (0..0x7c00).map(|bits| f16::from_bits(bits).to_f32());

@@ -1,54 +1,52 @@
-//! Vector registers of one element type, for code whose speed must not hang on what the compiler vectorises.
+//! Vector registers of one element type, for code whose speed must not depend on the compiler's vectorisation.
 
 use super::Real;
 use pulp::Simd;
 
-/// The arithmetic of one register on instruction set `S`: 16 `f32` with AVX-512, 8 with AVX2, 4 with NEON, one without.
+/// Arithmetic on one register of instruction set `S`: 16 `f32` with AVX-512, 8 with AVX2, 4 with NEON, one without
+/// SIMD.
 ///
 /// Every function must be inlined into a [`pulp::WithSimd`] body, which is what compiles it for `S`.
 pub trait Lanes: Real {
     /// A register.
     type Register<S: Simd>: Copy;
 
-    /// Elements of a register.
+    /// Returns the number of elements in a register.
     #[inline(always)]
     fn lanes<S: Simd>() -> usize {
         size_of::<Self::Register<S>>() / size_of::<Self>()
     }
 
-    /// The register's elements from `from`, which need not be aligned.
+    /// Loads a register from `from`, which need not be aligned.
     ///
     /// # Safety
-    /// That many elements are readable there.
+    /// [`lanes`](Self::lanes) elements must be readable there.
     #[inline(always)]
     unsafe fn vload<S: Simd>(from: *const Self) -> Self::Register<S> {
         // SAFETY: the caller's promise; a register is plain data.
         unsafe { from.cast::<Self::Register<S>>().read_unaligned() }
     }
 
-    /// Writes the register's elements to `to`, which need not be aligned.
+    /// Stores a register to `to`, which need not be aligned.
     ///
     /// # Safety
-    /// That many elements are writable there.
+    /// [`lanes`](Self::lanes) elements must be writable there.
     #[inline(always)]
     unsafe fn vstore<S: Simd>(to: *mut Self, register: Self::Register<S>) {
         // SAFETY: the caller's promise; a register is plain data.
         unsafe { to.cast::<Self::Register<S>>().write_unaligned(register) }
     }
 
-    /// `value` in every lane.
     fn vsplat<S: Simd>(simd: S, value: Self) -> Self::Register<S>;
 
-    /// `a + b`.
     fn vadd<S: Simd>(simd: S, a: Self::Register<S>, b: Self::Register<S>) -> Self::Register<S>;
 
-    /// `a - b`.
     fn vsub<S: Simd>(simd: S, a: Self::Register<S>, b: Self::Register<S>) -> Self::Register<S>;
 
-    /// `a b`.
+    /// Returns `a b`, elementwise.
     fn vmul<S: Simd>(simd: S, a: Self::Register<S>, b: Self::Register<S>) -> Self::Register<S>;
 
-    /// `a b + c`, rounded once where the processor can.
+    /// Returns `a b + c`, rounded once if the processor can.
     fn vmul_add<S: Simd>(
         simd: S,
         a: Self::Register<S>,
@@ -56,10 +54,10 @@ pub trait Lanes: Real {
         c: Self::Register<S>,
     ) -> Self::Register<S>;
 
-    /// The larger of both, lane by lane; nothing is promised of NaN.
+    /// Returns the larger of both, lane by lane; unspecified for NaN.
     fn vmax<S: Simd>(simd: S, a: Self::Register<S>, b: Self::Register<S>) -> Self::Register<S>;
 
-    /// `yes` where `a <= b`, else (NaN too) `no`.
+    /// Returns `yes` where `a <= b`, else (also for NaN) `no`.
     fn vselect_at_most<S: Simd>(
         simd: S,
         a: Self::Register<S>,
@@ -68,12 +66,12 @@ pub trait Lanes: Real {
         no: Self::Register<S>,
     ) -> Self::Register<S>;
 
-    /// e to the power of `x`, for `x` up to 88: within 2 ulp from -20 to 20 and within 5 elsewhere, 0 below -87, NaN
-    /// for NaN.
+    /// Returns e to the power of `x`, for `x` up to 88: within 2 ulp from -20 to 20 and within 5 elsewhere, 0 below
+    /// -87, NaN for NaN.
     fn vexp<S: Simd>(simd: S, x: Self::Register<S>) -> Self::Register<S>;
 }
 
-/// The methods that pulp has under a name of its own for each element type.
+/// Implements the methods that pulp names differently for each element type.
 macro_rules! arithmetic {
     ($register:ident, $splat:ident, $add:ident, $sub:ident, $mul:ident, $mul_add:ident, $max:ident, $at_most:ident,
      $select:ident) => {
@@ -140,14 +138,14 @@ impl Lanes for f32 {
         select_f32s
     );
 
-    /// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2; exp(r) = 1 + r + r^2 q(r) with q of degree 4,
-    /// the minimax fit of that form (3e-9 of the value, a twentieth of a rounding).
+    /// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2. exp(r) = 1 + r + r^2 q(r), where q of degree 4
+    /// is the minimax fit (relative error 3e-9, a twentieth of a rounding).
     ///
-    /// Attention calls this once for every score: thirteen instructions.
+    /// Attention calls this once per score: thirteen instructions.
     #[inline(always)]
     fn vexp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         const LOWEST: f32 = -87.0;
-        // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; with 127 more these are the exponent
+        // Adding 1.5 * 2^23 rounds to an integer, which is left in the low bits; with 127 more these are the exponent
         // field of 2^n.
         const ROUND: f32 = 12_582_912.0 + 127.0;
         const Q: [f32; 5] = [
@@ -161,7 +159,7 @@ impl Lanes for f32 {
         let round = simd.splat_f32s(ROUND);
         let shifted = simd.mul_add_e_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), round);
         let n = simd.sub_f32s(shifted, round);
-        // One step, which must be fused: ln 2 is off by 2e-9 as an f32, and n is small wherever the result is not.
+        // A single step, which must be fused: ln 2 as an f32 is off by 2e-9, and n is small where the result is not.
         let r = simd.mul_add_f32s(n, simd.splat_f32s(-std::f32::consts::LN_2), x);
         let mut p = simd.splat_f32s(Q[0]);
         for coefficient in [Q[1], Q[2], Q[3], Q[4], 1.0, 1.0] {
@@ -169,7 +167,7 @@ impl Lanes for f32 {
         }
         let bits = simd.transmute_u32s_f32s(shifted);
         let field = simd.wrapping_dyn_shl_u32s(bits, simd.splat_u32s(23));
-        // A product, not an addition to p's exponent: that would make numbers of NaN.
+        // Multiplied instead of added to p's exponent, which would turn NaN into numbers.
         let value = simd.mul_f32s(p, simd.transmute_f32s_u32s(field));
         simd.select_f32s(vanishes, simd.splat_f32s(0.0), value)
     }
@@ -188,7 +186,7 @@ impl Lanes for f64 {
         select_f64s
     );
 
-    /// Lane by lane: f64 is for checking, where the standard library's last bit counts for more than speed.
+    /// Runs lane by lane: f64 is for checks, where the standard library's accuracy matters more than speed.
     #[inline(always)]
     fn vexp<S: Simd>(_: S, x: S::f64s) -> S::f64s {
         let mut values = [0f64; 8];
@@ -204,7 +202,7 @@ impl Lanes for f64 {
     }
 }
 
-/// Every instruction set that this processor has, for tests of what is compiled for each.
+/// Returns every instruction set that this processor has, to test the code compiled for each.
 #[cfg(test)]
 pub(crate) fn instruction_sets() -> Vec<pulp::Arch> {
     #[allow(unused_mut)]
@@ -222,7 +220,6 @@ mod tests {
     use super::*;
     use pulp::WithSimd;
 
-    /// exp of every element, in place.
     struct Exponentials<'a, T>(&'a mut [T]);
 
     impl<T: Lanes> WithSimd for Exponentials<'_, T> {

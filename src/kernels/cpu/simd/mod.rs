@@ -1,5 +1,5 @@
-//! Vector code without intrinsics: loops that the compiler vectorises, compiled once for each instruction set and
-//! chosen when the program runs.
+//! Vector code without intrinsics: loops that the compiler vectorises, compiled for each instruction set, of which one
+//! is chosen at run time.
 
 mod blocks;
 mod f16_convert;
@@ -15,29 +15,29 @@ pub use real::Real;
 pub use stored::{BLOCK, Stored};
 pub(crate) use stored::{same_type, same_type_mut};
 
-/// Runs `f` compiled for the widest vectors this CPU has (AVX-512, AVX2, NEON, or the target's baseline).
+/// Runs `f`, compiled for the widest vectors of this CPU (AVX-512, AVX2, NEON, or the target's baseline).
 ///
-/// `f` and whatever it calls must be `#[inline(always)]` (a closure takes the attribute too: `vectorized(
-/// #[inline(always)] || ..)`). What is called instead of inlined is compiled for the target's baseline, and several
-/// times slower.
+/// `f` and everything it calls must be `#[inline(always)]` (a closure takes the attribute too:
+/// `vectorized(#[inline(always)] || ..)`). A function that is called instead of inlined is compiled for the target's
+/// baseline, and is several times slower.
 #[inline(always)]
 pub fn vectorized<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(f)
 }
 
-/// Partial sums kept side by side: enough for two AVX-512 registers of `f32`, so that additions overlap.
+/// The number of independent partial sums: enough for two AVX-512 registers of `f32`, so that additions overlap.
 ///
-/// Fixed, so that a sum has the same bits whatever the vector width.
+/// It is fixed, so that a sum has the same bits for any vector width.
 const LANES: usize = 32;
 
-/// The sum over i of `f([a[i], b[i], ..])` for slices of one length, in a fixed order that vectorises.
+/// Returns the sum over i of `f([a[i], b[i], ..])` for slices of one length, in a fixed order that vectorises.
 #[inline(always)]
 pub fn sum_over<T: Real, const N: usize>(slices: [&[T]; N], f: impl Fn([T; N]) -> T) -> T {
     let n = slices.first().map_or(0, |slice| slice.len());
     let mut lanes = [T::ZERO; LANES];
     let whole = n / LANES * LANES;
     for start in (0..whole).step_by(LANES) {
-        // One bounds check a chunk: checks an element would keep the loop below from vectorising.
+        // One bounds check per chunk: a check per element would prevent vectorisation of the loop below.
         let chunks: [&[T]; N] = slices.map(|slice| &slice[start..start + LANES]);
         for (lane, sum) in lanes.iter_mut().enumerate() {
             *sum += f(chunks.map(|chunk| chunk[lane]));
@@ -56,15 +56,14 @@ pub fn sum_over<T: Real, const N: usize>(slices: [&[T]; N], f: impl Fn([T; N]) -
     lanes[0]
 }
 
-/// The sum of a slice.
 #[inline(always)]
 pub fn sum<T: Real>(x: &[T]) -> T {
     sum_over([x], |[x]| x)
 }
 
-/// Whether no element is NaN or infinite.
+/// Returns whether no element is NaN or infinite.
 pub fn all_finite<T: Real>(x: &[T]) -> bool {
-    // Zero for a number, NaN for anything else, and no sum takes a NaN away.
+    // `x * 0` is 0 for finite x and NaN otherwise, and a sum never loses a NaN.
     let sum = vectorized(
         #[inline(always)]
         || sum_over([x], |[x]| x * T::ZERO),
@@ -72,13 +71,13 @@ pub fn all_finite<T: Real>(x: &[T]) -> bool {
     sum == T::ZERO
 }
 
-/// The inner product of two slices of one length.
+/// Returns the dot product of two slices of one length.
 #[inline(always)]
 pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     sum_over([a, b], |[a, b]| a * b)
 }
 
-/// The largest element, minus infinity for an empty slice; NaN if the last of its lane is.
+/// Returns the largest element, -inf for an empty slice; NaN if the last element of its lane is NaN.
 #[inline(always)]
 pub fn max<T: Real>(x: &[T]) -> T {
     let mut lanes = [T::NEG_INFINITY; LANES];
@@ -94,7 +93,7 @@ pub fn max<T: Real>(x: &[T]) -> T {
     lanes.into_iter().fold(T::NEG_INFINITY, T::larger)
 }
 
-/// `min(max(x, -bound), bound)`; NaN stays.
+/// Returns `min(max(x, -bound), bound)`; NaN stays NaN.
 #[inline(always)]
 pub fn clamp<T: Real>(x: T, bound: T) -> T {
     match x {
@@ -104,8 +103,8 @@ pub fn clamp<T: Real>(x: T, bound: T) -> T {
     }
 }
 
-/// FLOP/s in f32 of every thread of the pool running independent fused multiply-adds on registers; the best of several
-/// tries, about 0.1 s in all.
+/// Measures FLOP/s in f32 of all threads of the pool, each running independent fused multiply-adds on registers.
+/// Returns the best of ten tries, about 0.1 s in total.
 pub fn measure_multiply_add_rate() -> f64 {
     let attempt = |_| {
         let rates = rayon::broadcast(|_| {
@@ -118,16 +117,15 @@ pub fn measure_multiply_add_rate() -> f64 {
     (0..10).map(attempt).fold(0.0, f64::max)
 }
 
-/// Runs independent fused multiply-adds in f32 on registers for about 10 ms on this thread, and returns how many FLOPs
-/// they were: the same number each time.
+/// Runs independent fused multiply-adds in f32 on registers for about 10 ms on this thread. Returns their FLOPs, the
+/// same number each time.
 pub fn multiply_adds() -> u64 {
-    const CHAINS: usize = 12; // a latency of 4 times two units, and some to spare
+    const CHAINS: usize = 12; // a latency of 4 times two units, with some margin
     const ROUNDS: usize = 1_000_000;
 
     struct MultiplyAdds;
 
     impl pulp::WithSimd for MultiplyAdds {
-        /// FLOPs done.
         type Output = u64;
 
         #[inline(always)]

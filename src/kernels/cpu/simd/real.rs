@@ -1,4 +1,4 @@
-//! The element types of the CPU kernels.
+//! The compute types of the CPU kernels.
 
 use candle_core::WithDType;
 use candle_core::cpu::erf::erfc_f64;
@@ -6,38 +6,33 @@ use std::ops::Neg;
 
 /// A floating-point type that the CPU kernels compute in.
 pub trait Real: WithDType + Neg<Output = Self> {
-    /// 0.
     const ZERO: Self;
-    /// 1.
     const ONE: Self;
-    /// Minus infinity.
     const NEG_INFINITY: Self;
 
-    /// The nearest value to `value`.
     fn real(value: f64) -> Self;
 
-    /// Its square root.
     fn square_root(self) -> Self;
 
-    /// e to its power.
+    /// Returns e to the power of `self`.
     ///
-    /// For `f32` a branch-free form that vectorises: within 2 ulp, 0 below -87, infinite above 88.7.
+    /// The `f32` version is branch-free and vectorises: within 2 ulp, 0 below -87, infinite above 88.7.
     fn exponential(self) -> Self;
 
-    /// Its natural logarithm.
     fn logarithm(self) -> Self;
 
-    /// It to this power.
+    /// Returns `self` to the power `exponent`.
     fn power(self, exponent: Self) -> Self;
 
-    /// Its hyperbolic tangent; for `f32` as [`exponential`](Self::exponential), within 4 ulp.
+    /// Returns the hyperbolic tangent. The `f32` version is branch-free, like [`exponential`](Self::exponential);
+    /// within 4 ulp.
     fn hyperbolic_tangent(self) -> Self;
 
-    /// The share of the standard normal distribution below it, given `e = exp(-x^2 / 2)`; for `f32` as
-    /// [`exponential`](Self::exponential), within 5e-7 of the value for |x| up to 2, and 2e-6 up to 6.
-    fn normal_share(self, e: Self) -> Self;
+    /// Returns the standard normal cumulative distribution at x = `self`, given `e = exp(-x^2 / 2)`. The `f32` version
+    /// is branch-free; its relative error is 5e-7 for |x| up to 2, and 2e-6 up to 6.
+    fn normal_cdf(self, e: Self) -> Self;
 
-    /// The larger of two; NaN if `other` is NaN.
+    /// Returns the larger of two; NaN if `other` is NaN.
     #[inline(always)]
     fn larger(self, other: Self) -> Self {
         if self > other { self } else { other }
@@ -80,8 +75,8 @@ impl Real for f32 {
     }
 
     #[inline(always)]
-    fn normal_share(self, e: Self) -> Self {
-        normal_share_f32(self, e)
+    fn normal_cdf(self, e: Self) -> Self {
+        normal_cdf_f32(self, e)
     }
 }
 
@@ -121,16 +116,16 @@ impl Real for f64 {
     }
 
     #[inline(always)]
-    fn normal_share(self, _: Self) -> Self {
+    fn normal_cdf(self, _: Self) -> Self {
         0.5 * erfc_f64(-self * std::f64::consts::FRAC_1_SQRT_2)
     }
 }
 
-/// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2: a number with n in its low bits, and exp(r) - 1 by
-/// its Taylor polynomial of degree 7 (remainder 2^-28 of exp(r) at the interval's end).
+/// Returns the parts of exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2: a number with n in its low
+/// bits, and exp(r) - 1 by its Taylor polynomial of degree 7 (remainder 2^-28 of exp(r) at the interval's end).
 #[inline(always)]
 fn exp_reduced(x: f32) -> (f32, f32) {
-    // Adding and taking away 1.5 * 2^23 rounds to an integer, and leaves that integer in the low bits.
+    // Adding and subtracting 1.5 * 2^23 rounds to an integer, which the sum has in its low bits.
     const ROUND: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4; // 0.693359375: few bits: n * LN2_HIGH is exact
     const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -147,7 +142,7 @@ fn exp_reduced(x: f32) -> (f32, f32) {
     (shifted, p * (r * r) + r)
 }
 
-/// tanh(x) = -m / (2 + m) with m = exp(-2 |x|) - 1, which does not cancel for small x, and x's sign.
+/// Returns tanh(x) = -m / (2 + m) with the sign of x, where m = exp(-2 |x|) - 1, which does not cancel for small x.
 #[inline(always)]
 fn tanh_f32(x: f32) -> f32 {
     const LOWEST: f32 = -40.0; // where m is -1 to the last bit
@@ -158,10 +153,11 @@ fn tanh_f32(x: f32) -> f32 {
     (-m / (2.0 + m)).copysign(x)
 }
 
-/// Below zero `e t q(t)` with t = 1 / (1 + 0.3 |x|), above one less that: q of degree 7 fits erfc's share beside the
-/// exponential (5e-8 of the value for |x| up to 9; beyond, the exponential is all that counts).
+/// Returns the normal distribution function: `e t q(t)` for negative x and 1 minus that for positive x, with
+/// `t = 1 / (1 + 0.3 |x|)`. q of degree 7 fits erfc divided by the exponential (relative error 5e-8 for |x| up to 9;
+/// beyond, only the exponential matters).
 #[inline(always)]
-fn normal_share_f32(x: f32, e: f32) -> f32 {
+fn normal_cdf_f32(x: f32, e: f32) -> f32 {
     const Q: [f32; 8] = [
         0.119_605_49,
         0.121_105_7,
@@ -181,18 +177,18 @@ fn normal_share_f32(x: f32, e: f32) -> f32 {
     if x < 0.0 { beyond } else { 1.0 - beyond }
 }
 
-/// exp(x), whatever x is.
+/// Returns exp(x) for any x.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     const LOWEST: f32 = -87.0;
     const HIGHEST: f32 = 88.722_83;
 
-    // Comparisons, not min and max: they let a NaN through.
+    // Comparisons instead of min and max, because they pass NaN through.
     let clamped = if x < LOWEST { LOWEST } else { x };
     let clamped = if clamped > HIGHEST { HIGHEST } else { clamped };
     let (shifted, p) = exp_reduced(clamped);
     let p = p + 1.0;
-    // 2^n as 2 * 2^(n-1): n reaches 128, whose exponent field would read as infinity.
+    // 2^n is computed as 2 * 2^(n-1): n reaches 128, whose exponent field would be infinity.
     let half_power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(126 << 23));
     let value = (p * 2.0) * half_power;
     let value = if x < LOWEST { 0.0 } else { value };
@@ -237,10 +233,10 @@ mod tests {
 
     #[test]
     fn normal_share_f32_is_erfcs() {
-        let share = |x: f32| x.normal_share((-0.5 * x * x).exponential());
+        let share = |x: f32| x.normal_cdf((-0.5 * x * x).exponential());
         for i in -60_000..60_000 {
             let x = i as f32 * 1e-4;
-            let exact = f64::from(x).normal_share(f64::NAN);
+            let exact = f64::from(x).normal_cdf(f64::NAN);
             let allowed = if x.abs() < 2.0 { 5e-7 } else { 2e-6 };
             let found = f64::from(share(x));
             assert!(

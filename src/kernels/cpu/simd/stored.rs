@@ -1,52 +1,52 @@
-//! What a kernel may read from memory, and what it computes in: half precision is stored, never computed in.
+//! Element types in memory, and their compute types: half precision is stored but never computed in.
 
 use super::{Lanes, f16_convert};
 use candle_core::WithDType;
 use half::{bf16, f16};
 use std::any::TypeId;
 
-/// Elements converted at a time: a buffer that stays in the first-level cache.
+/// Elements that are converted at a time; the buffer stays in the first-level cache.
 pub const BLOCK: usize = 512;
 
-/// The same elements, where both types are one: for kernels that are generic, and have code of its own for one type.
+/// Casts a slice to B if that is the same type as A; for generic kernels that have special code for one type.
 #[inline(always)]
 pub(crate) fn same_type<A: 'static, B: 'static>(x: &[A]) -> Option<&[B]> {
     let is_same = TypeId::of::<A>() == TypeId::of::<B>();
-    // SAFETY: the types are one.
+    // SAFETY: the types are the same.
     is_same.then(|| unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), x.len()) })
 }
 
-/// As [`same_type`], for writing.
+/// Casts a mutable slice, like [`same_type`].
 #[inline(always)]
 pub(crate) fn same_type_mut<A: 'static, B: 'static>(x: &mut [A]) -> Option<&mut [B]> {
     let is_same = TypeId::of::<A>() == TypeId::of::<B>();
-    // SAFETY: the types are one.
+    // SAFETY: the types are the same.
     is_same.then(|| unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), x.len()) })
 }
 
-/// An element type of tensors, read and written in blocks of the type that arithmetic is done in.
+/// An element type of tensors, read and written in blocks of its compute type.
 ///
-/// `f32` and `f64` are their own; `f16` and `bf16` are widened to `f32`.
+/// `f32` and `f64` are their own compute types; `f16` and `bf16` are widened to `f32`.
 pub trait Stored: WithDType {
-    /// The type computed in.
+    /// The compute type.
     type Wide: Lanes + Into<f64> + Stored<Wide = Self::Wide>;
 
-    /// The elements themselves, where they are what is computed in.
+    /// Returns the elements themselves if this is its own compute type.
     #[inline(always)]
     fn as_wide(_elements: &[Self]) -> Option<&[Self::Wide]> {
         None
     }
 
-    /// As [`as_wide`](Self::as_wide), for writing.
+    /// Returns the elements for writing, like [`as_wide`](Self::as_wide).
     #[inline(always)]
     fn as_wide_mut(_elements: &mut [Self]) -> Option<&mut [Self::Wide]> {
         None
     }
 
-    /// `to = from`, exactly; slices of one length.
+    /// Converts `from` to the compute type, exactly; slices of one length.
     fn load(from: &[Self], to: &mut [Self::Wide]);
 
-    /// `to = from`, rounded to the nearest (ties to even); slices of one length.
+    /// Converts `from` to this type, rounded to nearest (ties to even); slices of one length.
     fn store(from: &[Self::Wide], to: &mut [Self]);
 }
 
@@ -112,7 +112,7 @@ impl Stored for f16 {
     }
 }
 
-// Not half's own conversion, whose branches keep its loop from becoming vectors.
+// The conversion of the `half` crate is not used: its branches prevent vectorisation.
 impl Stored for bf16 {
     type Wide = f32;
 
@@ -133,12 +133,12 @@ impl Stored for bf16 {
     }
 }
 
-/// The nearest `bf16` to `value`, ties to even; a NaN stays one.
+/// Returns the nearest `bf16` to `value`, ties to even; NaN stays NaN.
 #[inline(always)]
 fn bf16_bits(value: f32) -> u16 {
     const QUIET_NAN: u32 = 0x0040;
     let bits = value.to_bits();
-    // Half of the last place kept, less one where that place is even: exact halves then carry into odd places only.
+    // Half a unit in the last kept place, minus one if that place is even: exact ties then round up only if it is odd.
     // A carry out of the mantissa raises the exponent, and out of the largest exponent gives infinity.
     let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
     let nan = (bits >> 16) | QUIET_NAN;
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn bf16_rounds_as_half_does() {
-        // Every upper half with lower halves at, beside and between the ties.
+        // Every upper half, with lower halves at and around the ties.
         for upper in 0..=u16::MAX {
             for lower in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
                 let value = f32::from_bits((u32::from(upper) << 16) | lower);

@@ -1,11 +1,11 @@
-// What is done to all gradients before AdamW: loss scaling undone, whether they are finite, their norm, what clips
-// them. Behind tables.cuh. Sums are f64, in a fixed order.
+// Passes over all gradients before AdamW: unscaling, finiteness, norms, clipping. Included after tables.cuh. Sums are
+// f64, in a fixed order.
 
-// gradient (f32) *= inverse (1, f64, as f32), rounded once; flags (tensors) u32, which must be 0 before: 1 where a
-// product is not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
+// gradient (f32) *= inverse (1, f64, rounded to f32), rounded once. flags (tensors) u32 must be 0 at first; a tensor's
+// flag becomes 1 if a result is not finite. Grid: the chunks; block 256. Bytes: gradients in and out.
 extern "C" __global__ void __launch_bounds__(256)
     unscale(const Tensor* tensors, const Chunk* chunks, const double* inverse, unsigned* flags) {
-    const int N = 4, PACKS = 4; // four packs of a thread, loaded before the first is written
+    const int N = 4, PACKS = 4; // four packs per thread, loaded before the first is written
     Chunk chunk = chunks[blockIdx.x];
     const Tensor& tensor = tensors[chunk.tensor];
     int count;
@@ -26,15 +26,15 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 g[k][i] = mul(g[k][i], factor);
-                check += first + i < count ? g[k][i] * 0.f : 0.f; // NaN from the first one that is not finite on
+                check += first + i < count ? g[k][i] * 0.f : 0.f; // NaN after the first result that is not finite
             }
             store_few(gradient, first, count, g[k]);
         }
     }
-    if (!(check == 0.f)) flags[chunk.tensor] = 1; // all write the same
+    if (!(check == 0.f)) flags[chunk.tensor] = 1; // all threads write the same
 }
 
-// sums (chunks) f64: each chunk's sum of squares. Grid: the chunks; block 256. Bytes: gradients in.
+// sums (chunks) f64: the sum of squares of each chunk. Grid: the chunks; block 256. Bytes: gradients in.
 template <class G>
 __device__ __forceinline__ void chunk_squares(const Tensor* tensors, const Chunk* chunks, double* sums) {
     const int N = 4;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256)
     chunk_squares<f16>(tensors, chunks, sums);
 }
 
-// The sum of the block's 256 values; the first thread has it.
+// The sum of the block's 256 values, in the first thread.
 __device__ __forceinline__ double sum_of_block(double value) {
     __shared__ double values[256];
     values[threadIdx.x] = value;
@@ -90,8 +90,8 @@ __device__ __forceinline__ double sum_of_block(double value) {
     return values[threadIdx.x];
 }
 
-// squares (tensors) f64: the sum of the sums of a tensor's chunks. `tensors` begins with the first of those that the
-// sums are of. Grid: these tensors; block 256.
+// squares (tensors) f64: the sum over each tensor's chunks. `tensors` and `sums` begin with the same tensor. Grid:
+// these tensors; block 256.
 extern "C" __global__ void __launch_bounds__(256)
     tensor_squares(const Tensor* tensors, const double* sums, double* squares) {
     const Tensor& tensor = tensors[blockIdx.x];
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
-// The smallest of the block's 256 values; the first thread has it.
+// The smallest of the block's 256 values, in the first thread.
 __device__ __forceinline__ int least_of_block(int value) {
     __shared__ int values[256];
     values[threadIdx.x] = value;
@@ -115,8 +115,8 @@ __device__ __forceinline__ int least_of_block(int value) {
     return values[threadIdx.x];
 }
 
-// clip from the squares (count) of all tensors: norm = sqrt(sum), factor = min(1, max_norm / (norm + 1e-6)), max_norm
-// (1) f64; where the norm is not finite factor 1 and skip. One block of 256 threads.
+// Computes clip from the squares (count) of all tensors: norm = sqrt(sum), factor = min(1, max_norm / (norm + 1e-6)),
+// max_norm (1) f64. If the norm is not finite, factor is 1 and skip is set. One block of 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     clip_factor(const double* squares, int count, const double* max_norm, Clip* clip) {
     double sum = 0.0;
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(256)
     clip->non_finite = culprit == count ? -1 : culprit;
 }
 
-// first (1) u32: the number of the first of flags (count) u32 that is set, or count. clip: nothing to clip, and skip
-// where one is set. One block of 256 threads.
+// first (1) u32: the index of the first of flags (count) u32 that is set, or count. clip: no clipping, and skip if a
+// flag is set. One block of 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     check_overflow(const unsigned* flags, int count, unsigned* first, Clip* clip) {
     int culprit = count;

@@ -1,4 +1,4 @@
-//! Launches of what is done to all gradients before the update.
+//! Launches of the passes over all gradients before the update.
 
 use super::super::{View, launch_config, set_to_zero};
 use super::SOURCE;
@@ -9,8 +9,8 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use std::ops::Range;
 
 impl Tables {
-    /// Multiplies the gradients of some of the entries, f32, by `inverse` (1) f64, in place. `flags` (of all entries)
-    /// u32: what belongs to these becomes 1 where a product is not finite, else 0.
+    /// Multiplies the gradients of a range of entries, f32, by `inverse` (1) f64, in place. `flags` (all entries) u32:
+    /// the flags of these entries become 1 if a product is not finite, else 0.
     pub(crate) fn unscale(
         &self,
         gpu: &CudaDevice,
@@ -18,7 +18,7 @@ impl Tables {
         inverse: View,
         flags: View,
     ) -> Result<()> {
-        set_to_zero(gpu, flags.part(entries.start, entries.len()))?;
+        set_to_zero(gpu, flags.slice(entries.start, entries.len()))?;
         let chunks = self.chunks(&entries);
         if chunks.is_empty() {
             return Ok(());
@@ -33,8 +33,8 @@ impl Tables {
         Ok(())
     }
 
-    /// The sums of the squares of some of the entries' gradients, f32, bf16 or f16: `squares` (of these entries) f64.
-    /// `chunk_sums` ([`chunks`](crate::kernels::workspace::chunks) of each of these entries) f64 is room to work in.
+    /// Computes the sums of squares of the gradients of a range of entries, f32, bf16 or f16: `squares` (these entries)
+    /// f64. `chunk_sums` f64 is scratch of [`chunks`](crate::kernels::workspace::chunks) for each of these entries.
     pub(crate) fn sums_of_squares(
         &self,
         gpu: &CudaDevice,
@@ -53,7 +53,7 @@ impl Tables {
             }
             let kernel = SOURCE.kernel(gpu, "chunk_squares", gradients)?;
             let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
-            let sums = chunk_sums.part(chunks.start - first, chunks.len());
+            let sums = chunk_sums.slice(chunks.start - first, chunks.len());
             let mut launch = kernel.builder();
             launch.arg(&tensors).arg(&table);
             launch.arg(&sums.pointer);
@@ -71,9 +71,9 @@ impl Tables {
     }
 }
 
-/// What the update multiplies gradients by: `clip` (3) f64 becomes the norm of all of them, from the sums of their
-/// squares (P) f64, `min(1, max_norm / (norm + 1e-6))` with max_norm (1) f64, and, in one word, whether the norm is not
-/// finite, so that the update is left out, and the first of the squares that is not, or -1: two i32.
+/// Computes the clip factor from the sums of squares (P) f64 and max_norm (1) f64. `clip` (3) f64 receives the norm of
+/// all gradients, then `min(1, max_norm / (norm + 1e-6))`. Its last word holds two i32: whether the norm is not finite,
+/// so that the update is skipped, and the index of the first sum that is not finite, or -1.
 pub(crate) fn clip_factor(
     gpu: &CudaDevice,
     squares: View,
@@ -90,8 +90,8 @@ pub(crate) fn clip_factor(
     Ok(())
 }
 
-/// `first` (1) u32 becomes the number of the first of the flags (P) u32 that is set, or P; `clip` (3) f64 as
-/// [`clip_factor`]: a norm of 0, a factor of 1, and where a flag is set the update is left out.
+/// Computes `first` (1) u32, the index of the first of flags (P) u32 that is set, or P. `clip` (3) f64 as in
+/// [`clip_factor`]: norm 0, factor 1, and the update is skipped if a flag is set.
 pub(crate) fn check_overflow(gpu: &CudaDevice, flags: View, first: View, clip: View) -> Result<()> {
     let kernel = SOURCE.kernel(gpu, "check_overflow", "")?;
     let count = flags.len as i32;

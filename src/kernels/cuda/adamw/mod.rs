@@ -1,7 +1,7 @@
-//! AdamW and what comes before it, on many parameters in one launch; see `update.cu` and `gradients.cu`.
+//! AdamW and the passes before it, over many parameters in one launch; see `update.cu` and `gradients.cu`.
 //!
-//! [`Tables`] say to the kernels where parameters, gradients and state lie, and are made once for as long as these do
-//! not move. What changes from step to step (rates, the loss scale, the largest norm) is read from the GPU.
+//! [`Tables`] hold the addresses of parameters, gradients and state. They are valid until one of these buffers moves.
+//! Values that change with each step (rates, the loss scale, the largest norm) are read from device memory.
 
 mod gradients;
 mod tables;

@@ -1,42 +1,41 @@
-// Many tensors in one launch: tables that the host lays out on the device once, a Tensor for each parameter and a Chunk
-// for each CHUNK elements of each, in order. A launch over some of the parameters begins at the first one's first
-// chunk.
+// Many tensors in one launch, by tables that the host writes to the device once: a Tensor for each parameter and, in
+// the same order, a Chunk for every CHUNK elements. Launches over some parameters begin at the first one's chunk.
 //
-// What changes from step to step (Update, Clip, scales) is read from device memory too, so that a captured graph can be
-// replayed, and nothing waits for the host.
+// Values that change from step to step (Update, Clip, scales) are also read from device memory. A captured graph can
+// thus be replayed, and nothing waits for the host.
 
-const int CHUNK = 8192; // elements of a block
+const int CHUNK = 8192; // elements per block
 
 struct Tensor {
-    float* parameter; // (n); of a parameter in half precision its exact value
+    float* parameter; // (n); the master weight of a parameter in half precision
     void* gradient;   // (n)
     void* first;      // (n), exp_avg
     void* second;     // (n), exp_avg_sq
     void* copy;       // (n), the parameter rounded to half precision, or null
     long long n;
-    int group;       // which Update
-    int first_chunk; // of the table
+    int group;       // the index of the Update
+    int first_chunk; // in the table of chunks
 };
 
 struct Chunk {
     int tensor;
-    int index; // elements CHUNK * index .. of it
+    int index; // elements from CHUNK * index on
 };
 
 struct Update {
-    float decay, first_share, beta2, second_share, step_size, second_correction, eps;
-    unsigned rounding; // the key by which moments in bf16 are rounded
-    float clip_value;  // gradients are clipped to it, element by element
+    float decay, one_minus_beta1, beta2, one_minus_beta2, step_size, second_correction, eps;
+    unsigned rounding; // the key of the stochastic rounding of moments in bf16
+    float clip_value;  // the bound of each gradient element
 };
 
 struct Clip {
     double norm;    // of all gradients
-    double factor;  // what they are multiplied by
-    int skip;       // 1: a gradient or the norm is not finite, and AdamW leaves everything as it is
+    double factor;  // the factor of all gradients
+    int skip;       // 1: a gradient or the norm is not finite, and AdamW changes nothing
     int non_finite; // the first tensor with an infinite or NaN gradient, or -1
 };
 
-// Where in its tensor the chunk begins, and how many elements it has.
+// Returns the first element of a chunk in its tensor; `count` receives the number of its elements.
 __device__ __forceinline__ long long begin_of(const Chunk& chunk, const Tensor& tensor, int* count) {
     long long start = (long long)chunk.index * CHUNK, left = tensor.n - start;
     *count = left < CHUNK ? (int)left : CHUNK;

@@ -1,4 +1,4 @@
-//! Where parameters, gradients and state lie, on the GPU.
+//! Tables of the addresses of parameters, gradients and state, in device memory.
 
 use super::super::View;
 use crate::kernels::workspace;
@@ -10,39 +10,37 @@ use std::ops::Range;
 /// A parameter with its gradient and its state, each (n).
 #[derive(Clone, Copy)]
 pub(crate) struct Entry<'a> {
-    /// f32.
+    /// The value in f32: of a parameter in half precision, its master weight.
     pub value: View<'a>,
     /// f32, bf16 or f16.
     pub gradient: View<'a>,
     /// f32 or bf16.
     pub exp_avg: View<'a>,
-    /// As exp_avg.
+    /// f32 or bf16, like exp_avg.
     pub exp_avg_sq: View<'a>,
-    /// The value rounded to f16 or bf16, where it is wanted.
+    /// The value rounded to f16 or bf16, if there is a copy in half precision.
     pub copy: Option<View<'a>>,
-    /// Which of the updates it takes.
+    /// The index of the entry's update.
     pub update: usize,
 }
 
-/// Entries as the kernels read them. The buffers that they name must be there for as long as the tables are launched
-/// on.
+/// The tables of entries, as the kernels read them. Every buffer of an entry must exist as long as the tables are used.
 pub(crate) struct Tables {
-    /// What the pointers point to, held for them: Tensor, in [`UPDATE_WORDS`](workspace::UPDATE_WORDS) each; Chunk, in
-    /// one.
+    /// The tables' memory: Tensor, in [`UPDATE_WORDS`](workspace::UPDATE_WORDS) each, and Chunk, in one word.
     _held: [CudaSlice<u64>; 2],
-    /// Where the tables lie.
+    /// The addresses of the two tables.
     pointers: [u64; 2],
-    /// The first chunk of each entry, and how many there are.
+    /// The first chunk of each entry, then the number of chunks.
     first_chunks: Vec<usize>,
-    /// What the kernel of the update calls the dtypes of each entry's gradient and of the copies.
+    /// The suffix of the update kernel for each entry: the dtypes of gradient, copy and moments.
     types: Vec<&'static str>,
-    /// The dtype of each entry's gradient, as kernels call it.
+    /// The dtype of each entry's gradient, as a kernel suffix.
     gradients: Vec<&'static str>,
 }
 
 impl Tables {
-    /// The tables of entries in f32, with gradients in f32, or bf16 beside copies in it; copies are of one dtype. The
-    /// kernels of moments in bf16 are called so.
+    /// Builds the tables of entries in f32. Gradients are f32, or bf16 if there are copies in bf16; all copies have one
+    /// dtype. Kernels for moments in bf16 have the suffix `_moments`.
     pub(crate) fn new(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
@@ -61,9 +59,9 @@ impl Tables {
         Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
     }
 
-    /// The tables of parameters in half precision, of which `copy` is the one that others see and may set, and `value`
-    /// the exact value. Gradients are f32, or as the parameters are.
-    pub(crate) fn of_halves(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
+    /// Builds the tables of parameters in half precision: `copy` is the parameter, which others read and may set, and
+    /// `value` its master weight in f32. Gradients are f32 or in the parameters' dtype.
+    pub(crate) fn with_master_weights(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         if entries.iter().any(|entry| entry.copy.is_none()) {
             bail!("AdamW's tables: an exact value without its parameter in half precision");
         }
@@ -86,7 +84,7 @@ impl Tables {
         Self::with_types(gpu, entries, types.collect::<Result<_>>()?)
     }
 
-    /// The tables of gradients alone, f32, bf16 or f16: for [norms](Self::sums_of_squares), not for updates.
+    /// Builds tables of gradients only, f32, bf16 or f16, for [norms](Self::sums_of_squares) but not for updates.
     pub(crate) fn of_gradients(gpu: &CudaDevice, gradients: &[View]) -> Result<Self> {
         let entries = gradients.iter().map(|gradient| Entry {
             value: *gradient,
@@ -122,7 +120,7 @@ impl Tables {
         first_chunks.push(chunks.len());
         for table in [&mut tensors, &mut chunks] {
             if table.is_empty() {
-                table.push(0); // nothing cannot be allocated
+                table.push(0); // an empty table cannot be allocated
             }
         }
         let (tensors, chunks) = (gpu.clone_htod(&tensors)?, gpu.clone_htod(&chunks)?);
@@ -142,17 +140,17 @@ impl Tables {
         })
     }
 
-    /// How many entries there are.
+    /// Returns the number of entries.
     pub(super) fn len(&self) -> usize {
         self.first_chunks.len() - 1
     }
 
-    /// The chunks of some of the entries.
+    /// Returns the chunks of a range of entries.
     pub(super) fn chunks(&self, entries: &Range<usize>) -> Range<usize> {
         self.first_chunks[entries.start]..self.first_chunks[entries.end]
     }
 
-    /// Some of the entries, in parts that one kernel updates, each with what the kernel calls their dtypes.
+    /// Splits a range of entries into runs that one kernel updates, each with the suffix of the kernel.
     pub(super) fn by_types(
         &self,
         entries: Range<usize>,
@@ -160,7 +158,7 @@ impl Tables {
         runs_of_one(&self.types, entries)
     }
 
-    /// Some of the entries, in parts whose gradients have one dtype, each with its name.
+    /// Splits a range of entries into runs whose gradients have one dtype, each with its suffix.
     pub(super) fn by_gradients(
         &self,
         entries: Range<usize>,
@@ -168,18 +166,18 @@ impl Tables {
         runs_of_one(&self.gradients, entries)
     }
 
-    /// Where the table of tensors lies, from an entry on.
+    /// Returns the address of an entry in the table of tensors.
     pub(super) fn tensors_from(&self, entry: usize) -> u64 {
         self.pointers[0] + (entry * workspace::UPDATE_WORDS * size_of::<u64>()) as u64
     }
 
-    /// Where the table of chunks lies, from a chunk on.
+    /// Returns the address of a chunk in the table of chunks.
     pub(super) fn chunks_from(&self, chunk: usize) -> u64 {
         self.pointers[1] + (chunk * size_of::<u64>()) as u64
     }
 }
 
-/// Some of the entries, in parts that have one name, with it.
+/// Splits a range of entries into runs of one name, each with the name.
 fn runs_of_one(
     names: &[&'static str],
     entries: Range<usize>,
@@ -193,7 +191,7 @@ fn runs_of_one(
     })
 }
 
-/// The dtype of all copies that there are.
+/// Returns the dtype of the copies, if there are any. They must have one dtype.
 fn dtype_of_copies(entries: &[Entry]) -> Result<Option<DType>> {
     let mut dtypes = entries
         .iter()

@@ -1,20 +1,20 @@
-// AdamW on many tensors in one launch. Behind tables.cuh.
+// AdamW on many tensors in one launch. Included after tables.cuh.
 //
 //   g = min(max(g factor, -clip_value), clip_value);  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //   p = p decay - step_size m / (sqrt(v) / second_correction + eps)
 //
 // with decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^t), second_correction = sqrt(1 - beta2^t). Every
-// operation is rounded on its own, in PyTorch's order: the CPU's bits.
+// operation is rounded separately, in PyTorch's order, so the bits are the CPU's.
 //
-// Bytes an element, f32: 16 in, 12 out (+ 2 out for a half-precision copy). Pointers are best at 16 bytes.
+// Bytes per element, f32: 16 in, 12 out (+ 2 out for a half-precision copy). Pointers at 16 bytes are fastest.
 //
-// Moments in bf16 (12 in, 8 out) are rounded up or down at random, by bits of the element's number and the key: the
-// CPU's bits too (kernels/stochastic.rs).
+// Moments in bf16 (12 in, 8 out) are rounded stochastically by the element's index and the key. These bits are the
+// CPU's too (kernels/stochastic.rs).
 
 __device__ __forceinline__ void step(float* p, float g, float* m, float* v, const Update& u) {
-    g = g > u.clip_value ? u.clip_value : g < -u.clip_value ? -u.clip_value : g; // NaN stays
-    *m = add(*m, mul(u.first_share, sub(g, *m)));
-    *v = add(mul(*v, u.beta2), mul(mul(u.second_share, g), g));
+    g = g > u.clip_value ? u.clip_value : g < -u.clip_value ? -u.clip_value : g; // keeps NaN
+    *m = add(*m, mul(u.one_minus_beta1, sub(g, *m)));
+    *v = add(mul(*v, u.beta2), mul(mul(u.one_minus_beta2, g), g));
     float denominator = add(__fdiv_rn(__fsqrt_rn(*v), u.second_correction), u.eps);
     *p = sub(mul(*p, u.decay), __fdiv_rn(mul(u.step_size, *m), denominator));
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ float round_to_bf16(float x, unsigned random) {
     return __uint_as_float((bits & 0x7f800000u) == 0x7f800000u ? bits : rounded);
 }
 
-// What is stored of moments: themselves in f32, numbers of bf16 in bf16.
+// Rounds moments to the values that are stored: unchanged in f32, rounded in bf16.
 __device__ __forceinline__ void round_moments(float*, float*, unsigned, unsigned, float) {}
 __device__ __forceinline__ void round_moments(float* m, float* v, unsigned key, unsigned element, bf16) {
     unsigned random = mixed(key ^ element * 0x9e3779b9u);
@@ -38,9 +38,9 @@ __device__ __forceinline__ void round_moments(float* m, float* v, unsigned key, 
     *v = round_to_bf16(*v, random >> 16);
 }
 
-// M: the type of the moments. C: the type of `copy`. MASTER: the copy is what others see and may set: where it is not
-// the exact value's rounding, somebody set it since, and the step starts from it. clip may be null. Grid: the chunks;
-// block 256.
+// M: the type of the moments. C: the type of `copy`. MASTER: `copy` is the parameter, which others read and may set. If
+// it is not the rounded master weight it has been set since, and the step starts from it. clip may be null. Grid: the
+// chunks; block 256.
 template <class G, class M, class C, bool MASTER>
 __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks, const Update* updates,
                                       const Clip* clip) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void adamw(const Tensor* tensors, const Chunk* chunks
         adamw<G, bf16, C, MASTER>(tensors, chunks, updates, clip);                                                     \
     }
 
-ADAMW(f32, f32, bf16, false) // gradients f32; a copy in bf16 where there is one
+ADAMW(f32, f32, bf16, false) // gradients in f32; an optional copy in bf16
 ADAMW(f32_f16, f32, f16, false)
 ADAMW(f32_of_bf16, bf16, bf16, false) // gradients and copies in bf16
 ADAMW(bf16, bf16, bf16, true)         // parameters and gradients in bf16

@@ -1,4 +1,4 @@
-//! The update's launches.
+//! Launches of the update.
 
 use super::super::{View, launch_config};
 use super::SOURCE;
@@ -15,9 +15,8 @@ pub(crate) fn prepare(gpu: &CudaDevice) -> Result<()> {
 }
 
 impl Tables {
-    /// Updates some of the entries in place. `updates` ([`WORDS`] for each update) f32 are [`words`]; `clip` (3) f64,
-    /// where there is one, is what [`clip_factor`](super::clip_factor) and [`check_overflow`](super::check_overflow)
-    /// write.
+    /// Updates a range of entries in place. `updates` ([`WORDS`] per update) f32 are [`words`]. `clip` (3) f64, if
+    /// there is one, was written by [`clip_factor`](super::clip_factor) or [`check_overflow`](super::check_overflow).
     pub(crate) fn adamw(
         &self,
         gpu: &CudaDevice,
@@ -43,16 +42,15 @@ impl Tables {
     }
 }
 
-/// Updates all entries in place, by tables that are made for this step alone. `halves`: as
-/// [`Tables::of_halves`](Tables::of_halves).
+/// Updates all entries in place, by tables that are built for this step only. `has_master_weights` selects [`Tables::with_master_weights`].
 pub(crate) fn step(
     gpu: &CudaDevice,
     entries: &[Entry],
     updates: &[Update],
-    halves: bool,
+    has_master_weights: bool,
 ) -> Result<()> {
-    let tables = match halves {
-        true => Tables::of_halves(gpu, entries)?,
+    let tables = match has_master_weights {
+        true => Tables::with_master_weights(gpu, entries)?,
         false => Tables::new(gpu, entries)?,
     };
     let updates: Vec<f32> = updates.iter().flat_map(words).collect();
@@ -62,16 +60,16 @@ pub(crate) fn step(
     tables.adamw(gpu, 0..tables.len(), updates_view, None)
 }
 
-/// How many words the kernel reads an update in.
+/// The number of words of an update.
 pub(crate) const WORDS: usize = 9;
 
-/// An update as the kernel reads it.
+/// Returns an update as the kernel reads it.
 pub(crate) fn words(update: &Update) -> [f32; WORDS] {
     let words = [
         update.decay,
-        update.first_share,
+        update.one_minus_beta1,
         update.beta2,
-        update.second_share,
+        update.one_minus_beta2,
         update.step_size,
         update.second_correction,
         update.eps,

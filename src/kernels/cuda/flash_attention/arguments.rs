@@ -1,4 +1,4 @@
-//! What the kernels are given, as their sources declare it.
+//! Kernel arguments, laid out as the CUDA sources declare them.
 
 use crate::kernels::Dropout;
 use crate::kernels::attention::Sizes;
@@ -8,19 +8,18 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 
-/// A tensor of heads (B, H, T, Dh) as it lies: Dh contiguous, the other strides and the beginning multiples of 16
-/// bytes.
+/// A strided tensor of heads (B, H, T, Dh): Dh contiguous, address and other strides multiples of 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads<'a> {
     pub view: View<'a>,
-    /// Of batch, head and row, in elements.
+    /// The strides of batch, head and row, in elements.
     pub strides: [usize; 3],
     /// B, H, T, Dh.
     pub dims: [usize; 4],
 }
 
 impl<'a> Heads<'a> {
-    /// Heads of these dimensions: by the view's strides, or one after another.
+    /// Returns heads of these dimensions, with the strides of the view or contiguous.
     pub(crate) fn new(view: View<'a>, dims: [usize; 4]) -> Self {
         let [_, heads, rows, width] = dims;
         let strides = match view.strides {
@@ -68,7 +67,7 @@ pub(super) struct CallSizes {
 }
 
 impl CallSizes {
-    /// `heads_at_once` only moves speed: how many heads the blocks under way are in.
+    /// `heads_at_once`, the number of heads that concurrent blocks belong to, only affects speed.
     pub(super) fn new(sizes: &Sizes, heads_at_once: usize) -> Self {
         Self {
             batch: sizes.batch as i32,
@@ -87,9 +86,9 @@ impl CallSizes {
     }
 }
 
-/// Which probabilities are dropped.
+/// The dropout of the probabilities.
 #[derive(Clone, Copy)]
-pub(crate) struct Dropped<'a> {
+pub(crate) struct ProbabilityDropout<'a> {
     pub dropout: Dropout,
     /// (4) u32: seed, seed >> 32, step, micro-batch.
     pub key: View<'a>,
@@ -107,7 +106,7 @@ pub(super) struct DropoutArguments {
 }
 
 impl DropoutArguments {
-    pub(super) fn new(dropped: Option<Dropped<'_>>) -> Self {
+    pub(super) fn new(dropped: Option<ProbabilityDropout<'_>>) -> Self {
         let dropout = dropped.map(|dropped| dropped.dropout);
         Self {
             key: dropped.map_or(0, |dropped| dropped.key.pointer),
@@ -145,7 +144,7 @@ pub(super) struct ForwardHopperArguments {
     pub out: u64,
     pub rounding_error: u64,
     pub lse: u64,
-    /// Two i32, zeros before and after: the numbers of works taken, and of blocks that take no more.
+    /// Two i32, zero before and after a launch: the number of tiles that were taken, and of blocks that are done.
     pub tickets: u64,
     pub out_strides: Strides,
     pub sizes: CallSizes,
@@ -184,12 +183,12 @@ pub(super) struct BackwardArguments {
     pub dropout: DropoutArguments,
 }
 
-/// q, k, v and d_out, for the copy engine.
+/// q, k, v and d_out for the tensor copy engine.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 pub(super) struct BackwardMaps(pub [Map; 4]);
 
-/// How the copy engine finds boxes of a tensor of heads: 64 columns by a number of rows, swizzled by 128 bytes.
+/// A tensor map of heads: boxes of 64 columns and a number of rows, with the 128-byte swizzle.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 pub(super) struct Map([u64; 16]);
@@ -206,8 +205,8 @@ impl Map {
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         };
-        // SAFETY: the arrays have the four (strides: three) elements that a tensor of rank four needs, and the map has
-        // its 128 bytes at a multiple of 64.
+        // SAFETY: the arrays have the four elements (strides: three) of rank 4; the map has 128 bytes at a multiple of
+        // 64.
         unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
@@ -230,13 +229,13 @@ impl Map {
     }
 }
 
-// SAFETY: plain data, laid out as the sources declare it.
+// SAFETY: plain data with the layout that the sources declare.
 unsafe impl DeviceRepr for ForwardArguments {}
 unsafe impl DeviceRepr for ForwardHopperArguments {}
 unsafe impl DeviceRepr for BackwardArguments {}
 unsafe impl DeviceRepr for BackwardMaps {}
 
-// What the kernels' parameters take up.
+// The sizes of the kernels' parameters.
 const _: () = assert!(size_of::<ForwardHopperArguments>() == 576);
 const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 48 + 8 + 24);
 const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 48 + 8 + 24);

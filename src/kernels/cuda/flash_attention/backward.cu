@@ -1,75 +1,76 @@
-// Flash attention, backward: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80 and up).
+// Flash attention, backward: dq, dk and dv from the log-sum-exps of forward, by mma.sync (sm_80 and up).
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
-//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
-//   aligned lse (B, H, Tq): f32;  rounded_off (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
+//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous,
+//   16-byte aligned
+//   lse (B, H, Tq): f32
+//   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
-//   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
-// Scratch, all of it written before it is read:
-//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta;  turns (B, H, ceil(Tq / QUERIES))
-//   and one more: int dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the
-//   fragments that make it
+//   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
+// Scratch, which needs no initial values:
+//   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta
+//   turns (B, H, ceil(Tq / QUERIES)), and the ticket: int
+//   dq_sums (B, H, ceil(Tq / QUERIES), QUERIES * HEAD_DIM): f32, each tile in the order of the fragments that make it
 //
-// Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns        grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
-//   turns) / 256))
-//                                                    block 256
-//   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
-//                           dynamic shared memory    BACKWARD_SHARED bytes
-//   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
-//                           dynamic shared memory    QUERIES * HEAD_DIM * 2 bytes
+// Three kernels run in this order:
+//   flash_backward_prepare  statistics, turns      grid  max(ceil(rows / PREPARE_ROWS), ceil(turns / 256))
+//                                                  block 256, rows B * H * ceil(Tq / QUERIES) * QUERIES
+//   flash_backward          dk, dv, dq_sums        grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
+//                           dynamic shared memory  BACKWARD_SHARED bytes
+//   flash_backward_finish   dq                     grid  ceil(Tq / QUERIES) * B * H   block 32 * WARPS
+//                           dynamic shared memory  QUERIES * HEAD_DIM * 2 bytes
 //
-// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that
-// share them. A warp has KEYS * SHARE / WARPS keys: it computes S^T and dP^T for them, so that P^T and dS^T are the
-// left factors of dV and dK in the registers where they were made. dS goes through shared memory, for dQ, whose sum
-// over the keys runs over warps and blocks. That sum is taken in the order of the keys: a block adds to a tile of
-// dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by ticket in the order of
-// keys, so who is waited for runs already, a tile of queries ahead. dQ of a tile is computed while the next is, one
-// barrier a tile.
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and loops over the queries of all heads that
+// share them. A warp has KEYS * WARPS_PER_KEY_GROUP / WARPS keys. It computes their S^T and dP^T, so P^T and dS^T are the left
+// operands of dV and dK in the registers where they were computed. dS is written to shared memory for dQ, whose sum
+// over the keys spans warps and blocks. That sum has the order of the keys: a block adds to a tile of dq_sums when it
+// is its turn, so every run has the same bits. Blocks take their keys in order, by ticket, so a block only waits for
+// blocks that already run, a tile of queries ahead. dQ of a tile is computed during the next tile, with one barrier per
+// tile.
 //
-// Wide heads (SHARE 2): two warps have the same keys, each half of a tile's queries and half of the columns of dV and
-// dK, and give each other P^T and dS^T. So a warp has twice the keys, and what it reads of queries serves twice as
-// often: shared memory is what bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from
-// 173 to 210.)
+// Wide heads (WARPS_PER_KEY_GROUP 2): two warps have the same keys. Each has half of a tile's queries and half of the columns of dV
+// and dK, and they exchange P^T and dS^T. A warp thus has twice the keys, and uses what it reads of queries twice as
+// often: shared memory bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from 173 to
+// 210.)
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef AT_ONCE // queries whose S and dP are in registers at a time
-#define AT_ONCE (HEAD_DIM == 256 ? 16 : 32)
+#ifndef QUERY_STEP // queries whose S and dP are in registers at a time
+#define QUERY_STEP (HEAD_DIM == 256 ? 16 : 32)
 #endif
 #ifndef WARPS
 #define WARPS (HEAD_DIM <= 64 ? 4 : 8)
 #endif
-#ifndef SHARE // warps that have the same keys, and share the queries of a tile and the columns of dK and dV
-#define SHARE (HEAD_DIM >= 128 ? 2 : 1)
+#ifndef WARPS_PER_KEY_GROUP // warps that have the same keys and share the queries of a tile and the columns of dK and dV
+#define WARPS_PER_KEY_GROUP (HEAD_DIM >= 128 ? 2 : 1)
 #endif
-#ifndef DQ_ROW_WARPS // of the warps, laid over the rows of dQ; the others over its columns
+#ifndef DQ_ROW_WARPS // warps along the rows of dQ; the others are along its columns
 #define DQ_ROW_WARPS (HEAD_DIM == 16 || HEAD_DIM == 96 ? 4 : 2)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
 #endif
-constexpr int THREADS = 32 * WARPS;                 // that compute
-constexpr int K_BLOCKS = KEYS * SHARE / WARPS / 16; // blocks of 16 keys that a warp has
-constexpr int DIMS = HEAD_DIM / SHARE;              // columns of dK and dV that a warp has
-constexpr int OWN_QUERIES = QUERIES / SHARE;        // queries of a tile whose S and dP a warp computes
+constexpr int THREADS = 32 * WARPS;                 // computing threads
+constexpr int K_BLOCKS = KEYS * WARPS_PER_KEY_GROUP / WARPS / 16; // blocks of 16 keys per warp
+constexpr int DIMS = HEAD_DIM / WARPS_PER_KEY_GROUP;              // columns of dK and dV per warp
+constexpr int OWN_QUERIES = QUERIES / WARPS_PER_KEY_GROUP;        // queries of a tile whose S and dP a warp computes
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int DQ_ROW_BLOCKS = QUERIES / 16 / DQ_ROW_WARPS;
 constexpr int DQ_COLUMN_WARPS = WARPS / DQ_ROW_WARPS;
-constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS; // of a warp
+constexpr int DQ_COLUMNS = HEAD_DIM / DQ_COLUMN_WARPS; // per warp
 constexpr int DQ_TILE = QUERIES * HEAD_DIM;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
 constexpr int DS_ROW_BYTES = QUERIES * 2, DS_TILE_BYTES = KEYS * DS_ROW_BYTES; // dS^T (KEYS, QUERIES)
 constexpr int STATISTICS_BYTES = QUERIES * 8;
 constexpr int BACKWARD_SHARED =
     2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
-static_assert(KEYS * SHARE % (16 * WARPS) == 0 && OWN_QUERIES % AT_ONCE == 0 && AT_ONCE % 16 == 0,
+static_assert(KEYS * WARPS_PER_KEY_GROUP % (16 * WARPS) == 0 && OWN_QUERIES % QUERY_STEP == 0 && QUERY_STEP % 16 == 0,
               "tiles of whole blocks");
-static_assert(SHARE == 1 || (SHARE == 2 && AT_ONCE == OWN_QUERIES), "two warps exchange all that they made of a tile");
+static_assert(WARPS_PER_KEY_GROUP == 1 || (WARPS_PER_KEY_GROUP == 2 && QUERY_STEP == OWN_QUERIES), "two warps exchange all that they made of a tile");
 static_assert(QUERIES % (16 * DQ_ROW_WARPS) == 0 && HEAD_DIM % (16 * DQ_COLUMN_WARPS) == 0, "dQ in whole blocks");
-static_assert(DIMS % 16 == 0 && (SHARE == 1 || DIMS % 64 == 0), "shares of whole blocks");
+static_assert(DIMS % 16 == 0 && (WARPS_PER_KEY_GROUP == 1 || DIMS % 64 == 0), "shares of whole blocks");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     JOIN(flash_backward_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
@@ -88,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
     __syncthreads();
-    // The first keys first: with a causal mask most queries see them.
+    // The first keys come first: with a causal mask most queries attend to them.
     int kv_head_in_all, key_tile;
-    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
+    locate_ticket(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
     const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
     const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
 
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head +
                  first_key * arguments.v_strides.row;
 
-    // Tiles of queries that see a key of this block, head after head of the group.
+    // The tiles of queries that attend to a key of this block, for each head of the group.
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
     const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
@@ -107,10 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int first_head = batch * sizes.heads + kv_head * group;
     Place next = {first_head, first_tile};
 
-    // Turns. A tile's sum is added to a step after its S, in the next step, and passed on after the barrier that
-    // follows.
+    // Turns. dQ of a tile is added one step after its S, and the turn is passed after the barrier that follows.
     int* const turns = arguments.turns;
-    int sums_now = 0, sums_1 = 0, sums_2 = 0; // the numbers of this step's tile, the one before, the one before that
+    int sums_now = 0, sums_1 = 0, sums_2 = 0; // the numbers of the tiles of this step and of the two before
     int turn = 0;                             // of sums_1, as read a step ago
     auto await_turn = [&](int step) {
         if (step == 0 || turn >= key_tile) return;
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
     auto pass_turn = [&](int step) {
         if (step < steps) turn = read_turn(turns + sums_now);
-        fence(); // for what is read above as for what is written below
+        fence(); // for the read above and the write below
         if (step > 1) write_turn(turns + sums_2, key_tile + 1);
     };
 
@@ -144,14 +144,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (steps > 0) copy_queries(0);
 
     // This warp's keys, its columns of dK and dV, and the queries of a tile whose S and dP it computes.
-    const int warp_key = warp / SHARE * 16 * K_BLOCKS, warp_dim = warp % SHARE * DIMS,
-              warp_query = warp % SHARE * OWN_QUERIES;
+    const int warp_key = warp / WARPS_PER_KEY_GROUP * 16 * K_BLOCKS, warp_dim = warp % WARPS_PER_KEY_GROUP * DIMS,
+              warp_query = warp % WARPS_PER_KEY_GROUP * OWN_QUERIES;
     const Blocks<ROW_BYTES, BY_ROWS> k_left(k_tile, warp_key, lane), v_left(v_tile, warp_key, lane);
     const Blocks<ROW_BYTES, BY_COLUMNS> q_right(q_tiles, warp_query, lane), d_out_right(d_out_tiles, warp_query, lane);
     const Blocks<ROW_BYTES, BY_ROWS> q_rows(q_tiles + warp_dim * 2, 0, lane),
         d_out_rows(d_out_tiles + warp_dim * 2, 0, lane);
-    // The queries of the warp that has the same keys, and what it wrote of them.
-    const int other_query = SHARE == 1 ? 0 : OWN_QUERIES - warp_query;
+    // The queries of the warp with the same keys, and the blocks that it wrote for them.
+    const int other_query = WARPS_PER_KEY_GROUP == 1 ? 0 : OWN_QUERIES - warp_query;
     const Blocks<DS_ROW_BYTES, BY_ROWS> of_other =
         Blocks<DS_ROW_BYTES, BY_ROWS>(ds_tiles, warp_key, lane).from_column(other_query);
     // This warp's blocks of dQ: rows dq_row, dq_row + 16 DQ_ROW_WARPS and so on, columns likewise.
@@ -164,11 +164,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     float dk[K_BLOCKS][DIMS / 8][4] = {}, dv[K_BLOCKS][DIMS / 8][4] = {};
 
-    // A factor of dV or dK, in the registers: P^T or dS^T (keys, queries) of this warp's keys.
-    typedef u32 Factor[AT_ONCE / 16][K_BLOCKS][4];
+    // A left operand of dV or dK in registers: P^T or dS^T (keys, queries) of this warp's keys.
+    typedef u32 Factor[QUERY_STEP / 16][K_BLOCKS][4];
 
-    // c (keys, AT_ONCE) += left (keys, HEAD_DIM) right (AT_ONCE, HEAD_DIM)^T
-    auto multiply_by_dims = [](float (&c)[K_BLOCKS][AT_ONCE / 8][4], const Blocks<ROW_BYTES, BY_ROWS>& left,
+    // c (keys, QUERY_STEP) += left (keys, HEAD_DIM) right (QUERY_STEP, HEAD_DIM)^T
+    auto multiply_by_dims = [](float (&c)[K_BLOCKS][QUERY_STEP / 8][4], const Blocks<ROW_BYTES, BY_ROWS>& left,
                                const Blocks<ROW_BYTES, BY_COLUMNS>& right, int first_row, u32 stage) {
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int m = 0; m < K_BLOCKS; m++) load_matrices(a[m], left.at(m * 16, i * 16));
 #pragma unroll
-            for (int n = 0; n < AT_ONCE / 16; n++) {
+            for (int n = 0; n < QUERY_STEP / 16; n++) {
                 u32 b[4];
                 load_matrices(b, right.at(first_row + n * 16, i * 16, stage));
 #pragma unroll
@@ -187,11 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
         }
     };
-    // c (keys, DIMS) += left (keys, AT_ONCE) right (AT_ONCE, DIMS)
+    // c (keys, DIMS) += left (keys, QUERY_STEP) right (QUERY_STEP, DIMS)
     auto multiply_by_queries = [](float (&c)[K_BLOCKS][DIMS / 8][4], const Factor& left,
                                   const Blocks<ROW_BYTES, BY_ROWS>& right, int first_row, u32 stage) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE / 16; i++)
+        for (int i = 0; i < QUERY_STEP / 16; i++)
 #pragma unroll
             for (int n = 0; n < DIMS / 16; n++) {
                 u32 b[4];
@@ -203,10 +203,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 }
             }
     };
-    // A factor where others find it: in the tile of dS.
+    // Writes an operand to the tile of dS, for other warps.
     auto write_factor = [&](const Factor& factor, int part, int stage) {
 #pragma unroll
-        for (int n = 0; n < AT_ONCE / 8; n++)
+        for (int n = 0; n < QUERY_STEP / 8; n++)
 #pragma unroll
             for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
@@ -218,15 +218,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
     auto read_others = [&](Factor& factor, int stage) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE / 16; i++)
+        for (int i = 0; i < QUERY_STEP / 16; i++)
 #pragma unroll
             for (int m = 0; m < K_BLOCKS; m++)
                 load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
     };
-    // Until the warp with the same keys is here too.
-    auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / SHARE), "n"(32 * SHARE) : "memory"); };
+    // Waits for the warp with the same keys.
+    auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / WARPS_PER_KEY_GROUP), "n"(32 * WARPS_PER_KEY_GROUP) : "memory"); };
 
-    // dQ of a tile whose dS is in shared memory, added to dq_sums.
+    // Adds dQ of a tile, whose dS is in shared memory, to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {
         const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
         float dq[DQ_ROW_BLOCKS][DQ_COLUMNS / 8][4] = {};
@@ -266,19 +266,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         next.advance(first_tile, end_tile);
         wait_groups<0>();
         if (threadIdx.x == 0) await_turn(step);
-        __syncthreads(); // Q and dO of this step have arrived, dS of the one before is written, dQ two before is added
+        __syncthreads(); // Q, dO of this step arrived; dS of the last is written, dQ of the one before is added
         if (threadIdx.x == 0) pass_turn(step);
         if (step + 1 < steps) copy_queries(stage ^ 1);
         if (step > 0) multiply_dq(sums_1, (stage ^ 1) * DS_TILE_BYTES);
 
-        // Do all queries of the tile see all keys of the warp?
+        // Whether some query of the tile does not attend to all keys of the warp.
         const bool masked = first_query + sizes.offset < first_key + warp_key + 16 * K_BLOCKS - 1 || keys < KEYS;
-        // Do some begin after keys of the warp?
+        // Whether some queries have first keys after the warp's first key.
         const bool begins_later = FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key;
 #pragma unroll
-        for (int part = 0; part < OWN_QUERIES; part += AT_ONCE) {
+        for (int part = 0; part < OWN_QUERIES; part += QUERY_STEP) {
             const u32 q_stage = stage * QUERY_TILE_BYTES;
-            float s[K_BLOCKS][AT_ONCE / 8][4] = {}, dp[K_BLOCKS][AT_ONCE / 8][4] = {}; // S^T, dP^T: keys, queries
+            float s[K_BLOCKS][QUERY_STEP / 8][4] = {}, dp[K_BLOCKS][QUERY_STEP / 8][4] = {}; // S^T, dP^T: keys, queries
             multiply_by_dims(s, k_left, q_right, part, q_stage);
             multiply_by_dims(dp, v_left, d_out_right, part, q_stage);
 
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                 for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
-                    for (int n = 0; n < AT_ONCE / 8; n++) cap_scores(s[m][n], sizes);
+                    for (int n = 0; n < QUERY_STEP / 8; n++) cap_scores(s[m][n], sizes);
             }
             if (masked) {
 #pragma unroll
@@ -294,16 +294,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int key = warp_key + m * 16 + quad_row + i / 2 * 8;
-                        // The first query, counted from this thread's first, that sees the key.
+                        // The first query, counted from this thread's first, that attends to the key.
                         const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
                                             first_query - warp_query - part - quad_column - i % 2;
 #pragma unroll
-                        for (int n = 0; n < AT_ONCE / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
+                        for (int n = 0; n < QUERY_STEP / 8; n++) s[m][n][i] = n * 8 >= visible ? s[m][n][i] : -INFINITE;
                     }
             }
             if (begins_later) {
 #pragma unroll
-                for (int n = 0; n < AT_ONCE / 8; n++)
+                for (int n = 0; n < QUERY_STEP / 8; n++)
 #pragma unroll
                     for (int odd = 0; odd < 2; odd++) {
                         // Counted from this thread's first key.
@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             Factor p, ds;
             u32 stay[K_BLOCKS][2];
 #pragma unroll
-            for (int n = 0; n < AT_ONCE / 8; n++) {
+            for (int n = 0; n < QUERY_STEP / 8; n++) {
                 if (DROPOUT && n % 2 == 0) {
 #pragma unroll
                     for (int m = 0; m < K_BLOCKS; m++)
@@ -354,12 +354,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
 
             const u32 own_rows = q_stage + warp_query * ROW_BYTES;
-            if (SHARE == 1) {
+            if (WARPS_PER_KEY_GROUP == 1) {
                 write_factor(ds, part, stage);
                 multiply_by_queries(dv, p, d_out_rows, part, own_rows);
                 multiply_by_queries(dk, ds, q_rows, part, own_rows);
             } else {
-                // P goes through the tile of dS before dS does: it costs no room of its own.
+                // P is exchanged through the tile of dS before dS is written there, so it needs no extra memory.
                 const u32 other_rows = q_stage + other_query * ROW_BYTES;
                 Factor other;
                 write_factor(p, part, stage);
@@ -383,10 +383,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     if (threadIdx.x == 0 && steps > 0) pass_turn(steps);
     if (steps > 0) multiply_dq(sums_1, (steps - 1) % 2 * DS_TILE_BYTES);
-    __syncthreads(); // K and V are not read any more
+    __syncthreads(); // K and V are no longer read
     if (steps > 0 && threadIdx.x == 0) fence(), write_turn(turns + sums_1, key_tile + 1);
 
-    // dK and dV, by way of the tiles of K and V.
+    // Writes dK and dV through the tiles of K and V.
     const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
 #pragma unroll
     for (int m = 0; m < K_BLOCKS; m++)
@@ -423,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float4* sums = reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * DQ_TILE / 4 +
                          warp * VECTORS * 32 + lane;
     const FirstKeys first_keys(arguments.first_keys, sizes, head_in_all / sizes.heads);
-    // No block has come to queries that see no key.
+    // No block has visited queries without keys.
     const bool seen = arguments.turns[blockIdx.x] > first_to_meet(first_keys, sizes, first / QUERIES);
 #pragma unroll
     for (int m = 0; m < DQ_ROW_BLOCKS; m++)

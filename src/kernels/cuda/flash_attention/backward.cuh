@@ -1,10 +1,10 @@
-// What the backward kernels share: their arguments, which tiles of keys and queries meet, the kernel that goes before
-// them, turns. Behind common.cuh.
+// Shared parts of the backward kernels: arguments, which tiles of keys and queries meet, the kernel that prepares
+// statistics, and turns. Included after common.cuh.
 //
-//   KEYS         keys in a tile
-//   QUERIES      queries in a tile
-//   STATISTICS   numbers of a query. Of a tile of queries these are lse log2(e) and delta, query by query, and with
-//                three a query what rounding took from the first, of all queries
+//   KEYS         keys per tile
+//   QUERIES      queries per tile
+//   STATISTICS   statistics per query. A tile has lse log2(e) and delta of each query; with three per query, the
+//                rounding errors of the former follow for all queries of the tile
 
 #ifndef STATISTICS
 #define STATISTICS 2
@@ -16,7 +16,7 @@
 #define QUERIES (HEAD_DIM * sizeof(E) > 256 ? 32 : 64)
 #endif
 
-// Lanes of a warp that have a row in flash_backward_prepare: a power of two.
+// Lanes per row in flash_backward_prepare: a power of two.
 constexpr int LANES_A_ROW = CHUNKS > 16 ? 32 : CHUNKS == 12 ? 16 : CHUNKS;
 constexpr int PREPARE_ROWS = 256 / LANES_A_ROW;
 
@@ -32,21 +32,21 @@ struct BackwardArguments {
     DropoutArguments dropout;
 };
 
-// ---- which tiles of keys and of queries meet
+// ---- which tiles of keys and queries meet
 
-// Tile c of keys meets the tiles of queries from the first in which the mask lets a query see it, to the last whose
-// first query has its first key in c or before, or that first one alone. (Such as meet nobody for their first keys go
-// there and find that.) Seen from a tile of queries, these are tiles of keys one after another, none left out: each
-// adds to its dQ after the one before it.
+// Tile c of keys meets a range of tiles of queries. It begins at the first tile with a query to which the mask shows c,
+// and ends with the last tile whose first query has its first key in c or before; it has at least one tile. (A tile of
+// keys without queries, because of first keys, visits that one in vain.) Seen from a tile of queries, this is a range
+// of tiles of keys without gaps: each adds to dQ after its predecessor.
 
-// The end of the tiles of queries, of `tiles`, that tile `key_tile` of keys meets from tile `first` on.
+// The end of the range of tiles of queries, at most `tiles`, that tile `key_tile` of keys meets from tile `first` on.
 __device__ __forceinline__ int end_of_queries(const FirstKeys& first_keys, int key_tile, int first, int tiles) {
     if (!FIRST_KEYS) return tiles;
     const int end = first_keys.first_beyond(key_tile * KEYS + KEYS - 1, first * QUERIES);
     return min(tiles, max(first + 1, CEIL_DIV(end, QUERIES)));
 }
 
-// The first tile of keys of those that the mask lets no query before tile `tile` of queries see.
+// The first tile of keys that the mask hides from all queries before tile `tile` of queries.
 __device__ __forceinline__ int first_unseen_before(const Sizes& sizes, int tile) {
     return tile == 0 ? 0 : max(0, CEIL_DIV(tile * QUERIES + sizes.offset, KEYS));
 }
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int turns_a_tile = 1;
 #endif
     if (thread <= turns_a_tile * heads * tiles) {
-        // It is the turn of the first tile of keys; what comes after the turns is the ticket.
+        // The turn begins with the first tile of keys. The word after all turns is the ticket.
         int turn = 0;
         if (FIRST_KEYS && thread < turns_a_tile * heads * tiles) {
             const int number = thread / turns_a_tile;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256)
             delta += (x0 + z0) * y0 + (x1 + z1) * y1;
         }
 #ifdef HOPPER
-        // Queries that no block of keys comes to. (All blocks come to the last tile but for first keys.)
+        // Queries that no block of keys visits get dq = 0. (Without first keys all blocks visit the last tile.)
         const int tile = query / QUERIES;
         bool met = tile >= tiles - 1 || (tile + 1) * QUERIES + sizes.offset > 0;
         if (FIRST_KEYS) {
@@ -123,16 +123,16 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int lanes = LANES_A_ROW / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(~0u, delta, lanes);
     if (row < rows && chunk == 0) {
-        // No key seen, or no query: exp(s - inf) = 0.
+        // No key, or no query: exp(s - inf) = 0.
         const float lse = inside ? arguments.lse[row_in_all] : -INFINITE;
         const float lse_in_log2 = lse == -INFINITE ? INFINITE : __fmul_rn(lse, LOG2_E);
 #ifdef HOPPER
-        // So ordered that the queries of one thread, 8 n + 2 (lane % 4) + (0 or 1), lie together in fours.
+        // In an order in which the queries of one thread, 8 n + 2 (lane % 4) + (0 or 1), are adjacent in fours.
         const int place = query / 64 * 64 + query / 16 % 4 * 16 + query / 2 % 4 * 4 + query / 8 % 2 * 2 + query % 2;
         float* statistics = arguments.statistics + row / QUERIES * 2 * QUERIES + place % QUERIES;
         statistics[0] = lse_in_log2, statistics[QUERIES] = delta;
 #elif STATISTICS == 3
-        // The product's rounding, the factor's, and what forward's took.
+        // The rounding errors of the product, of LOG2_E, and of lse itself.
         const float rest = lse == -INFINITE ? 0 : arguments.lse[heads * sizes.queries + row_in_all] * LOG2_E;
         const int place = query % QUERIES;
         float* statistics = arguments.statistics + (row - place) * 3;
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// A tile of queries of one head (of all heads of the batch).
+// A tile of queries of one head, counted over the batch.
 struct Place {
     int head, tile;
     __device__ __forceinline__ void advance(int first_tile, int tiles) {
@@ -153,7 +153,7 @@ struct Place {
     }
 };
 
-// Turns: how many tiles of keys have added to a tile of dq_sums.
+// The turn of a tile of dq_sums: the number of the tile of keys that adds to it next.
 __device__ __forceinline__ int read_turn(const int* turn) {
     int value;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(turn) : "memory");

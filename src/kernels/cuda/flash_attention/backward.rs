@@ -1,10 +1,11 @@
-//! The backward's launches: statistics of the rows, the products, and dq rounded.
+//! Launches of backward: row statistics, gradients, and dq rounded.
 
 use super::arguments::{
-    BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Dropped, Heads, Map, Strides,
+    BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Heads, Map, ProbabilityDropout,
+    Strides,
 };
 use super::element;
-use super::form::{Backward as Form, definitions, line, pointer_to};
+use super::kernel_config::{Backward as KernelConfig, config_1d, definitions, pointer_to};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::attention::Sizes;
@@ -40,25 +41,25 @@ const HOPPER: Source = Source {
     ],
 };
 
-/// What is read.
+/// The inputs of backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Inputs<'a> {
     pub q: Heads<'a>,
     pub k: Heads<'a>,
     pub v: Heads<'a>,
     pub out: Heads<'a>,
-    /// What rounding took from out, where that was kept (of f32 nothing is): (B, H, Tq, Dh) contiguous.
+    /// The rounding error of out, if it was saved (in f32 there is none): (B, H, Tq, Dh) contiguous.
     pub rounding_error: Option<View<'a>>,
     pub d_out: Heads<'a>,
     /// (parts, B, H, Tq) f32.
     pub lse: View<'a>,
-    /// (B, Tq) u32, contiguous: as forward had them.
+    /// (B, Tq) u32, contiguous, as in forward.
     pub first_keys: Option<View<'a>>,
-    /// Which probabilities forward dropped, if it did.
-    pub dropout: Option<Dropped<'a>>,
+    /// The dropout of the probabilities, as in forward.
+    pub dropout: Option<ProbabilityDropout<'a>>,
 }
 
-/// What is written.
+/// The outputs of backward.
 #[derive(Clone, Copy)]
 pub(crate) struct Gradients<'a> {
     pub dq: Heads<'a>,
@@ -66,14 +67,14 @@ pub(crate) struct Gradients<'a> {
     pub dv: Heads<'a>,
 }
 
-/// The kernels for every GPU, as they are compiled for such a call.
-fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
+/// Returns the kernels for every GPU and their launch sizes, for a call.
+fn generic_kernels(dtype: DType, tf32: bool, head_dim: usize) -> KernelConfig {
     if dtype == DType::F32 {
         return super::f32::backward(head_dim, tf32);
     }
     let tiles = tiles::Backward::new(head_dim);
     let threads = 32 * tiles.warps;
-    Form {
+    KernelConfig {
         source: &SOURCE,
         keys: tiles.keys,
         queries: tiles.queries,
@@ -84,35 +85,35 @@ fn form_for(dtype: DType, tf32: bool, head_dim: usize) -> Form {
     }
 }
 
-/// Tiles of Hopper's own kernels, where the GPU and the call have them.
-fn of_hopper(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
+/// Returns the tiles of the Hopper kernels, if the GPU and the call have them.
+fn hopper_tiles(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
     let tiles = tiles::BackwardHopper::new(head_dim);
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
 
-/// What a block shares, for such a call.
+/// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    match of_hopper(gpu, dtype, head_dim) {
+    match hopper_tiles(gpu, dtype, head_dim) {
         Some(tiles) => tiles.shared_bytes(head_dim),
-        None => form_for(dtype, tf32, head_dim).shared_bytes,
+        None => generic_kernels(dtype, tf32, head_dim).shared_bytes,
     }
 }
 
-/// Words of the statistics, three at most of a query, and the sums of dq of so many tiles of queries, and of the turns:
-/// two a tile (Hopper's kernel takes turns for each half of it), and a ticket.
+/// Returns the words of the statistics (at most three per query), of the sums of dq, and of the turns: two per tile of
+/// queries, since the Hopper kernel adds its halves separately, and a ticket.
 fn parts(tiles_of_queries: usize, queries: usize, head_dim: usize) -> [usize; 3] {
     let rows = tiles_of_queries * queries;
     [3 * rows, rows * head_dim, 2 * tiles_of_queries + 1]
 }
 
-/// How many tiles of queries there are, each of one head.
+/// Returns the number of tiles of queries over all heads.
 fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
     sizes.batch * sizes.heads * sizes.queries.div_ceil(queries)
 }
 
-/// The gradients of q, k and v, products of f32 as forward's were. `workspace`
-/// ([`flash_backward`](crate::kernels::workspace::flash_backward)) u32 is room to work in.
+/// Computes the gradients of q, k and v. `tf32` must be that of forward. `workspace` u32 is scratch of
+/// [`flash_backward`](crate::kernels::workspace::flash_backward) words.
 pub(crate) fn backward(
     gpu: &CudaDevice,
     sizes: &Sizes,
@@ -125,25 +126,21 @@ pub(crate) fn backward(
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let drops = inputs.dropout.is_some();
-    let hopper = of_hopper(gpu, dtype, head_dim);
-    let launch_generic = form_for(dtype, tf32, head_dim);
+    let hopper = hopper_tiles(gpu, dtype, head_dim);
+    let generic = generic_kernels(dtype, tf32, head_dim);
     let (source, tiles, queries) = match &hopper {
         Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
-        None => (
-            launch_generic.source,
-            launch_generic.tiles.clone(),
-            launch_generic.queries,
-        ),
+        None => (generic.source, generic.tiles.clone(), generic.queries),
     };
     let definitions = definitions(sizes, element, inputs.first_keys, drops, tiles);
     let kernel = |stem| source.kernel_with(gpu, &definitions, stem, element);
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
     let rows = tiles_of_queries * queries;
-    // `prepare` writes statistics and turns, and the first tile of keys its part of the sums.
-    let mut room = Workspace::new(workspace);
+    // `prepare` writes statistics and turns. The first tile of keys overwrites its part of the sums.
+    let mut scratch = Workspace::new(workspace);
     let [statistics, dq_sums, turns] =
-        parts(tiles_of_queries, queries, head_dim).map(|len| room.take(len).pointer);
+        parts(tiles_of_queries, queries, head_dim).map(|len| scratch.take(len).pointer);
     let heads_at_once = match &hopper {
         Some(tiles) => tiles.heads_at_once(sizes),
         None => sizes.batch * sizes.kv_heads,
@@ -178,8 +175,8 @@ pub(crate) fn backward(
         kernel.allow_shared_bytes(shared_bytes)?;
         let mut launch = kernel.builder();
         launch.arg(&arguments);
-        // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
-        unsafe { launch.launch(line(blocks, threads, shared_bytes)) }.w()?;
+        // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
+        unsafe { launch.launch(config_1d(blocks, threads, shared_bytes)) }.w()?;
         Ok(())
     };
 
@@ -196,28 +193,27 @@ pub(crate) fn backward(
                 Map::new(&inputs.v, tiles::BackwardHopper::KEYS)?,
                 Map::new(&inputs.d_out, queries)?,
             ]);
-            let kernel_of_products = kernel("flash_backward_hopper")?;
+            let matmul_kernel = kernel("flash_backward_hopper")?;
             let shared_bytes = tiles.shared_bytes(head_dim);
-            kernel_of_products.allow_shared_bytes(shared_bytes)?;
+            matmul_kernel.allow_shared_bytes(shared_bytes)?;
             let works =
                 sizes.keys.div_ceil(tiles::BackwardHopper::KEYS) * sizes.batch * sizes.kv_heads;
             let blocks = works.min(multiprocessors(gpu)?);
-            let mut launch = kernel_of_products.builder();
+            let mut launch = matmul_kernel.builder();
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.
-            unsafe { launch.launch(line(blocks, 384, shared_bytes)) }.w()?;
+            unsafe { launch.launch(config_1d(blocks, 384, shared_bytes)) }.w()?;
             Ok(())
         }
         None => {
-            let form = &launch_generic;
-            let blocks = sizes.keys.div_ceil(form.keys) * sizes.batch * sizes.kv_heads;
+            let blocks = sizes.keys.div_ceil(generic.keys) * sizes.batch * sizes.kv_heads;
             run(
                 &kernel("flash_backward")?,
                 blocks,
-                form.threads,
-                form.shared_bytes,
+                generic.threads,
+                generic.shared_bytes,
             )?;
-            let (threads, shared_bytes) = form.finish;
+            let (threads, shared_bytes) = generic.finish;
             run(
                 &kernel("flash_backward_finish")?,
                 tiles_of_queries,
@@ -233,7 +229,7 @@ mod tests {
     use super::*;
     use crate::kernels::{Mask, workspace};
 
-    /// What is planned before there is a GPU holds the parts of every kernel, wherever it begins.
+    /// The planned size holds the parts of every kernel, wherever the workspace begins.
     #[test]
     fn the_workspace_holds_all_parts() {
         for head_dim in 1..=256 {
@@ -251,21 +247,21 @@ mod tests {
                     soft_cap: None,
                 };
                 let compiled = compiled_head_dim(head_dim);
-                let launch_generic = [
+                let generic = [
                     (DType::BF16, false),
                     (DType::F32, false),
                     (DType::F32, true),
                 ];
-                let launch_generic =
-                    launch_generic.map(|(dtype, tf32)| form_for(dtype, tf32, compiled).queries);
+                let generic =
+                    generic.map(|(dtype, tf32)| generic_kernels(dtype, tf32, compiled).queries);
                 let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
-                for tile in launch_generic.into_iter().chain(hopper) {
+                for tile in generic.into_iter().chain(hopper) {
                     let words = workspace::flash_backward(&sizes);
                     let odd = View::new(4, DType::U32, words); // begins a word after a multiple of 256 bytes
                     let end = odd.pointer + 4 * words as u64;
-                    let mut room = Workspace::new(odd);
+                    let mut scratch = Workspace::new(odd);
                     let parts = parts(tiles_of_queries(&sizes, tile), tile, compiled);
-                    for part in parts.map(|len| room.take(len)) {
+                    for part in parts.map(|len| scratch.take(len)) {
                         let part_end = part.pointer + 4 * part.len as u64;
                         assert!(part_end <= end, "{sizes:?}, tiles of {tile}");
                     }

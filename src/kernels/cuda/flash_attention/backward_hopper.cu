@@ -1,24 +1,25 @@
-// Flash attention, backward, by Hopper's own instructions (sm_90a); behind common.cuh, hopper.cuh, backward.cuh
+// Flash attention, backward, with Hopper's instructions (sm_90a). Included after common.cuh, hopper.cuh, backward.cuh
 // and backward_hopper.cuh. HEAD_DIM 64 (QUERIES 128) or 128 (QUERIES 64).
 //
-// Computes what backward.cu does, with the same scratch (but the order of numbers in statistics and in a tile of
-// dq_sums), and takes besides maps of q and d_out (boxes of QUERIES rows), k and v (boxes of KEYS rows).
+// Computes the same as backward.cu, with the same scratch, except for the order of statistics and of a tile of dq_sums.
+// Additional inputs are maps of q and d_out (boxes of QUERIES rows), k and v (boxes of KEYS rows).
 //
 //   flash_backward_prepare, see backward.cuh
 //   flash_backward_hopper   dq, dk, dv, dq_sums   grid  min(multiprocessors, ceil(Tk / KEYS) * B * Hkv)    block 384
 //                           dynamic shared memory (3 KEYS + 6 QUERIES) * HEAD_DIM * 2 + KEYS * QUERIES * 4 +
 //                                                 QUERIES * 16 + 1024 + 256 bytes
 //
-// A work is a tile of keys, with a step for each tile of queries that sees it, the last queries first: later keys,
-// which fewer queries see, then come to a tile no earlier than the keys that add to its dQ before them. (With first
-// keys no later either, by the steps that they begin before them.) Blocks stay and take work after work by ticket; the
-// steps go on from one to the next without a break. The last keys of a tile write its dq.
+// A work item is a tile of keys, with a step for each tile of queries that attends to it, the last queries first. Later
+// keys, to which fewer queries attend, therefore reach a tile no earlier than the keys that add to its dQ before them.
+// (With first keys, their range also ends at later queries, so they need at least as many steps to reach it.) Blocks
+// are persistent and take work items by ticket; the steps of the next item follow without a break. The last keys that
+// meet a tile of queries write its dq.
 //
-// Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so that P^T and dS^T are left factors
-// in the registers where they were made; dS goes through shared memory for dQ, of which a group computes one half: rows
-// where there are 128 queries, columns where there are 128. dQ is a step behind the rest and dS has two tiles, so that
-// the groups need not keep step: one's exponentials run under the other's products. dQ leaves by way of shared memory:
-// two warps have the copy engine add it to dq_sums, each when it is its turn. One warp copies tiles in.
+// Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so P^T and dS^T are left operands in
+// the registers where they were computed. dS is written to shared memory for dQ, of which a group computes one half:
+// rows if there are 128 queries, columns if there are 128 columns. dQ is one step behind the rest, and dS has two
+// tiles, so that the groups need not run in lockstep: one's exponentials overlap the other's matmuls. dQ leaves through
+// shared memory: two warps let the copy engine add it to dq_sums when it is their turn. One warp copies tiles in.
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps,
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) at.make_barriers();
     __syncthreads();
 
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // the compiler is to see that warps do not part
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // shows the compiler that warps do not diverge
     if (warpgroup < 0) {
         give_registers<24>();
         const int warp = threadIdx.x / 32;
@@ -45,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
     const float to_log2 = exponent_of_score(sizes);
     const Dropped dropped(arguments.dropout, sizes);
-    const Described known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
+    const Descriptor known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
     const Blocks<128, BY_ROWS> ds_blocks(at.ds_tiles, warpgroup * 64 + warp_row, lane);
     // This group's rows of dS and columns of K, for dQ.
-    const Described known_left(at.ds_tiles + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
-    const Described known_right(at.k_tiles + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
+    const Descriptor known_left(at.ds_tiles + (HEAD_DIM == 64 ? warpgroup * KEYS * 128 : 0));
+    const Descriptor known_right(at.k_tiles + (HEAD_DIM == 128 ? warpgroup * KEYS * 128 : 0));
     float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
     float s[QUERIES / 2], dp[QUERIES / 2]; // S^T, dP^T: 64 keys, QUERIES queries
     float dq[32];                          // 64 queries, 64 columns
@@ -60,26 +61,26 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (lane == 0) barrier_arrive(barrier);
     };
     auto issue_scores = [&](int stage, int keys_stage) {
-        const Described a = known_k.moved(keys_stage * KEY_TILE_BYTES).anew(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
+        const Descriptor a = known_k.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
             multiply_tiles<0, 0>(s, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
                                  i > 0);
     };
     auto issue_dp = [&](int stage) {
-        const Described a = known_v.anew(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
+        const Descriptor a = known_v.opaque_copy(), b(at.d_out_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
             multiply_tiles<0, 0>(dp, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
                                  i > 0);
     };
     auto issue_dq = [&](int stage, int keys_stage) {
-        const Described a = known_left.moved(stage * DS_TILE_BYTES).anew(),
-                        b = known_right.moved(keys_stage * KEY_TILE_BYTES).anew();
+        const Descriptor a = known_left.offset_by(stage * DS_TILE_BYTES).opaque_copy(),
+                        b = known_right.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) multiply_tiles<1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
     };
-    // dQ of a tile whose earlier keys have added theirs, and which has no later ones.
+    // Writes dq of a tile to which all earlier keys have added and that has no later keys.
     auto finish_dq = [&](int index, bool is_alone) {
         named_sync(TURN_HAS_COME + warpgroup, 160);
         named_arrive(TURN_IS_TAKEN + warpgroup, 160);
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
             of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? warpgroup * 64 : 0, sizes.head_dim, lane);
     };
-    // dQ of any other tile goes by way of shared memory.
+    // dQ of any other tile is written to shared memory.
     int added = 0;
     auto store_dq = [&] {
         barrier_wait(at.dq_empty + warpgroup * 8, added - 1);
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         __syncwarp();
         free(at.dq_full + warpgroup * 8);
     };
-    // lse, or delta, of this thread's queries among 64: two of the columns of 8 n .. 8 n + 7, for each n.
+    // Reads lse or delta of this thread's queries among 64: two of the columns 8 n .. 8 n + 7, for each n.
     auto read_statistics = [&](float (&of_queries)[16], int stage, int first) {
 #pragma unroll
         for (int n = 0; n < 16; n += 4) {
@@ -133,21 +134,21 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
 #endif
     int tile = END_TILE(work) - 1, head = work.first_head;
-    // From S to P, in place, while dP is computed; what is dropped with a minus.
+    // Overwrites S with P while dP is computed. Dropped elements are negated.
     auto exponentiate = [&](int stage) {
         float lse[16];
         read_statistics(lse, stage, 0);
 #if FIRST_KEYS
         const int latest_first = first_keys.of(tile * QUERIES + QUERIES - 1);
 #endif
-        products_wait<1>();
+        wgmma_wait<1>();
         if (SOFT_CAP) cap_scores(s, sizes);
         const int first_key = work.key_tile * KEYS + warpgroup * 64;
         if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int key = first_key + warp_row + quad_row + i / 2 * 8;
-                // The first query, counted from this thread's first, that sees the key.
+                // The first query, counted from this thread's first, that attends to the key.
                 const int visible = (key < sizes.keys ? key - sizes.offset : sizes.queries + QUERIES) - tile * QUERIES -
                                     quad_column - i % 2;
 #pragma unroll
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             }
         }
 #if FIRST_KEYS
-        // Some begin after keys of the group.
+        // Some queries have first keys after the group's first key.
         if (latest_first > first_key) {
 #pragma unroll
             for (int n = 0; n < QUERIES / 8; n++)
@@ -192,32 +193,32 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     };
     barrier_wait(at.queries_full, 0);
-    // One group begins later, so that its exponentials come under the other's products.
+    // One group begins later, so that its exponentials overlap the other's matmuls.
     if (warpgroup == 1) named_sync(ORDER, 256);
-    products_fence();
+    wgmma_fence();
     issue_scores(0, 0);
-    products_commit();
+    wgmma_commit();
     barrier_wait(at.v_full, 0);
-    products_fence();
+    wgmma_fence();
     issue_dp(0);
-    products_commit();
+    wgmma_commit();
     if (warpgroup == 0) named_arrive(ORDER, 256);
     exponentiate(0);
-    products_wait<0>();
+    wgmma_wait<0>();
     if (work.steps == 1) free(at.v_empty);
 
-    int step = 0; // of all works
-    int due = -1; // of the step before: the tile whose dq is to be finished, or -1
+    int step = 0; // over all work items
+    int due = -1; // the tile of the step before whose dq is to be finished, or -1
     bool due_alone = false;
     bool more = true;
     int turn = 0;
     for (; more; turn++) {
         const int steps = work.steps, keys_stage = turn % 2;
-        // A step begins where no product is under way: the compiler does not follow them from one to the next.
+        // No matmul is in flight when a step begins: the compiler does not track them across steps.
 #pragma unroll 1
         for (int i = 0; i < steps; i++, step++) {
             const int stage = step % 2, next_stage = stage ^ 1, next_round = (step + 1) / 2;
-            const Described q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128),
+            const Descriptor q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128),
                 d_out(at.d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
@@ -233,11 +234,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const float p0 = s[half * 32 + k * 2], p1 = s[half * 32 + k * 2 + 1];
                     p[k / 4][k % 4] = E::pack(DROPOUT && p0 < 0 ? 0 : p0, DROPOUT && p1 < 0 ? 0 : p1);
                 }
-                products_fence();
+                wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     multiply_registers<1>(dv, p[k], d_out.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
-                products_commit();
+                wgmma_commit();
 
 #pragma unroll
                 for (int n = 0; n < 8; n++)
@@ -260,26 +261,26 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     store_matrices(ds_blocks.at(half * KEYS, k * 16, stage * DS_TILE_BYTES), ds[k]);
-                products_fence();
+                wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     multiply_registers<1>(dk, ds[k], q.at(half * 64 * 128 + k * 2048), half > 0 || k > 0 || i > 0);
-                products_commit();
+                wgmma_commit();
             }
             stores_fence();
             __syncwarp();
             free(at.ds_full + stage * 8);
 
-            // dQ of the step before (of nothing, in the first). It is written to shared memory before the products of S
-            // and dP begin, which take all that shared memory gives.
+            // dQ of the step before (in the first step of nothing). It is written to shared memory before the matmuls
+            // of S and dP begin, which use the full bandwidth of shared memory.
             if (step > 0) barrier_wait(at.ds_full + next_stage * 8, next_round - 1);
-            products_fence();
+            wgmma_fence();
             issue_dq(next_stage, keys_stage ^ (i == 0));
-            products_commit();
-            products_wait<1>();
+            wgmma_commit();
+            wgmma_wait<1>();
             __syncwarp(); // all lanes have read the statistics
             free(at.queries_empty + stage * 8);
-            products_wait<0>();
+            wgmma_wait<0>();
             if (step > 0) free(at.ds_empty + next_stage * 8);
             if (i == 0 && turn > 0) free(at.keys_empty + (keys_stage ^ 1) * 8);
             const bool sends = step > 0 && due < 0;
@@ -292,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
             due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == alone;
 
-            // S and dP of the next (in the last as well).
+            // S and dP of the next step, also in the last one.
             const bool last = i == steps - 1;
             int number = 0;
             if (last) {
@@ -301,9 +302,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 more = number < works;
             }
             if (more) barrier_wait(at.queries_full + next_stage * 8, next_round);
-            products_fence();
+            wgmma_fence();
             issue_scores(next_stage, keys_stage ^ last);
-            products_commit();
+            wgmma_commit();
             if (last) {
                 const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
                 const float stayed[2] = {stay_scale, stay_scale}, scaled[2] = {sizes.scale, sizes.scale};
@@ -318,9 +319,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                      of_dv.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
                 if (more) barrier_wait(at.v_full, turn + 1);
             }
-            products_fence();
+            wgmma_fence();
             issue_dp(next_stage);
-            products_commit();
+            wgmma_commit();
             if (sends) send_dq();
             if (last && more) {
                 work = Work(sizes, number, query_tiles, key_tiles);
@@ -335,16 +336,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             exponentiate(next_stage);
             barrier_wait(at.ds_empty + next_stage * 8,
                          next_round - 1); // here, since the compiler moves no exponential across it
-            products_wait<0>();
+            wgmma_wait<0>();
             if (last ? more && work.steps == 1 : i + 2 == steps) free(at.v_empty);
         }
     }
     step--;
     barrier_wait(at.ds_full + step % 2 * 8, step / 2);
-    products_fence();
+    wgmma_fence();
     issue_dq(step % 2, (turn - 1) % 2);
-    products_commit();
-    products_wait<0>();
+    wgmma_commit();
+    wgmma_wait<0>();
     if (due < 0) store_dq(), send_dq();
     else finish_dq(due, due_alone);
 }

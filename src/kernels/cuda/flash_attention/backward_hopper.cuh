@@ -1,7 +1,7 @@
-// What backward_hopper.cu consists of besides the products: works, a block's shared memory, the warp that copies tiles
-// into it, the warps that add dQ to what earlier keys have summed. Between backward.cuh and backward_hopper.cu.
+// Parts of backward_hopper.cu without matmuls: work items, the shared memory of a block, the warp that copies tiles in,
+// and the warps that add dQ to dq_sums. Included between backward.cuh and backward_hopper.cu.
 
-constexpr int HALVES = QUERIES / 64; // of a tile of queries: P and dS of one are made at a time
+constexpr int HALVES = QUERIES / 64; // of a tile of queries: P and dS are computed for one half at a time
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
 constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
@@ -12,28 +12,28 @@ static_assert(KEYS == 128 && QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 |
 struct Maps {
     Map q, k, v, d_out;
 };
-// One a group, but for ORDER.
+// One per group, except ORDER.
 enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
 
-// A tile of keys of one head, with the tiles of queries that it goes with: from before its end down to first_tile, of
-// each of the heads first_head .. first_head + group.
+// A tile of keys of one head, with the tiles of queries that it meets: from its end down to first_tile, for each of the
+// heads first_head .. first_head + group.
 struct Work {
     int key_tile, first_tile, first_head, steps;
-    int own_tiles; // so many of the first tiles have no later keys: this work finishes their dq
+    int own_tiles; // the first of these tiles, which have no later keys: this item finishes their dq
     __device__ __forceinline__ Work(const Sizes& sizes, int number, int tiles, int key_tiles) {
-        // The first keys first: with a causal mask most queries see them.
+        // The first keys come first: with a causal mask most queries attend to them.
         int kv_head;
-        place(number, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head, key_tile);
+        locate_ticket(number, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head, key_tile);
         const int group = sizes.heads / sizes.kv_heads;
         first_head = kv_head * group;
-        // Keys that nobody sees go with the last tile, and find that.
+        // Keys that no query attends to visit the last tile in vain.
         first_tile = min(max(0, key_tile * KEYS - sizes.offset) / QUERIES, tiles - 1);
         steps = (tiles - first_tile) * group;
         own_tiles =
             key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
     }
-    // What end_of_queries says of the keys: all tiles of queries without first keys. (KEYS >= QUERIES, so a work that
-    // is cut here still finishes the dq of those of its own tiles that are left.)
+    // Sets the end of the tiles of queries, from end_of_queries. Without first keys it is fixed. (KEYS >= QUERIES, so a
+    // shortened item still finishes the dq of its remaining own tiles.)
 #if FIRST_KEYS
     int end_tile;
     __device__ __forceinline__ void end_at(int tile, int group) {
@@ -46,7 +46,7 @@ struct Work {
 #define END_TILE(work) query_tiles
 #endif
 };
-// Until the sums of so many tiles of keys are there.
+// Waits until all tiles of keys before `mine` have added their sums.
 __device__ __forceinline__ void await_turn(const int* turn, int mine) {
     int value;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(turn) : "memory");
@@ -54,13 +54,13 @@ __device__ __forceinline__ void await_turn(const int* turn, int mine) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Shared memory: tiles that begin at multiples of 1024 bytes, then barriers, each twice (a stage, or a group) but for
-// V's.
+// Shared memory: tiles at multiples of 1024 bytes, then barriers. There are two of each barrier (per stage or group),
+// except for V.
 struct Shared {
     u32 k_tiles, v_tile, q_tiles, d_out_tiles, ds_tiles, dq_tile, statistics_tiles;
     u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
-    int* numbers; // of the works whose keys are there
-    int* ends;    // and of their tiles of queries
+    int* numbers; // of the work items whose keys have arrived
+    int* ends;    // the ends of their tiles of queries
     __device__ __forceinline__ Shared(unsigned char* shared) {
         const u32 start = (u32)__cvta_generic_to_shared(shared);
         k_tiles = (start + 1023) & ~1023u, v_tile = k_tiles + 2 * KEY_TILE_BYTES;
@@ -74,7 +74,8 @@ struct Shared {
         v_full = dq_empty + 16, v_empty = v_full + 8;
         numbers = reinterpret_cast<int*>(shared + (v_empty + 8 - start)), ends = numbers + 2;
     }
-    // By one thread. Who is waited for: the copy engine, or warps: 8 that multiply, 4 of a group, 2 that add.
+    // Called by one thread. The counts are the arrivals per phase: the copy engine, or warps: 8 that multiply, 4 of a
+    // group, 2 that add.
     __device__ __forceinline__ void make_barriers() const {
         for (int stage = 0; stage < 2; stage++) {
             barrier_make(keys_full + stage * 8, 1), barrier_make(keys_empty + stage * 8, 8 + 2);
@@ -87,8 +88,7 @@ struct Shared {
     }
 };
 
-// One thread: takes works by ticket until there are none, and copies what they read: keys a work ahead, queries a step
-// ahead.
+// Run by one thread: takes work items by ticket and copies their inputs: keys one item ahead, queries one step ahead.
 __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments,
                                            int query_tiles, int key_tiles) {
     const Sizes& sizes = arguments.sizes;
@@ -136,14 +136,14 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
     }
 }
 
-// A warp for each group: adds the group's half of dQ, step by step, to dq_sums when it is this work's turn, or lets the
-// group do so where it is the last.
+// Run by one warp per group: adds the group's half of dQ, step by step, to dq_sums when it is this item's turn. For the
+// last keys of a tile it lets the group add instead.
 __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArguments& arguments, int half, int lane,
                                             int query_tiles, int key_tiles) {
     const Sizes& sizes = arguments.sizes;
     const int works = key_tiles * sizes.batch * sizes.kv_heads, group = sizes.heads / sizes.kv_heads;
     const u32 tile_to_add = at.dq_tile + half * DQ_TILE * 2;
-    int added = 0; // tiles that have gone from there to dq_sums
+    int added = 0; // tiles that were added to dq_sums
     for (int turn = 0;; turn++) {
         barrier_wait(at.keys_full + turn % 2 * 8, turn / 2);
         const int number = at.numbers[turn % 2], end = FIRST_KEYS ? at.ends[turn % 2] : query_tiles;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
             if (lane == 0) {
                 int* turns = arguments.turns + 2 * last + half;
                 float* sums = arguments.dq_sums + (long long)last * DQ_TILE + half * (DQ_TILE / 2);
-                int there = -1; // tiles of keys that have added to this tile of queries, at least
+                int there = -1; // the turn of this tile of queries, if it was read before
 #pragma unroll 1
                 for (int tile = END_TILE(work) - 1; tile >= work.own_tiles;
                      tile--, turns -= 2, sums -= DQ_TILE, added++) {
@@ -168,8 +168,8 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
                     barrier_wait(at.dq_full + half * 8, added);
                     if (is_first) write_bytes(sums, tile_to_add, DQ_TILE * 2);
                     else add_floats(sums, tile_to_add, DQ_TILE * 2);
-                    // The next one's turn, known by the time that this sum has arrived; the fence below goes between it
-                    // and the next sum.
+                    // Reads the next tile's turn early: it is known when this sum has arrived. The fence below orders
+                    // it before the next sum.
                     there = tile > work.own_tiles ? read_turn(turns - 2) : -1;
                     writes_have_read();
                     barrier_arrive(at.dq_empty + half * 8);

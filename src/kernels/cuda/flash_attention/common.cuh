@@ -1,14 +1,14 @@
-// What flash attention's kernels share: element types, tiles in shared memory, matrix instructions, copies.
-// No #include: NVRTC compiles this text with a kernel's behind it.
+// Helpers of all flash attention kernels: element types, tiles in shared memory, matrix instructions, copies. No
+// #include: NVRTC compiles this text together with a kernel's.
 //
-// Compile-time settings, given as -D options:
-//   ELEMENT   bf16, f16 or f32: what q, k, v, out and their gradients are stored in; everything is added up in f32
-//   HEAD_DIM  16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond that
-//             are zeros in shared memory, so they add nothing
-//   FIRST_KEYS  1 where a call has first keys beside the mask: packed documents, sliding windows; else 0
-//   DROPOUT   1 where probabilities are dropped; else 0
-//   SOFT_CAP  1 where scores are capped; else 0
-//   and the tile sizes that the kernels name; each has a default by HEAD_DIM.
+// Compile-time settings, passed as -D options:
+//   ELEMENT     bf16, f16 or f32: the type of q, k, v, out and their gradients; sums are f32
+//   HEAD_DIM    16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond it
+//               are zeros in shared memory, so they add nothing
+//   FIRST_KEYS  1 if the call has first keys in addition to the mask (packed documents) or a window, else 0
+//   DROPOUT     1 if probabilities are dropped, else 0
+//   SOFT_CAP    1 if scores are capped, else 0
+// and the tile sizes of the kernels; each has a default by HEAD_DIM.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -34,11 +34,11 @@ typedef unsigned long long u64;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
-// What rounding took from them.
+// The rounding errors of these constants.
 constexpr float LOG2_E_REST = 1.9259629911e-8f, LN_2_REST = -1.9046542999e-9f;
 #define INFINITE __int_as_float(0x7f800000)
 
-// ---- element types; those of 16 bits go two to a register, the first in the lower half
+// ---- element types; two of 16 bits share a register, the first in the lower half
 
 struct bf16 {
     unsigned short bits;
@@ -87,8 +87,8 @@ struct f32 {
 };
 typedef ELEMENT E;
 
-constexpr int CHUNK = 16 / sizeof(E);    // elements in 16 bytes: what one copy instruction moves
-constexpr int CHUNKS = HEAD_DIM / CHUNK; // in a row
+constexpr int CHUNK = 16 / sizeof(E);    // elements in 16 bytes, which one copy instruction moves
+constexpr int CHUNKS = HEAD_DIM / CHUNK; // per row
 constexpr int ROW_BYTES = HEAD_DIM * sizeof(E);
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -103,21 +103,21 @@ __device__ __forceinline__ float logarithm_2(float x) {
     return y;
 }
 
-// ---- tiles in shared memory: rows of 16-byte chunks, the chunks of a row permuted by its number
+// ---- tiles in shared memory: rows of 16-byte chunks; the order of a row's chunks depends on its number
 
-// A warp reads eight rows of one chunk column at a time; permuted so, they lie in eight different groups of banks. Rows
-// are a multiple of 128 bytes (xor with row % 8), of 64 (row / 2 % 4) or 32 bytes (row / 4 % 2).
+// A warp reads eight rows of one chunk column at a time. The permutation puts them into eight different groups of
+// banks. Rows are a multiple of 128 bytes (xor with row % 8), of 64 (row / 2 % 4) or 32 bytes (row / 4 % 2).
 template <int BYTES> struct Swizzle {
     static constexpr int MASK = BYTES % 128 == 0 ? 7 : BYTES % 64 == 0 ? 3 : 1;
     static constexpr int SHIFT = BYTES % 128 == 0 ? 0 : BYTES % 64 == 0 ? 1 : 2;
     // The permutation of a row's chunks.
     static __device__ __forceinline__ int of(int row) { return (row >> SHIFT) & MASK; }
-    // Where a chunk is, in bytes from the tile's start.
+    // The offset of a chunk in the tile, in bytes.
     static __device__ __forceinline__ u32 at(int row, int chunk) { return row * BYTES + ((chunk ^ of(row)) << 4); }
 };
 
-// Where one lane reads 16 x 16 blocks of a tile by ldmatrix. `row` and `column` of a block are multiples of 16 known
-// when compiling: what remains at run time is one xor.
+// The addresses from which a lane reads 16 x 16 blocks of a tile by ldmatrix. `row` and `column` of a block are
+// multiples of 16 known at compile time, so that only one xor remains at run time.
 //   BY_ROWS      matrices at (rows 0-7, left), (8-15, left), (0-7, right), (8-15, right): an A operand; transposed, a B
 //   BY_COLUMNS   matrices at (rows 0-7, left), (0-7, right), (8-15, left), (8-15, right): a B operand stored (n, k);
 //                transposed, an A operand stored (k, m)
@@ -130,8 +130,8 @@ template <int BYTES, Order ORDER> struct Blocks {
         base = tile + (first_row + row) * BYTES;
         permuted = (right ^ Swizzle<BYTES>::of(row)) << 4;
     }
-    // The same, counting columns from `column`: a run-time multiple of 16 below the next power of two of all those that
-    // `at` is given.
+    // The same blocks with columns counted from `column`, a run-time multiple of 16. It must be below the next power of
+    // two of every column that is passed to `at`.
     __device__ __forceinline__ Blocks from_column(int column) const {
         constexpr int LOW = Swizzle<BYTES>::MASK << 4;
         Blocks moved = *this;
@@ -176,9 +176,9 @@ __device__ __forceinline__ float4 read_shared_floats(u32 address) {
     return r;
 }
 
-// ---- copies that run beside the arithmetic
+// ---- copies that run concurrently with arithmetic
 
-// 16 bytes, or 16 zero bytes: `source` is not read then.
+// Copies 16 bytes, or writes 16 zero bytes without reading `source`.
 __device__ __forceinline__ void copy_chunk(u32 target, const void* source, bool inside) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                  "r"(inside ? 16 : 0)
@@ -189,19 +189,19 @@ template <int LEFT> __device__ __forceinline__ void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// A row is copied by LANES threads, GROUPS chunks each: a power of two that the permutation keeps together.
+// LANES threads copy a row, GROUPS chunks each: a power of two, so that the permutation keeps their chunks together.
 constexpr int LANES = CHUNKS & -CHUNKS;
 constexpr int GROUPS = CHUNKS / LANES;
 
-// Starts to copy LENGTH rows of `x` (rows `stride` elements apart) into `tile`: zeros from row `rows` on, and from
-// column `columns` on (a multiple of CHUNK). LAYOUT says where a tile has its chunks.
+// Starts to copy LENGTH rows of `x` (`stride` elements apart) into `tile`. Rows from `rows` on and columns from
+// `columns` on (a multiple of CHUNK) become zeros. LAYOUT maps a chunk to its offset.
 template <int LENGTH, int THREADS, typename LAYOUT = Swizzle<ROW_BYTES>>
 __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride, int rows, int columns) {
-    constexpr int PASS = THREADS / LANES; // rows
+    constexpr int PASS = THREADS / LANES; // rows per pass
     const int first = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
     const char* source = reinterpret_cast<const char*>(x + first * stride + chunk * CHUNK);
     long long step = PASS * stride * sizeof(E);
-    asm volatile("" : "+l"(step)); // or multiples of it would be kept in registers from tile to tile
+    asm volatile("" : "+l"(step)); // otherwise multiples of it would stay in registers from tile to tile
 #pragma unroll
     for (int i = 0; i < CEIL_DIV(LENGTH, PASS); i++) {
         const int row = first + i * PASS;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void copy_tile(u32 tile, const E* x, long long stride
     }
 }
 
-// Writes rows first..first + LENGTH of `tile` to `x`, whose row 0 is the tile's row 0, by THREADS threads.
+// Writes rows first..first + LENGTH of `tile` to `x` by THREADS threads. Row 0 of `x` is row 0 of the tile.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void write_tile(E* x, long long stride, u32 tile,
                                                                               int first, int rows, int columns,
                                                                               int thread) {
@@ -228,35 +228,34 @@ template <int LENGTH, int THREADS> __device__ __forceinline__ void write_tile(E*
     }
 }
 
-// Where a tensor (B, heads, T, Dh) has its elements; Dh is contiguous, all strides are multiples of CHUNK.
+// The strides of a tensor (B, heads, T, Dh). Dh is contiguous; all strides are multiples of CHUNK.
 struct Strides {
     long long batch, head, row; // elements
 };
 
-// The sizes of one call.
+// The sizes of a call.
 struct Sizes {
     int batch, heads, kv_heads; // B, H, Hkv; Hkv divides H
     int queries, keys;          // Tq, Tk
     int head_dim;               // Dh, a multiple of CHUNK, at most HEAD_DIM
-    // Query i sees the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full
-    // attention.
+    // Query i attends to the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full.
     int offset;
-    // Heads worked on at a time: as many as have their keys and values in the L2 cache together.
+    // The heads of concurrent blocks: as many as fit in the level-2 cache with their keys and values.
     int heads_at_once;
     float scale; // > 0
-    int window;  // keys that a query sees up to its own, or 0: all
-    float cap;   // > 0; what scores are capped by, with SOFT_CAP
+    int window;  // the number of keys that a query attends to, up to its own; 0 means all
+    float cap;   // > 0; the soft cap, with SOFT_CAP
     u32 unused;
 };
 
 // ---- scores: q k^T, or with SOFT_CAP tanh(scale q k^T / cap)
 
-// What a score is multiplied by for the exponent of its power of 2.
+// The factor of a score in the exponent of its power of 2.
 __device__ __forceinline__ float exponent_of_score(const Sizes& sizes) {
     return (SOFT_CAP ? sizes.cap : sizes.scale) * LOG2_E;
 }
 
-// tanh(x). In half precision by 1 - 2 / (e^2x + 1), which cancels for small x: there by its series, to 1e-7 of it.
+// tanh(x). In half precision 1 - 2 / (e^2x + 1), but for small x, where that cancels, its series, to 1e-7 of it.
 __device__ __forceinline__ float cap_tanh(float x) {
     if (sizeof(E) != 2) return tanhf(x);
     const float square = x * x;
@@ -264,25 +263,25 @@ __device__ __forceinline__ float cap_tanh(float x) {
     return square < 0.01f ? series : 1 - __fdividef(2, power_of_2(x * (2 * LOG2_E)) + 1);
 }
 
-// q k^T become scores.
+// Overwrites q k^T with scores.
 template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const Sizes& sizes) {
     const float by = sizes.scale / sizes.cap;
 #pragma unroll
     for (int i = 0; i < N; i++) s[i] = cap_tanh(s[i] * by);
 }
 
-// The slope of a cap at a score; 0 at one of -inf, of a hidden key.
+// The derivative of the cap at a score; 0 for a masked key, whose score is -inf.
 __device__ __forceinline__ float cap_slope(float score) {
     score = fmaxf(score, -1.f);
     return fmaf(-score, score, 1.f);
 }
 
-// A score from its probability p = 2^(score exponent_of_score - lse), to some 1e-6 / cap.
+// A score from its probability p = 2^(score exponent_of_score - lse), with an error of about 1e-6 / cap.
 __device__ __forceinline__ float score_of(float p, float lse, const Sizes& sizes) {
     return (logarithm_2(p) + lse) / (sizes.cap * LOG2_E);
 }
 
-// Which probabilities are dropped, and what the others are multiplied by; null without DROPOUT. See dropped.cuh.
+// The dropout of the probabilities; `key` is null without DROPOUT. See dropped.cuh.
 struct DropoutArguments {
     const u32* key; // (4): seed, seed >> 32, step, micro-batch
     u32 site, threshold;
@@ -290,24 +289,24 @@ struct DropoutArguments {
     u32 unused;
 };
 
-// First keys (B, Tq), of one sequence, and a window's: query i sees no key before the i-th, which never falls from one
-// query to the next. Without FIRST_KEYS there are none, and each is 0.
+// The first keys (B, Tq) of one sequence, and those of a window: query i attends to no key before its first key. First
+// keys never decrease. Without FIRST_KEYS each is 0.
 struct FirstKeys {
-    const u32* of_queries; // null where a window says it all
+    const u32* of_queries; // may be null if there is a window
     int queries, window;
     FirstKeys() = default;
     __device__ __forceinline__ FirstKeys(const u32* of_all, const Sizes& sizes, int batch)
         : of_queries(of_all ? of_all + (long long)batch * sizes.queries : nullptr),
           queries(sizes.queries),
           window(sizes.window) {}
-    // That of a query; after the last, the last one's.
+    // The first key of a query; for queries after the last, that of the last.
     __device__ __forceinline__ int of(int query) const {
         if (!FIRST_KEYS) return 0;
         query = min(query, queries - 1);
         const int first = of_queries ? min(__ldg(of_queries + query), 0x7fffffffu) : 0;
         return window ? max(first, query + 1 - window) : first;
     }
-    // The first query, of those from `query` on, whose first key comes after `key`; the number of queries if none has.
+    // The first query, from `query` on, with a first key after `key`; the number of queries if there is none.
     __device__ __forceinline__ int first_beyond(int key, int query) const {
         for (int end = queries; query < end;) {
             const int middle = query + (end - query) / 2;
@@ -318,9 +317,9 @@ struct FirstKeys {
     }
 };
 
-// Which (head of the batch, tile) comes `ticket`-th: groups of `at_once` heads one after the other, within a group tile
-// after tile.
-__device__ __forceinline__ void place(int ticket, int heads, int tiles, int at_once, int& head, int& tile) {
+// The head (of the batch) and the tile of ticket number `ticket`. Groups of `at_once` heads follow each other. Within a
+// group, all heads of a tile come before the next tile.
+__device__ __forceinline__ void locate_ticket(int ticket, int heads, int tiles, int at_once, int& head, int& tile) {
     int group = ticket / (at_once * tiles);
     int members = min(at_once, heads - group * at_once);
     int within = ticket - group * at_once * tiles;

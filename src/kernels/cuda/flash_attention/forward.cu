@@ -1,18 +1,18 @@
-// Flash attention, forward: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on mma.sync (sm_80 and up).
+// Flash attention, forward: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by mma.sync (sm_80 and up).
 //
-//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): ELEMENT, any strides, Dh contiguous, 16-byte
-//   aligned lse (B, H, Tq): f32, contiguous; -inf for a query that sees no key, whose out is zero rounded_off (B, H,
-//   Tq, Dh): ELEMENT, contiguous, may be null: what rounding took from out
+//   q, out (B, H, Tq, Dh), k, v (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte aligned
+//   lse (B, H, Tq): f32, contiguous; -inf for a query without keys, whose out is zero
+//   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: the rounding error of out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
-//   dropout: see dropped.cuh; lse is that of all probabilities
+//   dropout: see dropped.cuh; lse covers all probabilities, also dropped ones
 //
-// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
-// V. A warp has ROWS / WARPS rows; S, P and O stay in its registers: the layout in which a product leaves its 16 x 8
-// blocks is the one in which the next takes its left factor. The next tile of keys and values is copied meanwhile. The
-// walk begins at the first key of the block's first row.
+// A block has ROWS queries of one head and loops over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
+// V. A warp has ROWS / WARPS rows, whose S, P and O stay in its registers: the layout of a result's 16 x 8 blocks is
+// that of the next left operand. The next tile of keys and values is copied meanwhile. The loop begins at the first key
+// of the block's first row.
 //
-// grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
-// dynamic shared memory  (ROWS + 4 COLUMNS) * HEAD_DIM * 2 bytes
+//   grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
+//   dynamic shared memory  (ROWS + 4 COLUMNS) * HEAD_DIM * 2 bytes
 // 4 B H Tq Tk Dh FLOPs (half of them where causal); reads q, k, v and writes out once, if K and V stay in L2.
 
 #ifndef ROWS
@@ -32,10 +32,10 @@
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int M_BLOCKS = ROWS / WARPS / 16; // blocks of 16 rows that a warp has
+constexpr int M_BLOCKS = ROWS / WARPS / 16; // blocks of 16 rows per warp
 constexpr int TILE_BYTES = COLUMNS * ROW_BYTES;
 constexpr int K_STEPS = HEAD_DIM / 16;
-// The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
+// The maximum is only raised if a score exceeds it by more than this, as a power of two. P stays under 2^8.
 constexpr float SLACK = 8.0f;
 static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0 && HEAD_DIM % 16 == 0, "tiles of whole blocks");
 
@@ -57,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
     const int dim = sizes.head_dim;
 
-    // The latest queries first: with a causal mask they see most keys.
+    // The latest queries come first: with a causal mask they attend to the most keys.
     const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
     int head_in_all, row_tile;
-    place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+    locate_ticket(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
     const int first_row = (row_tiles - 1 - row_tile) * ROWS;
     const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
     const int kv_head = head / (sizes.heads / sizes.kv_heads);
@@ -72,15 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const E* v = arguments.v + batch * arguments.v_strides.batch + kv_head * arguments.v_strides.head;
     const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
 
-    // Keys that the block's last row sees, keys that the warp's last row sees, and keys that all of the warp's rows
-    // see.
+    // The number of keys of the block's last row, of the warp's last row, and of all rows of the warp.
     const int warp_row = warp * 16 * M_BLOCKS;
     const int seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
     const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M_BLOCKS + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
     const int tiles = CEIL_DIV(seen, COLUMNS);
-    // The first tile that the block sees; keys before the first that the warp sees, and such as some of its rows do not
-    // see for their first keys.
+    // The first tile of the block; the first key of the warp; the last first key of the warp's rows.
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
     const int warp_first = first_keys.of(first_row + warp_row);
@@ -123,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int tile = first_tile; tile < tiles; tile++) {
         const u32 stage = tile % 2 * TILE_BYTES;
         wait_groups<0>();
-        __syncthreads(); // this tile has arrived for all, and all are done with the one before
+        __syncthreads(); // every thread's part of this tile has arrived, and nobody reads the tile before
         if (tile + 1 < tiles) {
             const int next = (tile + 1) * COLUMNS;
             copy_tile<COLUMNS, THREADS>(k_tiles + (stage ^ TILE_BYTES), k + next * k_stride, k_stride,
@@ -186,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 }
         }
 
-        // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+        // The maxima of the rows. O and the sums are rescaled only if one has grown by more than the slack.
         float now[M_BLOCKS][2];
         bool grown = false;
 #pragma unroll
@@ -219,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 }
         }
 
-        // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
+        // In a row of only -inf the maximum stays -inf; 0 in its place gives 2^(-inf - 0) = 0.
         float less[M_BLOCKS][2];
 #pragma unroll
         for (int m = 0; m < M_BLOCKS; m++)
@@ -260,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
     }
 
-    // Out, by way of the warp's own rows of the tile of Q.
+    // Writes out through the warp's rows of the tile of Q.
     float inverse[M_BLOCKS][2];
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; m++)
@@ -288,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int i = 0; i < 4; i++) o[m][n][i] *= inverse[m][i / 2];
     for (int pass = 0; pass < (arguments.rounding_error ? 2 : 1); pass++) {
         int my_row = warp_row + quad_row;
-        asm volatile("" : "+r"(my_row)); // or all the addresses below would be kept from pass to pass
+        asm volatile("" : "+r"(my_row)); // otherwise all addresses below would stay in registers between the passes
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < M_BLOCKS; m++)

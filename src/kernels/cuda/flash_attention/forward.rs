@@ -1,11 +1,11 @@
-//! The forward's launches.
+//! Launches of forward.
 
 use super::arguments::{
-    CallSizes, DropoutArguments, Dropped, ForwardArguments, ForwardHopperArguments, Heads, Map,
-    Strides,
+    CallSizes, DropoutArguments, ForwardArguments, ForwardHopperArguments, Heads, Map,
+    ProbabilityDropout, Strides,
 };
 use super::element;
-use super::form::{Forward as Form, definitions, line, pointer_to};
+use super::kernel_config::{Forward as KernelConfig, config_1d, definitions, pointer_to};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::Mask;
@@ -38,46 +38,44 @@ const HOPPER: Source = Source {
     ],
 };
 
-/// What is read.
+/// The inputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardInputs<'a> {
     pub q: Heads<'a>,
     pub k: Heads<'a>,
     pub v: Heads<'a>,
-    /// (B, Tq) u32, contiguous: a query of any head sees no key before the one that its sequence has there; it never
-    /// falls from one query to the next.
+    /// (B, Tq) u32, contiguous: the first key of each query of a sequence, the same for all heads, never decreasing.
     pub first_keys: Option<View<'a>>,
-    /// Which probabilities are dropped, if any are.
-    pub dropout: Option<Dropped<'a>>,
+    /// The dropout of the probabilities, if there is any.
+    pub dropout: Option<ProbabilityDropout<'a>>,
 }
 
-/// What is written.
+/// The outputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct Outputs<'a> {
-    /// (B, H, Tq, Dh), as it lies.
+    /// (B, H, Tq, Dh), strided.
     pub out: Heads<'a>,
-    /// What rounding took from out, where that is wanted (of f32 it takes nothing): (B, H, Tq, Dh) contiguous, in its
-    /// dtype.
+    /// The rounding error of out, if it is needed (in f32 there is none): (B, H, Tq, Dh) contiguous, in out's dtype.
     pub rounding_error: Option<View<'a>>,
-    /// (B, H, Tq) f32.
+    /// (B, H, Tq) f32; for heads in f32 followed by the rounding error of lse, in the same shape.
     pub lse: View<'a>,
 }
 
 impl Outputs<'_> {
-    /// Where what rounding took from out goes, or null.
+    /// Returns the address of the rounding error of out, or null.
     fn rounding_error(&self) -> u64 {
         self.rounding_error.map_or(0, |rest| rest.pointer)
     }
 }
 
-/// The kernel for every GPU, as it is compiled for such a call.
-fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
+/// Returns the kernel for every GPU and its launch sizes, for a call.
+fn generic_kernel(dtype: DType, tf32: bool, sizes: &Sizes) -> KernelConfig {
     let head_dim = compiled_head_dim(sizes.head_dim);
     if dtype == DType::F32 {
         return super::f32::forward(head_dim, tf32);
     }
     let tiles = tiles::Forward::new(head_dim, sizes.mask == Mask::Full);
-    Form {
+    KernelConfig {
         source: &SOURCE,
         rows: tiles.rows,
         threads: 32 * tiles.warps,
@@ -86,19 +84,18 @@ fn form_for(dtype: DType, tf32: bool, sizes: &Sizes) -> Form {
     }
 }
 
-/// Tiles of Hopper's own kernel, where the GPU and the call have one.
-fn of_hopper(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
+/// Returns the tiles of the Hopper kernel, if the GPU and the call have one.
+fn hopper_tiles(gpu: &CudaDevice, dtype: DType, sizes: &Sizes) -> Option<tiles::ForwardHopper> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys);
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
 
-/// Numbers from which Hopper's blocks draw their work.
+/// The number of counters with which Hopper's blocks draw their tiles.
 const TICKETS: usize = 2;
 
-/// Attention of q, k and v, products of f32 in TF32 or with f32's accuracy. `workspace`
-/// ([`flash_forward`](crate::kernels::workspace::flash_forward)) u32 is room to work in; launches that may run beside
-/// one another need their own.
+/// Computes the attention of q, k and v. `tf32` selects TF32 or the accuracy of f32 for heads in f32. `workspace` u32
+/// is scratch of [`flash_forward`](crate::kernels::workspace::flash_forward) words; concurrent launches need one each.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     sizes: &Sizes,
@@ -109,17 +106,17 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let first_keys = inputs.first_keys;
     debug_assert!(first_keys.is_none_or(|all| all.len == sizes.batch * sizes.queries));
-    match of_hopper(gpu, inputs.q.view.dtype, sizes) {
+    match hopper_tiles(gpu, inputs.q.view.dtype, sizes) {
         Some(tiles) => hopper(gpu, sizes, &tiles, inputs, outputs, workspace),
         None => launch_generic(gpu, sizes, tf32, inputs, outputs),
     }
 }
 
-/// What a block shares, for such a call.
+/// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
-    match of_hopper(gpu, dtype, sizes) {
+    match hopper_tiles(gpu, dtype, sizes) {
         Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
-        None => form_for(dtype, tf32, sizes).shared_bytes,
+        None => generic_kernel(dtype, tf32, sizes).shared_bytes,
     }
 }
 
@@ -137,12 +134,12 @@ fn launch_generic(
         first_keys,
         dropout,
     } = inputs;
-    let form = form_for(q.view.dtype, tf32, sizes);
+    let generic = generic_kernel(q.view.dtype, tf32, sizes);
     let element = element(q.view.dtype);
     let drops = dropout.is_some();
-    let definitions = definitions(sizes, element, first_keys, drops, form.tiles);
-    let kernel = (form.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
-    kernel.allow_shared_bytes(form.shared_bytes)?;
+    let definitions = definitions(sizes, element, first_keys, drops, generic.tiles);
+    let kernel = (generic.source).kernel_with(gpu, &definitions, "flash_forward", element)?;
+    kernel.allow_shared_bytes(generic.shared_bytes)?;
     let all_heads = sizes.batch * sizes.heads;
     let arguments = ForwardArguments {
         q: q.view.pointer,
@@ -159,11 +156,11 @@ fn launch_generic(
         first_keys: pointer_to(first_keys),
         dropout: DropoutArguments::new(dropout),
     };
-    let blocks = sizes.queries.div_ceil(form.rows) * all_heads;
+    let blocks = sizes.queries.div_ceil(generic.rows) * all_heads;
     let mut launch = kernel.builder();
     launch.arg(&arguments);
-    // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
-    unsafe { launch.launch(line(blocks, form.threads, form.shared_bytes)) }.w()?;
+    // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
+    unsafe { launch.launch(config_1d(blocks, generic.threads, generic.shared_bytes)) }.w()?;
     Ok(())
 }
 
@@ -188,8 +185,8 @@ fn hopper(
     let kernel = HOPPER.kernel_with(gpu, &definitions, "flash_forward_hopper", element)?;
     let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
     kernel.allow_shared_bytes(shared_bytes)?;
-    // As many heads as have their keys in the level-2 cache together.
-    let at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
+    // As many heads as fit in the level-2 cache with their keys.
+    let heads_at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
     let tickets = Workspace::new(workspace).take(TICKETS);
     set_to_zero(gpu, tickets)?;
     let arguments = ForwardHopperArguments {
@@ -203,7 +200,7 @@ fn hopper(
         lse: outputs.lse.pointer,
         tickets: tickets.pointer,
         out_strides: Strides::from(&outputs.out),
-        sizes: CallSizes::new(sizes, at_once),
+        sizes: CallSizes::new(sizes, heads_at_once),
         first_keys: pointer_to(first_keys),
         dropout: DropoutArguments::new(dropout),
     };
@@ -211,7 +208,7 @@ fn hopper(
     let blocks = tiles_in_all.min(multiprocessors(gpu)?);
     let mut launch = kernel.builder();
     launch.arg(&arguments);
-    // SAFETY: the argument is the kernel's, over tensors of the sizes that it says.
-    unsafe { launch.launch(line(blocks, tiles.threads(), shared_bytes)) }.w()?;
+    // SAFETY: the argument is the kernel's, over tensors of the sizes that it states.
+    unsafe { launch.launch(config_1d(blocks, tiles.threads(), shared_bytes)) }.w()?;
     Ok(())
 }

@@ -1,12 +1,12 @@
-// Flash attention, forward, by Hopper's own instructions (sm_90a); behind common.cuh and hopper.cuh. HEAD_DIM 64, 128
-// or 256.
+// Flash attention, forward, with Hopper's instructions (sm_90a), for HEAD_DIM 64, 128 or 256. Included after common.cuh
+// and hopper.cuh.
 //
-// Computes and takes what forward.cu does, and besides maps of q (boxes of ROWS rows), k and v (boxes of COLUMNS rows).
+// Computes the same as forward.cu. Inputs are maps of q (boxes of ROWS rows), k and v (boxes of COLUMNS rows).
 //
-// One warpgroup copies tiles (one of its threads does); GROUPS_OF_ROWS others have 64 queries each. A group issues S =
-// Q K^T of the next tile, then O += P V of this one, and does the softmax of the next while the latter runs; the groups
-// issue in turn, so that one's softmax runs under another's products. Blocks stay: each takes the next tile of queries
-// by ticket, and its first S is issued with the last O += P V of the tile before.
+// One warpgroup copies tiles, by one of its threads; GROUPS_OF_ROWS others have 64 queries each. A group issues S = Q
+// K^T of the next tile, then O += P V of the current one, and computes the next softmax while the latter runs. Groups
+// issue in turn, so that one's softmax overlaps the matmuls of another. Blocks are persistent: each takes its next tile
+// of queries by ticket, and issues its first S together with the last O += P V of the tile before.
 //
 // grid  min(multiprocessors, ceil(Tq / ROWS) * B * H)        block  128 * (GROUPS_OF_ROWS + 1)
 // dynamic shared memory  (Q_STAGES * ROWS + 4 COLUMNS) * HEAD_DIM * 2 + 1024 + 128 bytes
@@ -23,7 +23,7 @@ constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int Q_STAGES = HEAD_DIM == 256 ? 1 : 2;
 constexpr int TILE_BYTES = COLUMNS * ROW_BYTES, Q_BYTES = ROWS * ROW_BYTES;
 constexpr int K_STEPS = HEAD_DIM / 16;
-constexpr int SPAN = HEAD_DIM == 64 ? 64 : 128, SPANS = HEAD_DIM / SPAN; // columns of O in one product
+constexpr int SPAN = HEAD_DIM == 64 ? 64 : 128, SPANS = HEAD_DIM / SPAN; // columns of O per matmul
 constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 240, REGISTERS_TO_COPY = WARPGROUPS == 3 ? 32 : 24;
 constexpr float SLACK = 8.0f; // as in forward.cu
 
@@ -31,17 +31,17 @@ struct ForwardHopperArguments {
     Map q_map, k_map, v_map;
     E *out, *rounding_error;
     float* lse;
-    int* tickets; // two, zeros before and after; launches that may run at the same time need their own
+    int* tickets; // two, zero before and after; concurrent launches need separate ones
     Strides out_strides;
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
     DropoutArguments dropout;
 };
 
-// What a block does for one tile of queries.
+// A tile of queries with its tiles of keys.
 struct Work {
     int head_in_all, batch, head, kv_head, first_row, rows, tiles;
-    // It walks over the tiles of keys first_tile .. tiles.
+    // The loop over the tiles of keys is first_tile .. tiles.
 #if FIRST_KEYS
     int first_tile;
     __device__ __forceinline__ void begin_at(int tile) { first_tile = tile; }
@@ -53,7 +53,7 @@ struct Work {
     __device__ __forceinline__ Work(const Sizes& sizes, int number) {
         const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
         int tile;
-        place(number, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, tile);
+        locate_ticket(number, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, tile);
         first_row = (row_tiles - 1 - tile) * ROWS;
         batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
         kv_head = head / (sizes.heads / sizes.kv_heads);
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     const u32 k_tiles = q_tiles + Q_STAGES * Q_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
     const u32 q_full = v_tiles + 2 * TILE_BYTES, q_empty = q_full + 16; // two of each
     const u32 k_full = q_empty + 16, k_empty = k_full + 16, v_full = k_empty + 16, v_empty = v_full + 16;
-    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start)); // of the work whose Q is in a stage
-    int* const first_tiles = numbers + 2;                                         // that work's
+    int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start)); // of the items whose Q is in a stage
+    int* const first_tiles = numbers + 2;                                         // their first tiles
     const int works = CEIL_DIV(sizes.queries, ROWS) * sizes.batch * sizes.heads;
 
     if (threadIdx.x == 0) {
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     }
     __syncthreads();
 
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // the compiler is to see that warps do not part
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // shows the compiler that warps do not diverge
     if (warpgroup < 0) {
         give_registers<REGISTERS_TO_COPY>();
         if (threadIdx.x != 0) return;
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
             }
             number = next;
         }
-        // The last block to take no more tickets puts them back.
+        // The last block without a ticket resets them.
         if (atomicAdd(arguments.tickets + 1, 1) == gridDim.x - 1) arguments.tickets[0] = arguments.tickets[1] = 0;
         return;
     }
@@ -137,30 +137,30 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     const float to_log2 = exponent_of_score(sizes), slack = SLACK / to_log2;
     const Dropped dropped(arguments.dropout, sizes);
     const u32 my_q = q_tiles + warpgroup * 64 * 128;
-    // Whose turn it is to issue: a barrier a group, which the group before arrives at.
+    // Named barriers for the order of issue: one per group, at which the group before arrives.
     const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % WARPGROUPS;
     if (warpgroup == WARPGROUPS - 1) named_arrive(next_turn, 256);
 
     auto free = [&](u32 barrier) {
         if (lane == 0) barrier_arrive(barrier);
     };
-    int used = 0; // tiles done with; while a work is pending, its last is not
+    int used = 0; // tiles that are finished, except the last of a pending work item
     bool pending = false;
     Work work = {};
     float o[SPANS][SPAN / 2], s[COLUMNS / 2];
     u32 p[COLUMNS / 16][4];
     float largest[2], sum[2];
-    int row = 0; // of this thread, of the work that is pending; the other is row + 8
+    int row = 0; // this thread's row of the pending work item; its other is row + 8
     for (int turn = 0;; turn++) {
         auto issue_scores = [&](int stage) {
-            const Described a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
+            const Descriptor a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
 #pragma unroll
             for (int step = 0; step < K_STEPS; step++)
                 multiply_tiles<0, 0>(s, a.at(step / 4 * ROWS * 128 + step % 4 * 32),
                                      b.at(step / 4 * COLUMNS * 128 + step % 4 * 32), step > 0);
         };
         auto issue_values = [&](int stage) {
-            const Described b(v_tiles + stage * TILE_BYTES, COLUMNS * 128);
+            const Descriptor b(v_tiles + stage * TILE_BYTES, COLUMNS * 128);
 #pragma unroll
             for (int step = 0; step < COLUMNS / 16; step++)
 #pragma unroll
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                     multiply_registers<1>(o[span], p[step], b.at(span * (SPAN / 64) * COLUMNS * 128 + step * 2048),
                                           true);
         };
-        // The scores of a tile become powers of two, 0 where they are dropped; returns by what O must be multiplied.
+        // Overwrites the scores of a tile with powers of two, 0 if dropped. `factor` is the factor of O.
         auto softmax = [&](int tile, bool masked, float (&factor)[2], bool& grown) {
             if (SOFT_CAP) cap_scores(s, sizes);
             if (masked) {
@@ -233,36 +233,36 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 for (int i = 0; i < 4; i++) p[step][i] = E::pack(s[step * 8 + i * 2], s[step * 8 + i * 2 + 1]);
         };
 
-        // The first S of the next work, the last O += P V of the one before.
+        // The first S of the next work item, and the last O += P V of the one before.
         barrier_wait(q_full + turn % Q_STAGES * 8, turn / Q_STAGES);
         const int number = __shfl_sync(~0u, reinterpret_cast<volatile int*>(numbers)[turn % Q_STAGES], 0);
         Work next(sizes, min(number, works - 1));
         if (FIRST_KEYS) next.begin_at(reinterpret_cast<volatile int*>(first_tiles)[turn % Q_STAGES]);
         const bool more = number < works && next.tiles > next.first_tile;
         const int next_used = used + pending;
-        // Each way has its products from issue to wait for itself: else the compiler lets none run beside another.
+        // Each branch issues and waits for its own matmuls: otherwise the compiler serializes them.
         if (more) barrier_wait(k_full + next_used % 2 * 8, next_used / 2);
         if (pending) barrier_wait(v_full + used % 2 * 8, used / 2);
         if (more || pending) named_sync(my_turn, 256);
         if (more && pending) {
-            products_fence();
+            wgmma_fence();
             issue_scores(next_used % 2);
             issue_values(used % 2);
-            products_commit();
+            wgmma_commit();
             named_arrive(next_turn, 256);
-            products_wait<0>();
+            wgmma_wait<0>();
         } else if (more) {
-            products_fence();
+            wgmma_fence();
             issue_scores(next_used % 2);
-            products_commit();
+            wgmma_commit();
             named_arrive(next_turn, 256);
-            products_wait<0>();
+            wgmma_wait<0>();
         } else if (pending) {
-            products_fence();
+            wgmma_fence();
             issue_values(used % 2);
-            products_commit();
+            wgmma_commit();
             named_arrive(next_turn, 256);
-            products_wait<0>();
+            wgmma_wait<0>();
         }
         if (more) free(k_empty + next_used % 2 * 8);
         if (pending) free(v_empty + used % 2 * 8);
@@ -303,7 +303,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
 #pragma unroll
             for (int i = 0; i < SPAN / 2; i++) o[span][i] = 0;
         if (pending) {
-            // Tiles whose keys all rows of the group see come first; or, with first keys, from tile `clear` on.
+            // Tiles before `whole` need no mask: all rows of the group attend to their keys. With first keys this
+            // begins at `clear`.
             const int whole =
                 min(work.tiles, max(0, min(sizes.keys, work.first_row + warpgroup * 64 + 1 + sizes.offset)) / COLUMNS);
             int clear = 0;
@@ -320,18 +321,18 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 const int stage = used % 2, next_stage = stage ^ 1;
                 barrier_wait(k_full + next_stage * 8, (used + 1) / 2);
                 named_sync(my_turn, 256);
-                products_fence();
+                wgmma_fence();
                 issue_scores(next_stage);
-                products_commit();
+                wgmma_commit();
                 barrier_wait(v_full + stage * 8, used / 2);
-                products_fence();
+                wgmma_fence();
                 issue_values(stage);
-                products_commit();
+                wgmma_commit();
                 named_arrive(next_turn, 256);
-                products_wait<1>();
+                wgmma_wait<1>();
                 free(k_empty + next_stage * 8);
                 softmax(tile, masked, factor, grown);
-                products_wait<0>();
+                wgmma_wait<0>();
                 free(v_empty + stage * 8);
                 if (grown) {
 #pragma unroll

@@ -1,28 +1,29 @@
-// Hopper's own instructions (sm_90a): warpgroup products that read shared memory, copies of whole tiles, their
-// barriers. Goes between common.cuh and the kernels that use it.
+// Hopper's instructions (sm_90a): warpgroup matmuls that read shared memory, copies of tiles, and their barriers.
+// Included between common.cuh and the kernels.
 #define HOPPER
 
-// ---- wgmma: 64 rows of a product by a warpgroup; its accumulators lie over the threads as those of mma.sync do
+// ---- wgmma: a warpgroup computes 64 rows; the layout of accumulators is that of mma.sync
 
-// Tiles have rows of 128 bytes (64 elements), permuted by row % 8 as the copy engine does it; wider ones are several
-// such tiles one after the other, and all begin at multiples of 1024 bytes. `leading` is what lies between two of them,
-// which counts only for a transposed operand wider than 64; eight rows are 1024 bytes.
-struct Described {
+// The descriptor of an operand in shared memory. Tiles have rows of 128 bytes (64 elements), permuted by row % 8 like
+// the copy engine's. Wider operands are several such tiles, one after another; all begin at multiples of 1024 bytes.
+// `leading` is the distance of two tiles, which matters only for a transposed operand wider than 64. Eight rows are
+// 1024 bytes.
+struct Descriptor {
     u32 low;
-    __device__ __forceinline__ Described(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
-    // The same to the hardware, unknown to the compiler, which would else keep all that follows from it in registers.
-    __device__ __forceinline__ Described anew() const {
-        Described same = *this;
+    __device__ __forceinline__ Descriptor(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
+    // The same descriptor, opaque to the compiler, which would otherwise keep everything derived from it in registers.
+    __device__ __forceinline__ Descriptor opaque_copy() const {
+        Descriptor same = *this;
         asm volatile("" : "+r"(same.low));
         return same;
     }
-    // What begins `bytes` further on: a number of the loop's here, so that `at` is left with constants.
-    __device__ __forceinline__ Described moved(u32 bytes) const {
-        Described further = *this;
+    // The descriptor `bytes` further on, for offsets that depend on the loop, so that `at` has only constants.
+    __device__ __forceinline__ Descriptor offset_by(u32 bytes) const {
+        Descriptor further = *this;
         further.low += bytes >> 4;
         return further;
     }
-    // What the products take for the operand `bytes` further on.
+    // The 64-bit operand of wgmma, `bytes` further on.
     __device__ __forceinline__ u64 at(u32 bytes) const {
         return (u64)(1u << 30 | 1024 >> 4) << 32 | (low + (bytes >> 4));
     }
@@ -41,8 +42,7 @@ struct Described {
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                 \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d (64, 64) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 64) as (n, k) or
-// transposed.
+// d (64, 64) = a b, or d + a b, both in shared memory: a (64, 16) or its transpose, b (16, 64) as (n, k) or transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[32], u64 a, u64 b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME " {" LIST_32
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_registers(float (&d)[32], const u32 (&a
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(B_TRANSPOSED));
 }
 
-// d (64, 128) = a b, or d + a b: both in shared memory; a (64, 16) as (m, k) or transposed, b (16, 128) as (n, k) or
+// d (64, 128) = a b, or d + a b, both in shared memory: a (64, 16) or its transpose, b (16, 128) as (n, k) or
 // transposed.
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&d)[64], u64 a, u64 b, bool add) {
@@ -77,10 +77,10 @@ __device__ __forceinline__ void multiply_registers(float (&d)[64], const u32 (&a
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(B_TRANSPOSED));
 }
 
-// Before products whose registers other instructions have written.
-__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void products_wait() {
+// Required before matmuls whose registers were written by other instructions.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 template <int REGISTERS> __device__ __forceinline__ void take_registers() {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Waits for the end of the barrier's phase number `phase` (from 0 on; those before have ended).
+// Waits for the end of phase number `phase`, counted from 0. Earlier phases must have ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
     asm volatile(
         "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }" ::
@@ -109,7 +109,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, int phase) {
         "r"(phase & 1)
         : "memory");
 }
-// Among `threads` threads; the ids from 1 on are free.
+// Synchronizes `threads` threads. Ids from 1 on are free.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -117,12 +117,12 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// What cuTensorMapEncodeTiled fills: dimensions (Dh, T, heads, B) of 16-bit elements, boxes of 64 x (rows of a tile),
-// 128-byte permutation, zeros outside.
+// A tensor map, written by cuTensorMapEncodeTiled: dimensions (Dh, T, heads, B) of 16-bit elements, boxes of 64 x (rows
+// of a tile), 128-byte swizzle, zeros outside.
 struct alignas(64) Map {
     u64 opaque[16];
 };
-// Copies a tile of LENGTH rows, from row `row` on, of one head: HEAD_DIM / 64 boxes.
+// Copies a tile of LENGTH rows of one head, from row `row` on: HEAD_DIM / 64 boxes.
 template <int LENGTH>
 __device__ __forceinline__ void copy_boxes(u32 tile, const Map& map, u32 barrier, int row, int head, int batch) {
 #pragma unroll
@@ -134,10 +134,10 @@ __device__ __forceinline__ void copy_boxes(u32 tile, const Map& map, u32 barrier
             : "memory");
 }
 
-// Transposes a 4 x 4 matrix that four neighbouring lanes hold a column each of: lane i gets row i.
+// Transposes a 4 x 4 matrix over four adjacent lanes. Each lane holds a column; lane i gets row i.
 __device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
     const bool odd = lane & 1, upper = lane & 2;
-    // 2 x 2 blocks, then the blocks.
+    // Transposes within 2 x 2 blocks, then swaps the blocks.
     const u32 a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
     if (odd) x[0] = a, x[2] = b;
     else x[1] = a, x[3] = b;
@@ -146,13 +146,13 @@ __device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
     else x[2] = c, x[3] = d;
 }
 
-// Writes the two rows that this thread has of a product's N columns, times `factor`, to `x`, which is at the first of
-// them (the other is 8 below): the four threads of a quad have two columns each in four blocks of eight; they exchange
-// them, so that each has the eight columns of one block, and writes 16 bytes. With `what_is_left`, what rounding takes
+// Writes this thread's two rows of a result of N columns, times `factor`, to `x`, the address of the first; the other
+// is 8 rows below. The four threads of a quad have two columns each in four blocks of eight. They exchange them, so
+// that each has the eight columns of one block and writes 16 bytes. With `rounding_error`, writes the rounding error
 // instead.
 template <int N> __device__ __forceinline__ void write_rows(const float (&d)[N / 2], const float (&factor)[2], E* x,
                                                             long long stride, int rows, int first_column, int columns,
-                                                            int lane, bool what_is_left = false) {
+                                                            int lane, bool rounding_error = false) {
 #pragma unroll
     for (int n = 0; n < N / 8; n += 4)
 #pragma unroll
@@ -163,7 +163,7 @@ template <int N> __device__ __forceinline__ void write_rows(const float (&d)[N /
                 const float first = d[(n + i) * 4 + half * 2] * factor[half],
                             second = d[(n + i) * 4 + half * 2 + 1] * factor[half];
                 pairs[i] = E::pack(first, second);
-                if (what_is_left) {
+                if (rounding_error) {
                     float rounded_first, rounded_second;
                     E::unpack(pairs[i], rounded_first, rounded_second);
                     pairs[i] = E::pack(first - rounded_first, second - rounded_second);
@@ -177,23 +177,23 @@ template <int N> __device__ __forceinline__ void write_rows(const float (&d)[N /
         }
 }
 
-// Copies `bytes` (a multiple of 16) in a row.
+// Copies `bytes` contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
         "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
-// Four 8 x 8 matrices, their rows at the addresses of lanes 0-7, 8-15 and so on: what ldmatrix would read back.
+// Stores four 8 x 8 matrices as ldmatrix reads them. Lanes 0-7, 8-15 and so on have the addresses of their rows.
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
                  : "memory");
 }
-// Before the tensor cores read what this thread has stored.
+// Required before the tensor cores or the copy engine read what this thread has stored.
 __device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- copies from shared memory, by one thread: it waits until all that it began have read, or have written
+// ---- copies from shared memory, by one thread, which can wait until its copies have read or have written
 
 __device__ __forceinline__ void write_shared(u32 address, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

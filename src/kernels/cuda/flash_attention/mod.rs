@@ -1,25 +1,24 @@
-//! Flash attention on tensor cores, in f16, bf16, f32 and TF32: what is computed is FlashAttention-2's, forward and
-//! backward, with everything added up in f32 and the same bits every run.
+//! Flash attention on tensor cores, in f16, bf16, f32 and TF32: the algorithm of FlashAttention-2, forward and
+//! backward. Sums are f32, and every run has the same bits.
 //!
-//! Two sets of kernels for half precision. `forward.cu` and `backward.cu` use what every GPU since compute capability
-//! 8.0 has (mma.sync, cp.async); `forward_hopper.cu` and `backward_hopper.cu` Hopper's own (wgmma, the tensor copy
-//! engine, warpgroups that copy and warpgroups that multiply). lse is the same, so a forward of one goes with a
-//! backward of the other. For heads in f32 one set, for every such GPU ([`f32`](self::f32)), with products in TF32 or
-//! of f32's accuracy. lse is that of the scores as they were computed, so forward and backward of one call are of one
-//! accuracy.
+//! For half precision there are two sets of kernels. `forward.cu` and `backward.cu` run on every GPU since compute
+//! capability 8.0 (mma.sync, cp.async). `forward_hopper.cu` and `backward_hopper.cu` need Hopper (wgmma, the tensor
+//! copy engine, specialized warpgroups for copies and matmuls). lse is the same, so forward and backward may come from
+//! different sets. For f32 there is one set ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32.
+//! Its lse belongs to the computed scores, so both passes of a call must have the same accuracy.
 //!
-//! What lives here: which kernel, compiled with which tile sizes, for a head dimension ([`tiles`]), and the launches
-//! ([`forward`], [`backward`]). What does not: padding and copying what the kernels cannot take; see [`takes`].
+//! [`tiles`] has the tile sizes for each head dimension; [`forward`] and [`backward`] launch. [`supports`] reports the
+//! calls that the kernels support: callers pad or copy the others.
 
 mod arguments;
 mod backward;
 mod f32;
-mod form;
 mod forward;
+mod kernel_config;
 mod tiles;
 mod workspace;
 
-pub(crate) use arguments::{Dropped, Heads};
+pub(crate) use arguments::{Heads, ProbabilityDropout};
 pub(crate) use backward::{Gradients, Inputs, backward};
 pub(crate) use forward::{ForwardInputs, Outputs, forward};
 
@@ -28,10 +27,10 @@ use crate::kernels::attention::Sizes;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 
-/// Whether the GPU has kernels for such a call (`tf32` matters to f32 alone): rows of whole 16 bytes (8 elements, in
-/// f32 4), a scale that leaves the largest score the largest, and tiles that a block's shared memory holds, forward and
-/// backward. (Most GPUs have less of it than Hopper's.)
-pub(crate) fn takes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
+/// Returns whether the GPU has kernels for a call (`tf32` matters only for f32). Rows must be multiples of 16 bytes (8
+/// elements, 4 in f32), the scale positive, so that it keeps the order of scores, and the tiles of both passes must fit
+/// in the shared memory of a block, of which most GPUs have less than Hopper.
+pub(crate) fn supports(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
     let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
     let suits = matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
         && sizes.head_dim.is_multiple_of(in_vector(dtype))
@@ -44,11 +43,11 @@ pub(crate) fn takes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -
         forward.max(backward::shared_bytes(gpu, dtype, tf32, sizes))
     };
     suits
-        && source::runs_on(gpu)
+        && source::is_supported(gpu)
         && source::most_shared_bytes(gpu).is_ok_and(|most| shared_bytes() <= most)
 }
 
-/// What the kernels' names call the element.
+/// Returns the element type in kernel names.
 fn element(dtype: DType) -> &'static str {
     super::suffix(dtype)
 }

@@ -4,14 +4,14 @@ use crate::kernels::Mask;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::Definition;
 
-/// The head dimension that kernels are compiled for: the smallest that holds the call's.
+/// Returns the head dimension that a kernel is compiled for: the smallest that holds the call's.
 pub(super) fn compiled_head_dim(head_dim: usize) -> usize {
     const COMPILED: [usize; 6] = [16, 32, 64, 96, 128, 256];
     let holds = COMPILED.into_iter().find(|compiled| head_dim <= *compiled);
     holds.unwrap_or(256)
 }
 
-/// Of `forward.cu`.
+/// Tiles of `forward.cu`.
 pub(super) struct Forward {
     pub rows: usize,
     pub columns: usize,
@@ -51,14 +51,14 @@ impl Forward {
     }
 }
 
-/// Of `forward_hopper.cu`.
+/// Tiles of `forward_hopper.cu`.
 pub(super) struct ForwardHopper {
     pub groups_of_rows: usize,
     pub columns: usize,
 }
 
 impl ForwardHopper {
-    /// `None` for head dimensions that it has no form for.
+    /// Returns `None` for head dimensions without a Hopper kernel.
     pub(super) fn new(head_dim: usize, keys: usize) -> Option<Self> {
         let (groups_of_rows, columns) = match head_dim {
             64 if keys > 1024 => (3, 128),
@@ -76,7 +76,7 @@ impl ForwardHopper {
         64 * self.groups_of_rows
     }
 
-    /// A warpgroup copies, the others multiply.
+    /// One warpgroup copies, the others multiply.
     pub(super) fn threads(&self) -> usize {
         128 * (self.groups_of_rows + 1)
     }
@@ -94,13 +94,13 @@ impl ForwardHopper {
     }
 }
 
-/// Of `backward.cu`.
+/// Tiles of `backward.cu`.
 pub(super) struct Backward {
     pub keys: usize,
     pub queries: usize,
     pub warps: usize,
-    at_once: usize,
-    share: usize,
+    query_step: usize,
+    warps_per_key_group: usize,
     dq_row_warps: usize,
     blocks_per_sm: usize,
 }
@@ -108,7 +108,7 @@ pub(super) struct Backward {
 impl Backward {
     pub(super) fn new(head_dim: usize) -> Self {
         let small = head_dim <= 64;
-        let (keys, queries, share) = match head_dim {
+        let (keys, queries, warps_per_key_group) = match head_dim {
             256 => (64, 32, 2),
             128 => (128, 64, 2),
             _ => (128, 64, 1),
@@ -117,8 +117,8 @@ impl Backward {
             keys,
             queries,
             warps: if small { 4 } else { 8 },
-            at_once: 32.min(queries / share),
-            share,
+            query_step: 32.min(queries / warps_per_key_group),
+            warps_per_key_group,
             dq_row_warps: if matches!(head_dim, 16 | 96) { 4 } else { 2 },
             blocks_per_sm: if small { 2 } else { 1 },
         }
@@ -128,9 +128,9 @@ impl Backward {
         vec![
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
-            Definition::Size("AT_ONCE", self.at_once),
+            Definition::Size("QUERY_STEP", self.query_step),
             Definition::Size("WARPS", self.warps),
-            Definition::Size("SHARE", self.share),
+            Definition::Size("WARPS_PER_KEY_GROUP", self.warps_per_key_group),
             Definition::Size("DQ_ROW_WARPS", self.dq_row_warps),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
         ]
@@ -145,16 +145,16 @@ impl Backward {
     }
 }
 
-/// Of `backward_hopper.cu`.
+/// Tiles of `backward_hopper.cu`.
 pub(super) struct BackwardHopper {
     pub queries: usize,
 }
 
 impl BackwardHopper {
-    /// Keys of a block.
+    /// Keys per block.
     pub(super) const KEYS: usize = 128;
 
-    /// `None` for head dimensions that it has no form for.
+    /// Returns `None` for head dimensions without a Hopper kernel.
     pub(super) fn new(head_dim: usize) -> Option<Self> {
         let known = matches!(head_dim, 64 | 128);
         known.then(|| Self {
@@ -162,9 +162,8 @@ impl BackwardHopper {
         })
     }
 
-    /// Of how many heads the blocks under way take keys. The more blocks a head has, the more of its queries and dQ
-    /// they find in the L2 cache, and the longer they wait for each other to add to dQ. (H200, T 512 to 16k, Dh 64 and
-    /// 128.)
+    /// Returns the number of heads of concurrent blocks. With more blocks per head, more of its queries and dQ are in
+    /// the level-2 cache, but blocks wait longer to add to dQ. (H200, T 512 to 16k, Dh 64 and 128.)
     pub(super) fn heads_at_once(&self, sizes: &Sizes) -> usize {
         let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
         match sizes.mask {

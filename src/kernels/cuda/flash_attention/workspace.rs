@@ -1,12 +1,12 @@
-//! Room to work in, cut from one buffer.
+//! Scratch memory, allocated from one buffer.
 
 use crate::kernels::cuda::View;
 use candle_core::DType;
 
-/// Words of the alignment that every part begins at: 256 bytes, as an allocation of its own would.
+/// The alignment of every part, in words: 256 bytes, as in a separate allocation.
 const ALIGNMENT: usize = 64;
 
-/// What is left of a workspace.
+/// The rest of a workspace.
 pub(super) struct Workspace {
     next: u64,
     end: u64,
@@ -21,7 +21,7 @@ impl Workspace {
         }
     }
 
-    /// The next `len` words.
+    /// Returns the next `len` words.
     pub(super) fn take(&mut self, len: usize) -> View<'static> {
         let begin = self.next.next_multiple_of(4 * ALIGNMENT as u64);
         self.next = begin + 4 * len as u64;

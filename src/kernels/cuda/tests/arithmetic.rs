@@ -1,12 +1,12 @@
-//! Sums of buffers that lie anywhere, the second repeated or not: the bits of a sum in f32 that is rounded once.
+//! Elementwise sums at any address, with and without repetition of b: the bits of an f32 sum that is rounded once.
 
 use super::super::arithmetic::add;
 use super::{Buffer, Element, bits, gpu, numbers};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// How often b is repeated, and its length: less than a pack, rows between vectors, shorter and longer than a block,
-/// and those that end beside a block's end.
+/// Repeats of b, and its length: less than a pack, rows between vectors, shorter and longer than a block, and lengths
+/// that end near the end of a block.
 const REPEATED: [(usize, usize); 14] = [
     (1, 1),
     (1, 7),
@@ -24,7 +24,7 @@ const REPEATED: [(usize, usize); 14] = [
     (7, 5003),
 ];
 
-/// Of a, b and y, in elements.
+/// Offsets of a, b and y, in elements.
 const OFFSETS: [[usize; 3]; 4] = [[0, 0, 0], [1, 1, 1], [0, 1, 2], [3, 0, 0]];
 
 #[test]
@@ -63,20 +63,20 @@ fn sums<A: Element, B: Element, Y: Element>(
         Buffer::new(gpu, &b, offsets[1]),
     );
     let [of_a, of_b] = [on_gpu.0.view(gpu), on_gpu.1.view(gpu)];
-    let y = Buffer::<Y>::room(gpu, n, offsets[2]);
+    let y = Buffer::<Y>::unwritten(gpu, n, offsets[2]);
     add(gpu, of_a, of_b, y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), exact, "{what}");
     assert_eq!(bits(&on_gpu.1.read(gpu)), bits(&b), "{what}: b");
-    // Where an operand lies.
+    // In place of an operand.
     if B::DTYPE == Y::DTYPE && period == n {
         add(gpu, of_a, of_b, of_b).unwrap();
-        assert_eq!(bits(&on_gpu.1.read(gpu)), exact, "{what}, where b lay");
+        assert_eq!(bits(&on_gpu.1.read(gpu)), exact, "{what}, in place of b");
     }
     assert_eq!(bits(&on_gpu.0.read(gpu)), bits(&a), "{what}: a");
     if A::DTYPE == Y::DTYPE {
         let of_b = Buffer::new(gpu, &b, offsets[1]);
         add(gpu, of_a, of_b.view(gpu), of_a).unwrap();
-        assert_eq!(bits(&on_gpu.0.read(gpu)), exact, "{what}, where a lay");
+        assert_eq!(bits(&on_gpu.0.read(gpu)), exact, "{what}, in place of a");
     }
 }
 
@@ -84,12 +84,12 @@ fn sums<A: Element, B: Element, Y: Element>(
 #[ignore = "needs a CUDA device"]
 fn sums_of_other_lengths_and_dtypes_are_refused() {
     let gpu = gpu();
-    let wide = Buffer::<f32>::room(&gpu, 12, 0);
-    let short = Buffer::<f32>::room(&gpu, 5, 0);
-    let half = Buffer::<bf16>::room(&gpu, 12, 0);
-    let other_half = Buffer::<f16>::room(&gpu, 12, 0);
-    let double = Buffer::<f64>::room(&gpu, 12, 0);
-    let nothing = wide.view(&gpu).part(0, 0);
+    let wide = Buffer::<f32>::unwritten(&gpu, 12, 0);
+    let short = Buffer::<f32>::unwritten(&gpu, 5, 0);
+    let half = Buffer::<bf16>::unwritten(&gpu, 12, 0);
+    let other_half = Buffer::<f16>::unwritten(&gpu, 12, 0);
+    let double = Buffer::<f64>::unwritten(&gpu, 12, 0);
+    let nothing = wide.view(&gpu).slice(0, 0);
     let [wide, short] = [wide.view(&gpu), short.view(&gpu)];
     let [half, other_half] = [half.view(&gpu), other_half.view(&gpu)];
     let double = double.view(&gpu);

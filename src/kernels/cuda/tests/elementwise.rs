@@ -1,5 +1,4 @@
-//! Activations in place, biases laid out and their gradients, repeated rows: anywhere in memory, nothing written
-//! beside.
+//! Activations in place, biases and their gradients, repeated rows: at any address, without writes out of bounds.
 
 use super::super::{activation, bias, repeat};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
@@ -63,11 +62,11 @@ fn biases<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize
     let wide_bias = numbers::<f32>(width, 1);
     let rounded: Vec<T> = wide_bias.iter().map(|b| T::from_f64((*b).into())).collect();
     let expected = bits(&rounded.repeat(rows));
-    let y = Buffer::<T>::room(gpu, rows * width, offset);
+    let y = Buffer::<T>::unwritten(gpu, rows * width, offset);
     let from = Buffer::new(gpu, &wide_bias, offset);
     bias::fill(gpu, from.view(gpu), y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), expected, "from f32");
-    let y = Buffer::<T>::room(gpu, rows * width, offset);
+    let y = Buffer::<T>::unwritten(gpu, rows * width, offset);
     let from = Buffer::new(gpu, &rounded, offset);
     bias::fill(gpu, from.view(gpu), y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), expected, "from its own dtype");
@@ -78,12 +77,12 @@ fn biases<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, offset: usize
         exact.iter_mut().zip(row).for_each(|(sum, dy)| *sum += dy);
     }
     let dy = Buffer::new(gpu, &dy, offset);
-    let db = Buffer::<f32>::room(gpu, width, offset);
-    let workspace = Buffer::<f32>::room(gpu, bias_backward(rows, width), 0);
-    let room = workspace.view(gpu);
-    bias::gradient(gpu, dy.view(gpu), db.view(gpu), false, room).unwrap();
+    let db = Buffer::<f32>::unwritten(gpu, width, offset);
+    let workspace = Buffer::<f32>::unwritten(gpu, bias_backward(rows, width), 0);
+    let scratch = workspace.view(gpu);
+    bias::gradient(gpu, dy.view(gpu), db.view(gpu), false, scratch).unwrap();
     assert_close("db", &db.read(gpu), &exact);
-    bias::gradient(gpu, dy.view(gpu), db.view(gpu), true, room).unwrap();
+    bias::gradient(gpu, dy.view(gpu), db.view(gpu), true, scratch).unwrap();
     let twice: Vec<f64> = exact.iter().map(|sum| 2.0 * sum).collect();
     assert_close("db added", &db.read(gpu), &twice);
 }
@@ -105,7 +104,7 @@ fn repeats<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, times: usize
     let x = numbers::<T>(rows * width, 1);
     let repeated: Vec<T> = x.chunks(width).flat_map(|row| row.repeat(times)).collect();
     let from = Buffer::new(gpu, &x, offset);
-    let y = Buffer::<T>::room(gpu, repeated.len(), offset);
+    let y = Buffer::<T>::unwritten(gpu, repeated.len(), offset);
     repeat::repeat(gpu, from.view(gpu), width, times, y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), bits(&repeated));
 
@@ -116,7 +115,7 @@ fn repeats<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, times: usize
         exact.extend((0..width).map(sum));
     }
     let from = Buffer::new(gpu, &dy, offset);
-    let dx = Buffer::<T>::room(gpu, x.len(), offset);
+    let dx = Buffer::<T>::unwritten(gpu, x.len(), offset);
     repeat::fold(gpu, from.view(gpu), width, times, dx.view(gpu)).unwrap();
     assert_close("dx", &dx.read(gpu), &exact);
 }

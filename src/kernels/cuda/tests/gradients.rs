@@ -1,4 +1,4 @@
-//! AdamW and what comes before it, by tables.
+//! AdamW and the passes before it, by tables.
 
 use super::super::View;
 use super::super::adamw::{self, Entry, Tables, words};
@@ -9,10 +9,10 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 
-/// Less than a pack, several chunks with a rest, one chunk.
+/// Less than a pack, several chunks with a remainder, one chunk.
 const LENS: [usize; 3] = [1, 2 * 8192 + 5, 700];
 
-/// Values, gradients and both moments of all parameters, on the GPU and before, and copies of the values.
+/// All parameters: values, gradients and both moments, on the GPU and as they were before, and copies of the values.
 struct Parameters {
     before: Vec<[Vec<f32>; 4]>,
     on_gpu: Vec<[Buffer<f32>; 4]>,
@@ -32,7 +32,7 @@ impl Parameters {
         });
         Self {
             on_gpu: on_gpu.collect(),
-            copies: LENS.map(|len| Buffer::room(gpu, len, 0)).into(),
+            copies: LENS.map(|len| Buffer::unwritten(gpu, len, 0)).into(),
             before: before.into(),
         }
     }
@@ -51,7 +51,7 @@ impl Parameters {
         Tables::new(gpu, &entries).unwrap()
     }
 
-    /// Every bit of value and moments is the CPU's, by this factor; or as it was, without one.
+    /// Asserts that value and moments have the bits of a CPU update with this factor, or are unchanged without one.
     fn assert_updated(&self, gpu: &CudaDevice, number: usize, factor: Option<f64>) {
         let [mut value, gradient, mut m, mut v] = self.before[number].clone();
         if let Some(factor) = factor {
@@ -77,7 +77,7 @@ fn updates_on(gpu: &CudaDevice) -> Buffer<f32> {
     Buffer::new(gpu, &words, 0)
 }
 
-/// Norm, factor, whether the update is left out, and the culprit.
+/// Returns the norm, the factor, whether the update is skipped, and the first tensor that is not finite.
 fn clip_words(gpu: &CudaDevice, clip: &Buffer<f64>) -> (f64, f64, u32, i32) {
     let words = clip.read(gpu);
     let last = words[2].to_bits();
@@ -97,7 +97,7 @@ fn updates_have_the_bits_of_the_cpu() {
     parameters.assert_updated(&gpu, 2, Some(1.0));
 }
 
-/// Of values in f32, and of such as have parameters in bf16.
+/// For values in f32, and for parameters in bf16.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn moments_in_bf16_are_rounded_as_on_the_cpu() {
@@ -129,7 +129,7 @@ fn moments_in_bf16_are_rounded_as_on_the_cpu() {
         });
         let entries: Vec<Entry> = entries.collect();
         let tables = match of_halves {
-            true => Tables::of_halves(&gpu, &entries),
+            true => Tables::with_master_weights(&gpu, &entries),
             false => Tables::new(&gpu, &entries),
         };
         let words = Buffer::new(&gpu, &words(&update), 0);
@@ -160,8 +160,8 @@ fn norms_clip_the_update() {
     let tables = parameters.tables(&gpu);
     let squares_of = |entries: std::ops::Range<usize>| {
         let lens = LENS[entries.clone()].iter().copied();
-        let sums = Buffer::<f64>::room(&gpu, lens.map(workspace::chunks).sum(), 0);
-        let squares = Buffer::<f64>::room(&gpu, entries.len(), 0);
+        let sums = Buffer::<f64>::unwritten(&gpu, lens.map(workspace::chunks).sum(), 0);
+        let squares = Buffer::<f64>::unwritten(&gpu, entries.len(), 0);
         let views = (sums.view(&gpu), squares.view(&gpu));
         tables
             .sums_of_squares(&gpu, entries, views.0, views.1)
@@ -183,7 +183,7 @@ fn norms_clip_the_update() {
         bits(&squares.read(&gpu)[1..])
     );
 
-    // Some of the gradients in bf16, and the sums where they belong.
+    // With some of the gradients in bf16. Sums must keep their order.
     let halves = parameters.before.iter().map(|[_, gradient, ..]| {
         let halves: Vec<bf16> = gradient.iter().map(|g| bf16::from_f32(*g)).collect();
         halves
@@ -206,8 +206,8 @@ fn norms_clip_the_update() {
     let mixed = Tables::new(&gpu, &entries.collect::<Vec<Entry>>()).unwrap();
     let chunks = LENS.iter().copied().map(workspace::chunks).sum();
     let (sums, found) = (
-        Buffer::<f64>::room(&gpu, chunks, 0),
-        Buffer::<f64>::room(&gpu, 3, 0),
+        Buffer::<f64>::unwritten(&gpu, chunks, 0),
+        Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     mixed
         .sums_of_squares(&gpu, 0..3, sums.view(&gpu), found.view(&gpu))
@@ -223,7 +223,7 @@ fn norms_clip_the_update() {
 
     let (max_norm, clip) = (
         Buffer::new(&gpu, &[1f64], 0),
-        Buffer::<f64>::room(&gpu, 3, 0),
+        Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     let clip_by = |squares: View| {
         adamw::clip_factor(&gpu, squares, max_norm.view(&gpu), clip.view(&gpu)).unwrap();
@@ -255,7 +255,7 @@ fn an_overflow_leaves_everything_as_it_was() {
     let gpu = gpu();
     let parameters = Parameters::new(&gpu);
     let mut gradient = parameters.before[2][1].clone();
-    gradient[699] = f32::MAX; // finite, and too much once it is doubled
+    gradient[699] = f32::MAX; // finite, but not after doubling
     let entries = [
         (0, None),
         (1, None),
@@ -277,11 +277,11 @@ fn an_overflow_leaves_everything_as_it_was() {
     let tables = Tables::new(&gpu, &entries).unwrap();
     let (inverse, flags) = (
         Buffer::new(&gpu, &[2f64], 0),
-        Buffer::<u32>::room(&gpu, 3, 0),
+        Buffer::<u32>::unwritten(&gpu, 3, 0),
     );
     let (first, clip) = (
-        Buffer::<u32>::room(&gpu, 1, 0),
-        Buffer::<f64>::room(&gpu, 3, 0),
+        Buffer::<u32>::unwritten(&gpu, 1, 0),
+        Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     let check = |flags: View| {
         adamw::check_overflow(&gpu, flags, first.view(&gpu), clip.view(&gpu)).unwrap();
@@ -298,7 +298,7 @@ fn an_overflow_leaves_everything_as_it_was() {
     );
     let doubled: Vec<f32> = parameters.before[1][1].iter().map(|g| g * 2.0).collect();
     assert_eq!(bits(&parameters.on_gpu[1][1].read(&gpu)), bits(&doubled));
-    assert_eq!(check(flags.view(&gpu).part(1, 1)), (1, (0.0, 1.0, 0, -1)));
+    assert_eq!(check(flags.view(&gpu).slice(1, 1)), (1, (0.0, 1.0, 0, -1)));
 
     tables
         .unscale(&gpu, 0..3, inverse.view(&gpu), flags.view(&gpu))

@@ -1,4 +1,4 @@
-//! Flash attention on heads that lie side by side in wider rows: the bits of heads that lie apart.
+//! Flash attention on heads in packed rows has the same bits as on contiguous heads.
 
 use super::super::flash_attention::{
     self as flash, ForwardInputs, Gradients, Heads, Inputs, Outputs,
@@ -37,7 +37,7 @@ fn heads_of_packed_rows() {
     }
 }
 
-/// Numbers of heads (B, T, H, Dh) as they lie apart, (B, H, T, Dh).
+/// Reorders heads (B, T, H, Dh) to (B, H, T, Dh).
 fn apart<T: Element>(values: &[T], sizes: &Sizes) -> Vec<T> {
     let (heads, length, dim) = (sizes.heads, sizes.queries, sizes.head_dim);
     let rows = (0..sizes.batch).flat_map(move |b| {
@@ -47,7 +47,7 @@ fn apart<T: Element>(values: &[T], sizes: &Sizes) -> Vec<T> {
         .collect()
 }
 
-/// One part of `parts` in a row, each (H, Dh).
+/// Returns part `number` of rows of `parts` parts (H, Dh).
 fn part<T: Element>(values: &[T], sizes: &Sizes, number: usize, parts: usize) -> Vec<T> {
     let width = sizes.heads * sizes.head_dim;
     let rows = values.chunks(parts * width);
@@ -55,7 +55,7 @@ fn part<T: Element>(values: &[T], sizes: &Sizes, number: usize, parts: usize) ->
         .collect()
 }
 
-/// Heads that lie apart.
+/// Returns contiguous heads.
 fn contiguous<'a, T: Element>(gpu: &CudaDevice, buffer: &'a Buffer<T>, sizes: &Sizes) -> Heads<'a> {
     let row = sizes.head_dim;
     Heads {
@@ -65,7 +65,7 @@ fn contiguous<'a, T: Element>(gpu: &CudaDevice, buffer: &'a Buffer<T>, sizes: &S
     }
 }
 
-/// Heads that are one part of `parts` in a row.
+/// Returns the heads of part `number` of rows of `parts` parts.
 fn in_rows<'a, T: Element>(
     gpu: &CudaDevice,
     buffer: &'a Buffer<T>,
@@ -76,26 +76,26 @@ fn in_rows<'a, T: Element>(
     let width = sizes.heads * sizes.head_dim;
     let view = buffer.view(gpu);
     Heads {
-        view: view.part(number * width, view.len - number * width),
+        view: view.slice(number * width, view.len - number * width),
         strides: [sizes.queries * parts * width, sizes.head_dim, parts * width],
         dims: [sizes.batch, sizes.heads, sizes.queries, sizes.head_dim],
     }
 }
 
 fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
-    if !flash::takes(gpu, T::DTYPE, tf32, sizes) {
+    if !flash::supports(gpu, T::DTYPE, tf32, sizes) {
         return eprintln!("skipped: no kernel for {sizes:?} on this GPU");
     }
     let n = sizes.batch * sizes.heads * sizes.queries * sizes.head_dim;
     let (qkv, d_out) = (numbers::<T>(3 * n, 1), numbers::<T>(n, 2));
     let rows = sizes.batch * sizes.heads * sizes.queries;
-    // What was there before has no say.
-    let room = |len| Buffer::<u32>::room(gpu, len, 0);
+    // The previous content of scratch must have no effect.
+    let scratch = |len| Buffer::<u32>::unwritten(gpu, len, 0);
 
     let run = |[q, k, v]: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
         let (lse, work) = (
-            Buffer::<f32>::room(gpu, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
-            room(workspace::flash_forward()),
+            Buffer::<f32>::unwritten(gpu, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
+            scratch(workspace::flash_forward()),
         );
         let outputs = Outputs {
             out,
@@ -122,15 +122,15 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
             first_keys: None,
             dropout: None,
         };
-        let work = room(workspace::flash_backward(sizes));
+        let work = scratch(workspace::flash_backward(sizes));
         flash::backward(gpu, sizes, tf32, inputs, gradients, work.view(gpu)).unwrap();
         work.read(gpu);
         bits(&lse.read(gpu))
     };
 
     let in_row = Buffer::new(gpu, &qkv, 0);
-    let out = Buffer::<T>::room(gpu, n, 0);
-    let gradient = Buffer::<T>::room(gpu, 3 * n, 0);
+    let out = Buffer::<T>::unwritten(gpu, n, 0);
+    let gradient = Buffer::<T>::unwritten(gpu, 3 * n, 0);
     let d_out_in_row = Buffer::new(gpu, &d_out, 0);
     let [dq, dk, dv] = [0, 1, 2].map(|i| in_rows(gpu, &gradient, sizes, i, 3));
     let lse = run(
@@ -142,8 +142,8 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
 
     let [q, k, v] = [0, 1, 2].map(|i| Buffer::new(gpu, &apart(&part(&qkv, sizes, i, 3), sizes), 0));
     let d_out = Buffer::new(gpu, &apart(&d_out, sizes), 0);
-    let out_apart = Buffer::<T>::room(gpu, n, 0);
-    let gradients = [0, 1, 2].map(|_| Buffer::<T>::room(gpu, n, 0));
+    let out_apart = Buffer::<T>::unwritten(gpu, n, 0);
+    let gradients = [0, 1, 2].map(|_| Buffer::<T>::unwritten(gpu, n, 0));
     let [dq, dk, dv] = &gradients;
     let lse_apart = run(
         [&q, &k, &v].map(|x| contiguous(gpu, x, sizes)),

@@ -1,4 +1,4 @@
-//! The ends of a model: logits that become their gradient, and the table's gradient.
+//! Logits that are overwritten with their gradient, and the gradient of the embedding table.
 
 use super::super::{cross_entropy, embedding};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
@@ -55,9 +55,9 @@ fn loss<T: Element>(
         divisor: counted,
     };
     let dloss = Buffer::new(gpu, &[dloss], 0);
-    let losses = Buffer::<f32>::room(gpu, rows, 0);
+    let losses = Buffer::<f32>::unwritten(gpu, rows, 0);
     for row_stride in [classes, classes.next_multiple_of(8), classes + 3] {
-        let between = vec![T::from_f64(99.0); row_stride - classes]; // neither read nor written
+        let between = vec![T::from_f64(99.0); row_stride - classes]; // must not be read or written
         let rows = logits.chunks(classes);
         let apart: Vec<T> = rows.flat_map(|row| [row, &between].concat()).collect();
         let apart = Buffer::new(gpu, &apart, offset);
@@ -78,20 +78,20 @@ fn loss<T: Element>(
         assert_close("losses", &losses.read(gpu), &exact_losses);
     }
 
-    let mean = Buffer::<f64>::room(gpu, 1, 0);
+    let mean = Buffer::<f64>::unwritten(gpu, 1, 0);
     let first = rows / 2;
     let view = losses.view(gpu);
-    let rest = view.part(first, rows - first);
+    let rest = view.slice(first, rows - first);
     let add = |losses, accumulate| {
         cross_entropy::mean(gpu, losses, None, counted, mean.view(gpu), accumulate).unwrap();
     };
     add(rest, false);
-    add(view.part(0, first), true);
+    add(view.slice(0, first), true);
     let exact = wide(&losses.read(gpu)).iter().sum::<f64>() / counted as f64;
     let got = mean.read(gpu)[0];
     assert!((got - exact).abs() <= 1e-12 * exact, "{got} {exact}");
 
-    // Over three times those that count.
+    // Divides by three times the number of targets that count.
     let counting = targets.iter().filter(|id| Some(**id) != ignore).count();
     if counting > 0 {
         let targets = Some(of(ids.view(gpu), 0));
@@ -102,7 +102,7 @@ fn loss<T: Element>(
     }
 }
 
-/// Of targets of which some do not count: as if the others were all there are.
+/// Targets that do not count are left out of the divisor.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn targets_are_counted() {
@@ -120,8 +120,8 @@ fn targets_are_counted() {
         let (wide, narrow) = (Buffer::new(&gpu, &[5f64], 0), Buffer::new(&gpu, &[5f32], 0));
         for x in [wide.view(&gpu), narrow.view(&gpu)] {
             for (ignore, counted) in [(Some(ignore), counted), (None, rows)] {
-                let y = Buffer::<f32>::room(&gpu, 1, 0);
-                cross_entropy::share(&gpu, all(ignore), x, y.view(&gpu)).unwrap();
+                let y = Buffer::<f32>::unwritten(&gpu, 1, 0);
+                cross_entropy::divide_by_counted(&gpu, all(ignore), x, y.view(&gpu)).unwrap();
                 assert_eq!(y.read(&gpu), [(5.0 / counted as f64) as f32]);
             }
         }
@@ -134,7 +134,7 @@ fn gradients_of_rows_that_occur() {
     let gpu = gpu();
     for width in [1, 33, 512] {
         for accumulate in [false, true] {
-            // Of the padding ids one occurs a few times, one in each of the other ways, and one never.
+            // Padding ids: one occurs a few times, one for each of the other paths, and one never occurs.
             for padding_id in [None, Some(0), Some(7), Some(6), Some(5), Some(299)] {
                 rows_of_a_table::<f32, f32>(&gpu, width, accumulate, padding_id);
                 rows_of_a_table::<bf16, f32>(&gpu, width, accumulate, padding_id);
@@ -153,9 +153,9 @@ fn rows_of_a_table<G: Element, T: Element>(
     padding_id: Option<u32>,
 ) {
     let (count, vocab) = (1000, 300);
-    // Most ids a few times or never; one in each of the ways to add up more.
+    // Most ids occur a few times or never; for each path with more positions there is one id.
     let id = |i: usize| match (i % 64, i % 16) {
-        (1, _) => 7, // more than a warp adds up, and fewer than a bucket holds
+        (1, _) => 7, // more than a warp sums, fewer than a bucket holds
         (_, 8) => 6,
         (_, sixteenth) if sixteenth.is_multiple_of(2) => 5,
         _ => (i * 31 + i % 7) % vocab,
@@ -181,10 +181,10 @@ fn rows_of_a_table<G: Element, T: Element>(
     let run = || {
         let table = match accumulate {
             true => Buffer::new(gpu, &before, 0),
-            false => Buffer::room(gpu, vocab * width, 0),
+            false => Buffer::unwritten(gpu, vocab * width, 0),
         };
         let words = embedding_backward(count, vocab).iter().sum();
-        let workspace = Buffer::<u32>::room(gpu, words, 0);
+        let workspace = Buffer::<u32>::unwritten(gpu, words, 0);
         embedding::backward(
             gpu,
             dy.view(gpu),

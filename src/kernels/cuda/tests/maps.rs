@@ -1,4 +1,4 @@
-//! Elementwise maps where an operand lies, and casts of integers: as the CPU has them.
+//! Elementwise maps, also in place, and casts of integers, against the CPU.
 
 use super::super::{cast, elementwise};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
@@ -6,10 +6,10 @@ use crate::kernels::cpu::{Stored, arithmetic as on_cpu, relu};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// Less than a pack, whole packs, between blocks.
+/// Less than a pack, full packs, not a multiple of a block.
 const SIZES: [usize; 6] = [0, 1, 7, 4096, 4099, 100_003];
 
-/// A map's name, its factor, and whether its bits are the CPU's.
+/// A map's name, its factor, whether its bits must be the CPU's, and the CPU's function.
 type Map<T> = (&'static str, f64, bool, fn(&[T], &[T], f64, &mut [T]));
 
 fn maps<T: Stored>() -> Vec<Map<T>> {
@@ -33,7 +33,7 @@ fn maps<T: Stored>() -> Vec<Map<T>> {
     ]
 }
 
-/// Of numbers above 0.
+/// Maps of positive numbers.
 fn maps_above_zero<T: Stored>() -> Vec<Map<T>> {
     vec![
         ("log", 0.0, false, |a, _, _, y| on_cpu::log(a, y)),
@@ -90,16 +90,16 @@ fn one<T: Element + Stored>(
     };
     let of_a = Buffer::new(gpu, a, offsets[0]);
     let of_b = Buffer::new(gpu, b, offsets[0]);
-    let y = Buffer::<T>::room(gpu, a.len(), offsets[1]);
+    let y = Buffer::<T>::unwritten(gpu, a.len(), offsets[1]);
     let reads = [of_a.view(gpu), of_b.view(gpu)];
     elementwise::map(gpu, name, factor, &reads, y.view(gpu)).unwrap();
     check("elsewhere", &y.read(gpu));
     assert_eq!(bits(&of_b.read(gpu)), bits(b));
     elementwise::map(gpu, name, factor, &reads, of_a.view(gpu)).unwrap();
-    check("where a lay", &of_a.read(gpu));
+    check("in place of a", &of_a.read(gpu));
 }
 
-/// What is not finite goes its way.
+/// NaN and infinities are propagated.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_nan_stays_one() {
@@ -107,7 +107,7 @@ fn a_nan_stays_one() {
     let x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0];
     let of_x = Buffer::new(&gpu, &x, 0);
     let run = |name| {
-        let y = Buffer::<f32>::room(&gpu, x.len(), 0);
+        let y = Buffer::<f32>::unwritten(&gpu, x.len(), 0);
         elementwise::map(&gpu, name, 0.0, &[of_x.view(&gpu)], y.view(&gpu)).unwrap();
         y.read(&gpu)
     };
@@ -127,10 +127,10 @@ fn a_nan_stays_one() {
 #[ignore = "needs a CUDA device"]
 fn other_lengths_and_dtypes_are_refused() {
     let gpu = gpu();
-    let wide = Buffer::<f32>::room(&gpu, 12, 0);
-    let short = Buffer::<f32>::room(&gpu, 5, 0);
-    let half = Buffer::<bf16>::room(&gpu, 12, 0);
-    let double = Buffer::<f64>::room(&gpu, 12, 0);
+    let wide = Buffer::<f32>::unwritten(&gpu, 12, 0);
+    let short = Buffer::<f32>::unwritten(&gpu, 5, 0);
+    let half = Buffer::<bf16>::unwritten(&gpu, 12, 0);
+    let double = Buffer::<f64>::unwritten(&gpu, 12, 0);
     let [wide, short] = [wide.view(&gpu), short.view(&gpu)];
     let (half, double) = (half.view(&gpu), double.view(&gpu));
     for (a, b, y) in [
@@ -169,7 +169,7 @@ fn cast_of<T: Element>(gpu: &CudaDevice, x: &[T]) {
 fn cast_to<T: Element, Y: Element>(gpu: &CudaDevice, x: &[T]) {
     let exact: Vec<Y> = x.iter().map(|x| Y::from_f64(x.to_f64())).collect();
     let from = gpu.clone_htod(&[x, &[T::zero()]].concat()).unwrap();
-    let y = Buffer::<Y>::room(gpu, x.len(), 1);
+    let y = Buffer::<Y>::unwritten(gpu, x.len(), 1);
     let view = super::view_of(gpu, &from, x.len());
     cast::cast(gpu, view, y.view(gpu)).unwrap();
     assert_eq!(bits(&y.read(gpu)), bits(&exact), "{:?}", T::DTYPE);

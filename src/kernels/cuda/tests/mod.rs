@@ -1,4 +1,4 @@
-//! What the planned step launches and no op of a tensor does, on a GPU, judged by f64.
+//! Tests of the CUDA kernels as planned steps launch them, against f64.
 
 mod arithmetic;
 mod elementwise;
@@ -6,8 +6,8 @@ mod gradients;
 mod heads;
 mod losses;
 mod maps;
+mod matmuls;
 mod norm;
-mod products;
 mod reduce;
 mod rows;
 mod strided;
@@ -22,7 +22,7 @@ fn gpu() -> CudaDevice {
     device.as_cuda_device().unwrap().clone()
 }
 
-/// What buffers hold.
+/// A dtype of buffer elements.
 trait Element: WithDType + DeviceRepr {}
 impl<T: WithDType + DeviceRepr> Element for T {}
 
@@ -37,7 +37,7 @@ struct Buffer<T> {
 }
 
 impl<T: Element> Buffer<T> {
-    /// These values, `offset` elements after a multiple of 64.
+    /// Creates a buffer of these values, `offset` elements after a multiple of 64.
     fn new(gpu: &CudaDevice, values: &[T], offset: usize) -> Self {
         let first = GUARD + offset;
         let mut all = vec![poison::<T>(); first + values.len() + GUARD];
@@ -49,8 +49,8 @@ impl<T: Element> Buffer<T> {
         }
     }
 
-    /// Room that has to be written.
-    fn room(gpu: &CudaDevice, len: usize, offset: usize) -> Self {
+    /// Creates a buffer of poison, all of which the kernel must overwrite.
+    fn unwritten(gpu: &CudaDevice, len: usize, offset: usize) -> Self {
         Self::new(gpu, &vec![poison::<T>(); len], offset)
     }
 
@@ -67,19 +67,23 @@ impl<T: Element> Buffer<T> {
         for guard in [before, after] {
             let poison = poison::<T>().to_f64().to_bits();
             let touched = guard.iter().find(|x| x.to_f64().to_bits() != poison);
-            assert!(touched.is_none(), "written beside {} elements", self.len);
+            assert!(
+                touched.is_none(),
+                "written out of bounds of {} elements",
+                self.len
+            );
         }
         values.to_vec()
     }
 }
 
-/// The first `len` elements of a slice, for what has no value that marks what was not computed.
+/// Returns the first `len` elements of a slice, for dtypes without a poison value.
 fn view_of<'a, T: Element>(gpu: &CudaDevice, slice: &'a CudaSlice<T>, len: usize) -> View<'a> {
     let begin = slice.device_ptr(&gpu.cuda_stream()).0;
     View::new(begin, T::DTYPE, len).owned_by(slice)
 }
 
-/// What is not computed.
+/// Returns a value that marks elements that were not computed.
 fn poison<T: Element>() -> T {
     match T::DTYPE {
         DType::U32 => T::from_f64(u32::MAX.into()),
@@ -87,7 +91,7 @@ fn poison<T: Element>() -> T {
     }
 }
 
-/// Numbers between -2 and 2, as T has them.
+/// Returns numbers between -2 and 2, rounded to T.
 fn numbers<T: Element>(len: usize, seed: u64) -> Vec<T> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut draw = || {
@@ -103,10 +107,10 @@ fn wide<T: Element>(values: &[T]) -> Vec<f64> {
     values.iter().map(|value| value.to_f64()).collect()
 }
 
-/// The distance from exact values, by norm, is that of rounding once, or of sums in f32.
+/// Asserts that the error, by norm, is at most that of rounding once and of sums in f32.
 fn assert_close<T: Element>(what: &str, got: &[T], exact: &[f64]) {
     assert_eq!(got.len(), exact.len(), "{what}");
-    // Half the distance to the next number: of a number's size, and at least (f16 has few exponents).
+    // Half the distance between neighbours: relative, and for small numbers absolute, since f16 has few exponents.
     let (rounding, least) = match T::DTYPE {
         DType::BF16 => (2f64.powi(-8), 0.0),
         DType::F16 => (2f64.powi(-11), 2f64.powi(-25)),
@@ -117,7 +121,7 @@ fn assert_close<T: Element>(what: &str, got: &[T], exact: &[f64]) {
     let error = norm(&mut got.iter().zip(exact).map(|(x, y)| x.to_f64() - y));
     let size = norm(&mut exact.iter().copied());
     let limit = (rounding + of_sums) * size + least * (exact.len() as f64).sqrt();
-    // Written so that NaN fails too.
+    // `<=` also fails for NaN.
     let dtype = T::DTYPE;
     assert!(error <= limit, "{what}, {dtype:?}: {error:e} off {size:e}");
 }

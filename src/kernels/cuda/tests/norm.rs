@@ -1,4 +1,4 @@
-//! LayerNorm's kernels: rows anywhere in memory, streams wider than what goes into products, in place, added to.
+//! LayerNorm: rows at any address, x wider than y, in place, with accumulation.
 
 use super::super::View;
 use super::super::norm::{self, Gradients, Inputs, Outputs};
@@ -8,7 +8,7 @@ use crate::kernels::workspace::norm_partials;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// Rows of one warp and of many, one and several to a block, in turns; rows of threads beyond the last row; the widest.
+/// Rows of one warp and of many; one and several rows per block, also in turns; idle threads; the widest rows.
 const SIZES: [(usize, usize); 14] = [
     (1, 1),
     (2000, 1),
@@ -26,7 +26,7 @@ const SIZES: [(usize, usize); 14] = [
     (301, 8192),
 ];
 
-/// Of x and what is like it, and of dy and what is like it, in elements.
+/// Offsets of x and similar buffers, then of dy and similar ones, in elements.
 const OFFSETS: [[usize; 2]; 4] = [[0, 0], [1, 1], [0, 1], [3, 0]];
 
 #[test]
@@ -44,13 +44,13 @@ fn norms_anywhere() {
     }
 }
 
-/// Numbers whose sums do not cancel, so that means and sums of rows can be judged by their size.
+/// Returns numbers whose sums do not cancel, so that the means and sums of rows are not small differences.
 fn off_centre<T: Element>(len: usize, seed: u64) -> Vec<T> {
     let values = numbers::<T>(len, seed).into_iter();
     values.map(|x| T::from_f64(x.to_f64() + 0.5)).collect()
 }
 
-/// What both passes read, on the GPU and here.
+/// The inputs of both passes, on the GPU and the host.
 struct Rows<'a, X, Y> {
     gpu: &'a CudaDevice,
     width: usize,
@@ -60,11 +60,11 @@ struct Rows<'a, X, Y> {
     dy: Vec<Y>,
     weight: Vec<f32>,
     bias: Vec<f32>,
-    /// What is in gradients that are added to: of x, of weight and bias.
+    /// The previous gradients, to which backward adds: of x, and of weight and bias.
     before: (Vec<X>, [Vec<f32>; 2]),
 }
 
-/// What both passes should write.
+/// The expected outputs of both passes.
 struct Exact {
     y: Vec<f64>,
     mean: Vec<f64>,
@@ -80,8 +80,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
         Self {
             gpu,
             width,
-            // In rows of two elements dx is a share of eps / (var + eps) of its terms; where eps is little, their
-            // rounding.
+            // In rows of two elements dx is eps / (var + eps) of its terms: with a small eps, only their rounding.
             eps: if width <= 2 { 2.0 } else { 1e-5 },
             offsets,
             x: off_centre(n, 1),
@@ -137,7 +136,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
         let [weight, bias] = [&self.weight, &self.bias].map(|w| Buffer::new(gpu, w, of_y));
         let (weight, bias) = (weight.view(gpu), bias.view(gpu));
         let forward = |x: View, y: View| {
-            let statistics = Buffer::<f32>::room(gpu, 2 * self.rows(), of_x);
+            let statistics = Buffer::<f32>::unwritten(gpu, 2 * self.rows(), of_x);
             let inputs = inputs(x, weight, bias);
             let outputs = Outputs {
                 sum: None,
@@ -147,7 +146,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             norm::forward(gpu, Norm::Layer, self.eps, inputs, outputs).unwrap();
             statistics
         };
-        let y = Buffer::<Y>::room(gpu, self.x.len(), of_y);
+        let y = Buffer::<Y>::unwritten(gpu, self.x.len(), of_y);
         let statistics = forward(x.view(gpu), y.view(gpu));
         let y = y.read(gpu);
         assert_close(&self.what("y"), &y, &exact.y);
@@ -160,11 +159,11 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
         assert_close(&self.what("rstd"), &every_second(1), &exact.rstd);
         assert_eq!(bits(&x.read(gpu)), bits(&self.x), "{}", self.what("x"));
 
-        // Where x lies.
+        // In place.
         if X::DTYPE == Y::DTYPE {
             let x_and_y = Buffer::new(gpu, &self.x, of_y);
             forward(x_and_y.view(gpu), x_and_y.view(gpu));
-            // Not to the bit: where x lay elsewhere the kernel may have taken its other path.
+            // Not the same bits: at another address the kernel may have another path.
             assert_close(&self.what("y in place"), &x_and_y.read(gpu), &exact.y);
         }
         self.check_backward(&exact, [weight, bias], statistics.view(gpu));
@@ -173,7 +172,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
     fn check_backward(&self, exact: &Exact, [weight, bias]: [View; 2], statistics: View) {
         let (gpu, [of_x, of_y], n) = (self.gpu, self.offsets, self.x.len());
         let partials_len = norm_partials(Norm::Layer, self.rows(), self.width);
-        // dx where `place` says, dw and db.
+        // Returns dx, written as `place` selects, dw and db.
         let backward = |place: Place, sums: &[Vec<f32>; 2]| {
             let (x, dy) = (
                 Buffer::new(gpu, &self.x, of_x),
@@ -181,7 +180,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             );
             let apart = match place {
                 Place::Added => Buffer::new(gpu, &self.before.0, of_y),
-                _ => Buffer::<X>::room(gpu, n, of_y),
+                _ => Buffer::<X>::unwritten(gpu, n, of_y),
             };
             let dx = match place {
                 Place::X => x.view(gpu),
@@ -189,7 +188,7 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
                 Place::Apart | Place::Added => apart.view(gpu),
             };
             let [dw, db] = [&sums[0], &sums[1]].map(|values| Buffer::new(gpu, values, of_x));
-            let partials = Buffer::<f32>::room(gpu, partials_len, of_x);
+            let partials = Buffer::<f32>::unwritten(gpu, partials_len, of_x);
             let adds = place == Place::Added;
             let gradients = Gradients {
                 dx,
@@ -217,25 +216,25 @@ impl<'a, X: Element, Y: Element> Rows<'a, X, Y> {
             }
             let dx = match place {
                 Place::X => x,
-                // Of one dtype with X, so that every value is.
+                // Y is X here, so the conversion is exact.
                 Place::Dy => dy.iter().map(|dx| X::from_f64(dx.to_f64())).collect(),
                 Place::Apart | Place::Added => apart.read(gpu),
             };
             (dx, dw.read(gpu), db.read(gpu))
         };
-        let room = [(); 2].map(|()| vec![f32::NAN; self.width]);
-        let (dx, dw, db) = backward(Place::Apart, &room);
+        let nans = [(); 2].map(|()| vec![f32::NAN; self.width]);
+        let (dx, dw, db) = backward(Place::Apart, &nans);
         assert_close(&self.what("dx"), &dx, &exact.dx);
         assert_close(&self.what("dw"), &dw, &exact.dw);
         assert_close(&self.what("db"), &db, &exact.db);
 
-        // Once more, with dx elsewhere: the same bits.
+        // dx at other places has the same bits.
         let mut places = vec![Place::Apart, Place::X];
         if X::DTYPE == Y::DTYPE {
             places.push(Place::Dy);
         }
         for place in places {
-            let (dx_again, dw_again, db_again) = backward(place, &room);
+            let (dx_again, dw_again, db_again) = backward(place, &nans);
             let what = self.what(&format!("{place:?}"));
             assert!(bits(&dx_again) == bits(&dx), "dx, {what}");
             assert!(bits(&dw_again) == bits(&dw), "dw, {what}");
@@ -270,11 +269,11 @@ fn inputs<'a>(x: View<'a>, weight: View<'a>, bias: View<'a>) -> Inputs<'a> {
     }
 }
 
-/// Where dx is written.
+/// The place of dx.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     Apart,
-    /// To what is there.
+    /// Added to existing gradients.
     Added,
     X,
     Dy,

@@ -1,4 +1,4 @@
-//! Sums of whole buffers and their gradient, and log-softmax, judged by f64; the same bits every time.
+//! Sums of buffers, their gradient, and log-softmax against f64; two runs have the same bits.
 
 use super::super::{log_softmax, reduce};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
@@ -21,7 +21,7 @@ fn sums() {
 }
 
 fn summed<T: Element>(gpu: &CudaDevice, n: usize, offset: usize) {
-    // All above 0, so that the sum is no small difference.
+    // All are positive, so that the sum is not a small difference.
     let x = numbers::<T>(n, 1)
         .iter()
         .map(|x| T::from_f64(x.to_f64().abs()))
@@ -29,11 +29,11 @@ fn summed<T: Element>(gpu: &CudaDevice, n: usize, offset: usize) {
     let factor = 0.7 / n.max(1) as f64;
     let exact = factor * wide(&x).iter().sum::<f64>();
     let of_x = Buffer::new(gpu, &x, offset);
-    let parts = Buffer::<f64>::room(gpu, sum_parts(n), 0);
+    let parts = Buffer::<f64>::unwritten(gpu, sum_parts(n), 0);
     let run = || {
-        let y = Buffer::<T>::room(gpu, 1, offset);
-        let room = parts.view(gpu);
-        reduce::sum(gpu, of_x.view(gpu), factor, y.view(gpu), room).unwrap();
+        let y = Buffer::<T>::unwritten(gpu, 1, offset);
+        let scratch = parts.view(gpu);
+        reduce::sum(gpu, of_x.view(gpu), factor, y.view(gpu), scratch).unwrap();
         parts.read(gpu);
         y.read(gpu)
     };
@@ -43,7 +43,7 @@ fn summed<T: Element>(gpu: &CudaDevice, n: usize, offset: usize) {
 
     let dy = [T::from_f64(1.3)];
     let of_dy = Buffer::new(gpu, &dy, offset);
-    let dx = Buffer::<T>::room(gpu, n, offset);
+    let dx = Buffer::<T>::unwritten(gpu, n, offset);
     reduce::spread(gpu, of_dy.view(gpu), factor, dx.view(gpu)).unwrap();
     assert_close("spread", &dx.read(gpu), &vec![factor * dy[0].to_f64(); n]);
 }
@@ -67,12 +67,12 @@ fn log_probabilities<T: Element>(gpu: &CudaDevice, rows: usize, width: usize, of
     let mut exact = vec![0f64; x.len()];
     on_cpu::forward(&wide_x, width, &mut exact);
     let (of_x, of_dy) = (Buffer::new(gpu, &x, offset), Buffer::new(gpu, &dy, 0));
-    let y = Buffer::<T>::room(gpu, x.len(), offset);
+    let y = Buffer::<T>::unwritten(gpu, x.len(), offset);
     log_softmax::forward(gpu, of_x.view(gpu), width, y.view(gpu)).unwrap();
     assert_close("y", &y.read(gpu), &exact);
 
     on_cpu::backward(&wide_dy, &wide_x, width, &mut exact);
-    let dx = Buffer::<T>::room(gpu, x.len(), offset);
+    let dx = Buffer::<T>::unwritten(gpu, x.len(), offset);
     let read = [of_dy.view(gpu), of_x.view(gpu)];
     log_softmax::backward(gpu, read, width, dx.view(gpu)).unwrap();
     assert_close("dx", &dx.read(gpu), &exact);

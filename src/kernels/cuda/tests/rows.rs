@@ -1,4 +1,4 @@
-//! Kernels on rows: norms beside a wider stream, gates and probabilities in place, heads in wider rows, casts.
+//! Row kernels: norms with x wider than y, gates and probabilities in place, heads in wider rows, casts.
 
 use super::super::norm::{self, Gradients, Inputs, Outputs};
 use super::super::{cast, gated, rope, softmax};
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 #[ignore = "needs a CUDA device"]
 fn norms_of_a_wider_stream() {
     let gpu = gpu();
-    // Rows of one warp and of many, one and several to a block, in turns; rows of threads beyond the last row.
+    // Rows of one warp and of many; one and several rows per block, also in turns; idle threads.
     for (rows, width) in [
         (1, 1),
         (7, 65),
@@ -32,7 +32,7 @@ fn norms_of_a_wider_stream() {
     }
 }
 
-/// y, the statistics, dx, dw and db of what is normed, by the formulas in f64.
+/// Returns y, the statistics, dx, dw and db in f64; `s` is the input of the norm.
 fn exact(of: Norm, eps: f64, s: &[f64], dy: &[f64], weight: &[f64], bias: &[f64]) -> [Vec<f64>; 5] {
     let width = weight.len();
     let count = width as f64;
@@ -81,7 +81,7 @@ fn norm<X: Element, Y: Element>(
         Norm::Rms | Norm::OffsetRms => vec![0.0; width],
         Norm::Layer => numbers::<f32>(width, 8),
     };
-    let eps = if width <= 2 { 2.0 } else { 1e-5 }; // in shorter rows of LayerNorm what is left of dx is rounding
+    let eps = if width <= 2 { 2.0 } else { 1e-5 }; // in shorter rows of LayerNorm dx is only a rounding error
     let exact_of = |s: &[f64]| exact(of, eps, s, &wide(&dy), &wide(&weight), &wide(&bias));
     let on_gpu = Buffer::new(gpu, &x, offset);
     let [weights, biases] = [&weight, &bias].map(|values| Buffer::new(gpu, values, offset));
@@ -93,8 +93,8 @@ fn norm<X: Element, Y: Element>(
         bias: (of == Norm::Layer).then_some(bias_view),
     };
     let forward = |inputs, sum| {
-        let y = Buffer::<Y>::room(gpu, n, offset);
-        let statistics = Buffer::<f32>::room(gpu, rows * of.statistics(), offset);
+        let y = Buffer::<Y>::unwritten(gpu, n, offset);
+        let statistics = Buffer::<f32>::unwritten(gpu, rows * of.statistics(), offset);
         let outputs = Outputs {
             sum,
             y: y.view(gpu),
@@ -109,7 +109,7 @@ fn norm<X: Element, Y: Element>(
     assert_close("y", &y, &exact_y);
     assert_close("statistics", &statistics.read(gpu), &exact_statistics);
 
-    // The sum where x lies.
+    // With the sum written over x.
     let x_apart = Buffer::new(gpu, &x, offset);
     let branch_on_gpu = Buffer::new(gpu, &branch, offset);
     let branch_view = branch_on_gpu.view(gpu);
@@ -122,7 +122,7 @@ fn norm<X: Element, Y: Element>(
     assert_close("y of the sum", &y, &exact_y);
     assert_close("its statistics", &statistics.read(gpu), &exact_statistics);
 
-    // The same without the sum.
+    // Without writing the sum, the results are the same.
     let (y_alone, alone) = forward(inputs(x_apart.view(gpu), Some(branch_view)), None);
     assert_eq!(bits(&y_alone), bits(&y));
     assert_eq!(bits(&alone.read(gpu)), bits(&statistics.read(gpu)));
@@ -133,20 +133,20 @@ fn norm<X: Element, Y: Element>(
         let on_gpu = Buffer::new(gpu, &dy, offset);
         let dx = Buffer::new(gpu, &before, offset);
         let [dw, db] = [&dw_before, &db_before].map(|before| Buffer::new(gpu, before, offset));
-        let copy = Buffer::<Y>::room(gpu, n, offset);
-        let partials = Buffer::<f32>::room(gpu, norm_partials(of, rows, width), 0);
+        let copy = Buffer::<Y>::unwritten(gpu, n, offset);
+        let partials = Buffer::<f32>::unwritten(gpu, norm_partials(of, rows, width), 0);
         let gradients = Gradients {
             dx: dx.view(gpu),
             add_dx: true,
             copy: Some(copy.view(gpu)),
-            y: Some(on_gpu.view(gpu)), // where dy lies
+            y: Some(on_gpu.view(gpu)), // in place of dy
             dw: dw.view(gpu),
             add_dw: true,
             db: (of == Norm::Layer).then(|| db.view(gpu)),
             add_db: true,
         };
-        let (read, room) = ([on_gpu.view(gpu), statistics_view], partials.view(gpu));
-        norm::backward(gpu, of, read, inputs, gradients, room).unwrap();
+        let (read, scratch) = ([on_gpu.view(gpu), statistics_view], partials.view(gpu));
+        norm::backward(gpu, of, read, inputs, gradients, scratch).unwrap();
         partials.read(gpu);
         let [copy, y_again] = [copy, on_gpu].map(|buffer| buffer.read(gpu));
         (dx.read(gpu), copy, y_again, dw.read(gpu), db.read(gpu))
@@ -164,7 +164,7 @@ fn norm<X: Element, Y: Element>(
         Norm::Rms | Norm::OffsetRms => assert_eq!(bits(&db), bits(&db_before)),
         Norm::Layer => assert_close("db", &db, &with(wide(&db_before), exact_db)),
     }
-    // The same from what the sum is made of, where its branch is the narrower one.
+    // Backward from x and a narrower branch gives the same bits as from their sum.
     if X::DTYPE != Y::DTYPE {
         let again = backward(inputs(x_apart.view(gpu), Some(branch_view)));
         assert_eq!(bits(&again.0), bits(&dx));
@@ -231,7 +231,7 @@ fn gate<T: Element>(f: Gate, gpu: &CudaDevice, rows: usize, width: usize, offset
     assert_close("y again", &dy_apart.read(gpu), &y);
 
     let gate_up = Buffer::new(gpu, &packed, offset);
-    let out = Buffer::<T>::room(gpu, rows * width, offset);
+    let out = Buffer::<T>::unwritten(gpu, rows * width, offset);
     gated::packed_forward(gpu, f, gate_up.view(gpu), out.view(gpu), width).unwrap();
     assert_close("packed y", &out.read(gpu), &y);
     assert_eq!(bits(&gate_up.read(gpu)), bits(&packed));
@@ -283,7 +283,7 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
     let p = Buffer::new(gpu, &x, 0);
     softmax::forward(gpu, scores, p.view(gpu), p.view(gpu)).unwrap();
     assert_close("p", &p.read(gpu), &exact);
-    // As products leave them, for results in any dtype.
+    // Scores in f32, as matmuls write them, with results in any dtype.
     let [x, dp] = [x, dp].map(|values| -> Vec<f32> {
         let narrow = values.iter().map(|x| x.to_f64() as f32);
         narrow.collect()
@@ -300,7 +300,7 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
             *dx = scale * p * (*dx - inner);
         }
     }
-    let dx = Buffer::<T>::room(gpu, dp.len(), 0);
+    let dx = Buffer::<T>::unwritten(gpu, dp.len(), 0);
     let from = [dp_on_gpu.view(gpu), p.view(gpu)];
     softmax::backward_from_p(gpu, scores, from, dx.view(gpu)).unwrap();
     assert_close("dx", &dx.read(gpu), &exact);
@@ -317,7 +317,7 @@ fn heads_turned_where_they_lie() {
     }
 }
 
-/// q and k of packed q, k and v.
+/// Rotates q and k in packed rows of q, k and v.
 fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: usize) {
     let (batch, row, half) = (3, 3 * heads * head_dim, head_dim / 2);
     let qkv = numbers::<T>(batch * length * row, 1);
@@ -335,7 +335,7 @@ fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: u
         }
         let on_gpu = Buffer::new(gpu, &qkv, 0);
         let [cos, sin] = [&cos, &sin].map(|table| Buffer::new(gpu, table, 0));
-        let sizes = rope::Turned {
+        let sizes = rope::PackedHeads {
             batch,
             length,
             heads: 2 * heads,
@@ -343,9 +343,9 @@ fn turned<T: Element>(gpu: &CudaDevice, length: usize, heads: usize, head_dim: u
             row,
         };
         let tables = [cos.view(gpu), sin.view(gpu)];
-        let turn = rope::Turn {
+        let turn = rope::Rotation {
             by_halves: false,
-            back,
+            inverse: back,
         };
         rope::in_place(gpu, on_gpu.view(gpu), tables, &sizes, turn).unwrap();
         assert_close("q, k, v", &on_gpu.read(gpu), &exact);

@@ -1,20 +1,20 @@
-//! Copies from and to strided places, and sums of what has one place: as a loop over the indices has them.
+//! Strided copies, and sums of elements with the same destination, against a loop over the indices.
 
 use super::super::strided::{copy, sums};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, view_of};
-use crate::kernels::strided::{Dim, joined, writes_apart};
+use crate::kernels::strided::{Dim, merged_dims, writes_are_disjoint};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
 
-/// (size, from, to), and how many elements are read and written.
+/// (size, from, to) of each dimension, and the lengths of source and destination.
 type Case = (Vec<[usize; 3]>, [usize; 2]);
 
 fn dims(of: &[[usize; 3]]) -> Vec<Dim> {
     let dims = of.iter().map(|&[size, from, to]| Dim { size, from, to });
-    joined(dims)
+    merged_dims(dims)
 }
 
-/// Places in what is read and in what is written, index by index.
+/// Returns the offsets in source and destination for each index.
 fn places(of: &[[usize; 3]]) -> Vec<[usize; 2]> {
     of.iter().fold(vec![[0, 0]], |places, &[size, from, to]| {
         let all = places.iter().flat_map(|&[a, b]| {
@@ -35,9 +35,9 @@ fn copies() {
         (vec![[5, 1, 1]], [5, 5]),
         (vec![[7, 1, 33], [33, 7, 1]], [231, 231]), // transposed
         (vec![[9, 0, 16], [16, 1, 1]], [16, 144]),  // repeated
-        (vec![[31, 24, 16], [16, 1, 1]], [744, 496]), // columns in whole words
-        (vec![[31, 25, 17], [16, 1, 1]], [775, 527]), // and in none
-        (vec![[300, 2, 1]], [600, 300]),            // every second
+        (vec![[31, 24, 16], [16, 1, 1]], [744, 496]), // rows of whole words
+        (vec![[31, 25, 17], [16, 1, 1]], [775, 527]), // rows that do not consist of whole words
+        (vec![[300, 2, 1]], [600, 300]),            // every second element
         (
             vec![
                 [2, 60, 128],
@@ -61,12 +61,12 @@ fn copies() {
         }
     }
     let seven = vec![[2, 1, 2]; 7];
-    let buffer = Buffer::<f32>::room(&gpu, 200, 0);
+    let buffer = Buffer::<f32>::unwritten(&gpu, 200, 0);
     let view = buffer.view(&gpu);
     copy(&gpu, view, view, &dims(&seven)).unwrap_err();
 }
 
-/// What is written, and `before` elsewhere.
+/// Returns the expected destination, with `before` where nothing is written.
 fn expected<T: Element>(case: &Case, x: &[T], before: T) -> Vec<T> {
     let mut y = vec![before; case.1[1]];
     for [from, to] in places(&case.0) {
@@ -87,7 +87,7 @@ fn copied<T: Element>(gpu: &CudaDevice, case: &Case, offset: usize) {
     assert_eq!(bits(&y.read(gpu)), bits(&expected), "{case:?}");
 }
 
-/// Of integers, which have no value that marks what was not computed.
+/// Checks copies of integers, which have no poison value.
 fn copied_unguarded<T: Element>(gpu: &CudaDevice, case: &Case) {
     let x: Vec<T> = (0..case.1[0]).map(|i| T::from_f64(i as f64)).collect();
     let from = gpu.clone_htod(&x).unwrap();
@@ -102,15 +102,15 @@ fn copied_unguarded<T: Element>(gpu: &CudaDevice, case: &Case) {
 #[ignore = "needs a CUDA device"]
 fn sums_of_one_place() {
     let gpu = gpu();
-    // (size, from, to) of dy in order; elements of dx, and where its places begin.
+    // (size, from, to) of dy in order, the length of dx, and the offset of the first destination.
     let cases: [(Vec<[usize; 3]>, usize, usize); 12] = [
         (vec![], 1, 0),
         (vec![[5, 3, 3], [3, 1, 1]], 15, 0),
         (vec![[0, 3, 3], [3, 1, 1]], 4, 1),
-        (vec![[5, 8, 10], [8, 1, 1]], 53, 2),   // a part of rows
+        (vec![[5, 8, 10], [8, 1, 1]], 53, 2), // part of each row
         (vec![[33, 7, 1], [7, 1, 33]], 231, 0), // transposed
-        (vec![[4096, 65, 0], [65, 1, 1]], 65, 0), // a row, repeated
-        (vec![[513, 33, 1], [33, 1, 0]], 513, 0), // a column, repeated
+        (vec![[4096, 65, 0], [65, 1, 1]], 65, 0), // a repeated row
+        (vec![[513, 33, 1], [33, 1, 0]], 513, 0), // a repeated column
         (vec![[3, 5000, 1], [5000, 1, 0]], 3, 0),
         (vec![[100_003, 1, 0]], 1, 0), // a scalar
         (vec![[7, 660, 33], [20, 33, 0], [33, 1, 1]], 231, 0),
@@ -124,8 +124,8 @@ fn sums_of_one_place() {
             summed::<bf16>(&gpu, of, *len, *offset, at);
         }
     }
-    let double = Buffer::<f64>::room(&gpu, 3, 0);
-    let wide = Buffer::<f32>::room(&gpu, 3, 0);
+    let double = Buffer::<f64>::unwritten(&gpu, 3, 0);
+    let wide = Buffer::<f32>::unwritten(&gpu, 3, 0);
     let (double, wide) = (double.view(&gpu), wide.view(&gpu));
     sums(&gpu, double, wide, 0, &dims(&[[3, 1, 1]])).unwrap_err();
     sums(&gpu, wide, double, 0, &dims(&[[3, 1, 1]])).unwrap_err();
@@ -133,7 +133,7 @@ fn sums_of_one_place() {
 
 fn summed<T: Element>(gpu: &CudaDevice, of: &[[usize; 3]], len: usize, offset: usize, at: usize) {
     let dims = dims(of);
-    assert!(writes_apart(&dims), "{of:?}");
+    assert!(writes_are_disjoint(&dims), "{of:?}");
     let dy = numbers::<T>(of.iter().map(|[size, ..]| size).product(), 1);
     let mut exact = vec![0.0; len];
     for (dy, [_, to]) in dy.iter().zip(places(of)) {
@@ -141,7 +141,7 @@ fn summed<T: Element>(gpu: &CudaDevice, of: &[[usize; 3]], len: usize, offset: u
     }
     let from = Buffer::new(gpu, &dy, at);
     let run = || {
-        let dx = Buffer::<f32>::room(gpu, len, at);
+        let dx = Buffer::<f32>::unwritten(gpu, len, at);
         sums(gpu, from.view(gpu), dx.view(gpu), offset, &dims).unwrap();
         dx.read(gpu)
     };

@@ -1,4 +1,4 @@
-//! What a call of an op is drawn from: sizes, dtypes, views, policies.
+//! Random arguments of calls: sizes, dtypes, views, policies.
 
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -12,11 +12,11 @@ use tallow::nn;
 use tallow::ops::{Dropout, DropoutKey, Gelu, KernelPolicy};
 use tallow::precision::Autocast;
 
-/// Sizes of dimensions: none, one, odd, a few.
+/// Sizes of dimensions: zero, one, and small numbers.
 const SIZES: [usize; 10] = [1, 2, 3, 5, 7, 0, 1, 2, 4, 9];
 
-/// What broadcast views have besides: more than any memory holds, and products that 64 bits do not count. Nothing that
-/// just fits the memory, or the test would take it.
+/// Additional sizes of broadcast views: larger than any memory, and with products that overflow 64 bits. No size just
+/// fits in memory, since the test would allocate it.
 const HUGE: [usize; 4] = [1 << 48, 1 << 52, 1 << 63, usize::MAX];
 
 const NUMBERS: [f64; 10] = [
@@ -32,10 +32,10 @@ const NUMBERS: [f64; 10] = [
     f64::INFINITY,
 ];
 
-/// What ops compute in, and more often than the others.
+/// The dtypes that ops compute in, drawn more often than the others.
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
-/// The others that candle makes on the CPU.
+/// The other dtypes that candle creates on the CPU.
 const OTHERS: [DType; 6] = [
     DType::U8,
     DType::U32,
@@ -49,21 +49,21 @@ pub struct Draw {
     random: ChaCha8Rng,
 }
 
-/// The operands of a call, and what holds while it runs.
+/// The operands and the settings of a call.
 pub struct Call {
     pub views: Vec<Tensor>,
-    /// What the views are views of, where it should get a gradient.
+    /// The base of each view if it is to have a gradient.
     pub sources: Vec<Option<Var>>,
     pub policy: KernelPolicy,
     pub region: Option<Autocast>,
-    /// Whether gradients are wanted.
+    /// Whether gradients are tracked.
     pub tracks: bool,
-    /// Whether the operands have the shapes that the op wants.
+    /// Whether the operands have the shapes that the op expects.
     pub fits: bool,
     sizes: Sizes,
 }
 
-/// What the letters of a template stand for.
+/// The sizes that the letters of a template stand for.
 struct Sizes {
     leading: Vec<usize>,
     letters: HashMap<char, usize>,
@@ -125,7 +125,7 @@ impl Draw {
         }
     }
 
-    /// Of an op, as policies know it.
+    /// Returns an op's name as cast policies use it, or an unknown one.
     pub fn name(&mut self) -> &'static str {
         self.pick(&["add", "linear", "softmax", "index_put", "no op"])
     }
@@ -167,24 +167,24 @@ impl Draw {
         }
     }
 
-    /// Of few sequences of few queries, which may be as many as there are.
+    /// Returns first keys for a few short sequences.
     fn first_keys(&mut self) -> FirstKeys {
         let documents = vec![self.under(3), self.under(4)];
         let lengths = vec![documents; self.under(3)];
         FirstKeys::of_lengths(&lengths).expect("sequences of one length")
     }
 
-    /// Parameters for a layer.
+    /// Returns a builder of a layer's parameters.
     pub fn builder(&mut self) -> VarBuilder<'static> {
         nn::seeded(0, self.pick(&FLOATS), &Device::Cpu)
     }
 
-    /// Angles of 16 positions, for heads of four elements.
+    /// Returns a rotary embedding of 16 positions for heads of 4 elements.
     pub fn rotary(&mut self) -> tallow::Result<nn::RotaryEmbedding> {
         nn::RotaryEmbedding::new(1e4, 4, 16, self.pick(&FLOATS), &Device::Cpu)
     }
 
-    /// A call with operands of these templates.
+    /// Returns a call with operands of these templates.
     pub fn call(&mut self, templates: &[&str]) -> Call {
         let mut sizes = Sizes {
             leading: (0..self.under(4)).map(|_| self.pick(&SIZES[..6])).collect(),
@@ -241,7 +241,7 @@ impl Draw {
         call
     }
 
-    /// Another shape than is wanted.
+    /// Changes a shape to one that the op does not expect.
     fn change(&mut self, dims: &mut Vec<usize>) {
         let size = self.size();
         match (self.under(3), dims.len()) {
@@ -254,7 +254,7 @@ impl Draw {
         }
     }
 
-    /// A tensor of these dimensions, as some view of a smaller, larger or transposed one.
+    /// Returns a tensor of these dimensions: a broadcast, sliced, transposed or contiguous view.
     fn operand(
         &mut self,
         dims: &[usize],
@@ -271,7 +271,7 @@ impl Draw {
             if repeats && (is_huge(dims[i]) || self.one_in(2)) {
                 base[i] = 1;
             } else if way == 1 && !repeats && self.one_in(2) {
-                starts[i] = self.under(5); // of an empty one too: then it may begin beyond the storage
+                starts[i] = self.under(5); // also of an empty one: its offset may then exceed the storage
                 base[i] += starts[i] + self.under(2);
             }
         }
@@ -323,7 +323,7 @@ impl Draw {
 }
 
 impl Call {
-    /// What a template stands for here, if it is for a shape.
+    /// Returns the shape that a template stands for; `None` for an empty template.
     pub fn dims_of(&self, template: &str) -> Option<Vec<usize>> {
         (!template.is_empty()).then(|| self.sizes.of(template))
     }

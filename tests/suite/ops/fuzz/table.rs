@@ -1,8 +1,8 @@
-//! The ops, a line each.
+//! The table of ops, one line each.
 //!
-//! Operands and result are given by the letters of their dimensions: `.` stands for any leading ones, an uppercase
-//! letter for twice the lowercase one's size. A prefix `#v` makes ids under v, and `~` an operand without a gradient. A
-//! single `-` is a tensor without dimensions; nothing is any shape.
+//! Operands and result are given by the letters of their dimensions. `.` stands for any leading dimensions, an
+//! uppercase letter for twice the size of the lowercase one. The prefix `#v` makes ids below v, `~` an operand without
+//! a gradient. A single `-` is a scalar; an empty template is any shape.
 
 use super::draw::Draw;
 use candle_core::Tensor;
@@ -32,7 +32,7 @@ const fn op(
     }
 }
 
-#[rustfmt::skip] // one line an op
+#[rustfmt::skip] // one line per op
 pub const OPS: &[Op] = &[
     op("add", &[".ab", "b"], ".ab", |x, _| ops::add(&x[0], &x[1])),
     op("sub", &["a", ".a"], ".a", |x, _| ops::sub(&x[0], &x[1])),
@@ -127,7 +127,7 @@ pub const OPS: &[Op] = &[
     op("nn::checkpoint", &[".d", "fd"], ".f", |x, _| nn::checkpoint(|[x, w]| ops::linear(x, w), [&x[0], &x[1]])),
 ];
 
-// What a line has no room for.
+// Functions that do not fit in a line of the table.
 
 fn cast_for(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
     let [a, b] = ops::cast_for(d.name(), [&x[0], &x[1]])?;

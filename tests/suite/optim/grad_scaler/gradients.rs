@@ -1,11 +1,11 @@
-//! What a scaler does to losses and gradients.
+//! The effects of a scaler on losses and gradients.
 
 use super::*;
 use crate::settings::scaler_from;
 use rstest::rstest;
 use tallow::optim::GradientAccumulator;
 
-/// The gradients of a scaled loss, unscaled, are those of the loss.
+/// Unscaled gradients of a scaled loss equal those of the loss.
 #[rstest]
 #[case(DType::F32, DType::F32)]
 #[case(DType::F64, DType::F64)]
@@ -35,7 +35,7 @@ fn unscaling_undoes_scaling(#[case] dtype: DType, #[case] unscaled: DType) {
     assert_eq!(scaler.non_finite(), None);
 }
 
-/// What f16 has no number for survives by the scale, and is still there after unscaling.
+/// Gradients that underflow in f16 survive with the scale, and are still nonzero after unscaling.
 #[test]
 fn small_gradients_survive() {
     let weight = var(&[1.0], DType::F16);
@@ -95,7 +95,7 @@ fn a_tied_weight_is_unscaled_once() {
     assert_eq!(elements(gradients.get(&weight).unwrap()), [1.0]);
 }
 
-/// Parts are added while they are scaled, and unscaled together.
+/// Gradients accumulate while they are scaled, and are unscaled once.
 #[test]
 fn accumulated_gradients_are_unscaled_once() {
     let weight = var(&[2.0], DType::F32);
@@ -111,7 +111,7 @@ fn accumulated_gradients_are_unscaled_once() {
     assert_eq!(elements(gradients.get(&weight).unwrap()), [3.0]);
 }
 
-/// Two optimizers: the one without an overflow steps, and the scale falls for both.
+/// With two optimizers, the one without an overflow steps, and the common scale falls.
 #[test]
 fn an_overflow_skips_the_optimizer_that_has_it() {
     let (a, b) = (var(&[1.0], DType::F32), var(&[1.0], DType::F32));
@@ -132,7 +132,7 @@ fn an_overflow_skips_the_optimizer_that_has_it() {
     assert_eq!(scaler.non_finite(), None);
 }
 
-/// A gradient that is finite while it is scaled, and not when it is unscaled by a scale under 1.
+/// A gradient may be finite while scaled, and overflow when it is divided by a scale below 1.
 #[test]
 fn an_overflow_by_unscaling_counts() {
     let weight = var(&[1.0], DType::F32);

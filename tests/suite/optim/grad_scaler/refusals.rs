@@ -1,4 +1,4 @@
-//! Calls in the wrong order, settings and states that cannot be.
+//! Calls in the wrong order, and impossible settings and states.
 
 use super::*;
 use crate::check::refusal;
@@ -59,7 +59,7 @@ fn calls_in_the_wrong_order() {
     assert!(scaler.step(&mut optimizer, &mut gradients).unwrap());
 }
 
-/// A step before backward: gradients that are not there. Nothing is unscaled then, and nothing counts.
+/// In a step before backward gradients are missing; nothing is unscaled or counted.
 #[test]
 fn a_parameter_without_a_gradient() {
     let (a, b) = (var(&[1.0], DType::F32), var(&[1.0], DType::F32));
@@ -93,7 +93,7 @@ fn no_parameters_and_no_floats() {
     assert!(matches!(error, Error::DType { .. }), "{error:?}");
 }
 
-/// An optimizer that refuses is not stepped, and can be asked again.
+/// If the optimizer fails, it has not stepped, and the call can be repeated.
 #[test]
 fn an_update_that_fails_may_be_repeated() {
     let weight = var(&[1.0], DType::F32);

@@ -1,4 +1,4 @@
-//! How the scale moves: against the rule written out once more, and against PyTorch.
+//! The changes of the scale, against a second implementation of the rule and against PyTorch.
 
 use super::*;
 use crate::check::refusal;
@@ -6,8 +6,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tallow::optim::GradScalerState;
 
-/// Ten thousand steps, each overflowing or not by chance, in a random element and way; the last
-/// ones at f32's limit.
+/// Ten thousand steps overflow at random, in a random element and way; the last ones are at f32's limit.
 #[test]
 fn follows_the_rule_over_ten_thousand_steps() {
     const INTERVAL: usize = 7;
@@ -22,7 +21,8 @@ fn follows_the_rule_over_ten_thousand_steps() {
     let (mut scale, mut tracker) = (65536f32, 0);
     let (mut skipped, mut kept, mut grown) = (0, 0, 0);
     for step in 0..10_000 {
-        // Mostly where the scale is large, as in earnest; rarely at the end, so that it gets to where it cannot grow.
+        // Overflows are frequent where the scale is large, as in real training, and rare at the end, so that the scale
+        // reaches its limit.
         let rate = match (step < 8000, scale > 65536.0) {
             (true, true) => 0.25,
             (true, false) => 0.05,
@@ -83,14 +83,14 @@ fn follows_the_rule_over_ten_thousand_steps() {
             "step {step}"
         );
     }
-    // All of the rule was there.
+    // Every part of the rule was exercised.
     assert!(
         skipped > 500 && grown > 500 && kept > 50,
         "{skipped} {grown} {kept}"
     );
 }
 
-/// PyTorch's own scaler over the same overflows: the same scale, tracker and parameter after each step.
+/// Scale, tracker and parameter equal those of PyTorch's scaler after each step, with the same overflows.
 #[test]
 fn agrees_with_pytorch() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/grad_scaler.json");
@@ -155,7 +155,7 @@ fn grows_at_the_interval_and_not_before() {
     assert_eq!(scales, [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 32.0, 32.0]);
 }
 
-/// Where every step overflows there is an end, and it says so.
+/// If every step overflows, there is an error at the end.
 #[test]
 fn a_scale_that_falls_for_ever_is_an_error() {
     let weight = var(&[1.0], DType::F32);
@@ -202,14 +202,14 @@ fn a_saved_state_goes_on_where_it_stood() {
             scaler.update().unwrap();
         }
         parts.save(&path).unwrap();
-        parts = scaler(); // of other settings: the state has its own
+        parts = scaler(); // with other settings: the state includes its own
         parts.load(&path).unwrap();
         assert_eq!(parts.state(), whole.state());
     }
     assert_ne!(whole.state(), GradScaler::new(config).unwrap().state());
 }
 
-/// What PyTorch's `state_dict` has, by its keys.
+/// The state has the keys of PyTorch's `state_dict`.
 #[test]
 fn the_state_is_pytorchs() {
     let json = serde_json::to_value(scaler().state()).unwrap();

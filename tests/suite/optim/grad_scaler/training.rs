@@ -10,7 +10,7 @@ const STEPS: usize = 60;
 const PLANTED: usize = 23;
 const INTERVAL: usize = 16;
 
-/// Everything that a step changes, to the bit.
+/// Returns the bits of everything that a step changes.
 fn bits(model: &ToyModel, optimizer: &AdamW) -> Vec<(String, Vec<u64>)> {
     let parameters = model.parameters().into_iter();
     let parameters = parameters.map(|(name, var)| (name, var.as_tensor().clone()));
@@ -19,14 +19,14 @@ fn bits(model: &ToyModel, optimizer: &AdamW) -> Vec<(String, Vec<u64>)> {
         .collect()
 }
 
-/// A model with f16 parameters learns, and one step whose gradients overflow f16, though its loss is finite, changes
+/// A model with f16 parameters learns. One step whose gradients overflow f16, although its loss is finite, changes
 /// nothing.
 #[test]
 fn a_planted_overflow_skips_its_step_and_no_other() {
     let cpu = &Device::Cpu;
     let model = ToyModel::new(12, 3, nn::seeded(5, DType::F16, cpu)).unwrap();
     let numbers = noise(64 * 12, 3);
-    // What there is to learn: which of a row's first three numbers is the largest.
+    // The task: which of a row's first three numbers is the largest.
     let largest =
         |row: &[f64]| (0..3u32).max_by(|i, j| row[*i as usize].total_cmp(&row[*j as usize]));
     let targets: Vec<u32> = numbers.chunks(12).filter_map(largest).collect();

@@ -1,4 +1,4 @@
-//! Backward: algorithm 2, a task for each tile of keys.
+//! Backward of flash attention: algorithm 2, one task per tile of keys.
 
 use super::backward_tile::{Inputs, Scratch, Task, padded_width};
 use super::transpose::{load_block, to_columns};
@@ -12,7 +12,7 @@ use crate::kernels::cpu::{Real, Stored};
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
-/// What backward writes.
+/// The outputs of backward.
 pub struct Gradients<'a, T> {
     /// (B, H, Tq, Dh).
     pub dq: &'a mut [T],
@@ -22,15 +22,16 @@ pub struct Gradients<'a, T> {
     pub dv: &'a mut [T],
 }
 
-/// `dq`, `dk` and `dv`: probabilities are recomputed from the scores and `lse`, tile by tile.
+/// Computes `dq`, `dk` and `dv`. Probabilities are recomputed tile by tile from the scores and `lse`.
 ///
 /// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
-/// `dK = scale dS^T Q`. An error of lse is one of a whole row of P: scores of 100 leave it six digits in f32, so what
-/// rounding took from it is subtracted after it, where forward kept that.
+/// `dK = scale dS^T Q`. An error in lse affects a whole row of P: at scores of 100, f32 leaves lse six digits. If
+/// forward saved the rounding error of lse, it is subtracted too.
 ///
-/// A task has a tile of keys, whose dk and dv it keeps in cache while the queries pass, and adds to dq as it goes.
-/// Tasks of one head write the same dq: they take turns at each tile of queries, so that the sums' order is that of the
-/// keys on any number of threads. A second thread at the same head runs a tile of queries behind the first.
+/// A task handles one tile of keys. It keeps dk and dv of the tile in cache while it loops over the queries, and adds
+/// to dq. Tasks of one head write the same dq: they take turns at each tile of queries, in the order of the keys, so
+/// the order of the sums does not depend on the thread count. A second thread at the same head runs one tile of queries
+/// behind the first.
 pub fn backward<T: Stored>(
     sizes: &Sizes,
     tiles: &Tiles,
@@ -63,7 +64,7 @@ pub fn backward<T: Stored>(
     {
         return pass.run(0..matrices, dq);
     }
-    // The sums are taken elsewhere, in rows of whole registers, and rounded: for as many heads at a time as keep the
+    // dq is accumulated in a separate buffer of padded rows and then rounded, for enough heads at a time to keep the
     // threads busy.
     let wave = matrices.min(2 * rayon::current_num_threads()).max(1);
     let rows = sizes.group() * sizes.queries; // of dq, to one head of k and v
@@ -82,8 +83,9 @@ pub fn backward<T: Stored>(
     }
 }
 
-/// Elements that [`backward`] takes for itself: delta, the sums of a dq that is not written in place (`stored_bytes`
-/// are those of an element of it), and the tiles of all threads. (In f64: huge sizes do not overflow.)
+/// Returns the number of scratch elements that [`backward`] allocates: delta, the tiles of all threads, and the sums of
+/// dq unless they are accumulated in place. `stored_bytes` is the size of an element of dq. f64 because huge sizes must
+/// not overflow.
 pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usize) -> f64 {
     let threads = rayon::current_num_threads();
     let width = padded_width(sizes);
@@ -102,7 +104,7 @@ pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usi
     delta + sums + of_tiles
 }
 
-/// What all tasks of one call share.
+/// Data that all tasks of one call share.
 struct Pass<'a, T: Stored> {
     sizes: &'a Sizes,
     tiles: &'a Tiles,
@@ -115,23 +117,27 @@ struct Pass<'a, T: Stored> {
 }
 
 impl<T: Stored> Pass<'_, T> {
-    /// The gradients of some heads of k and v, and of the queries that they serve: dq (matrices, group * Tq, width).
+    /// Computes the gradients of some heads of k and v and of the queries that attend to them: dq (matrices, group *
+    /// Tq, width).
     fn run(&self, matrices: Range<usize>, dq: &mut [T::Wide]) {
         let (sizes, keys) = (self.sizes, self.sizes.keys);
         let k_tile = self.tiles.backward_k_tile;
         let size = dq.len() / matrices.len().max(1);
         parallel::for_rows(dq, 1, |_, dq| dq.fill(T::Wide::ZERO));
-        // All tasks come by a tile of queries from that of the first key that one of them sees.
+        // Every task takes its turn at a tile of queries, starting with the tile of the first key that one of the
+        // queries sees.
         let first_task = |head: usize, query: usize| {
             let batch = (matrices.start + head / sizes.group()) / sizes.kv_heads;
-            let seen = sizes.seen(self.inputs.first_keys, batch).by(query);
+            let seen = sizes
+                .key_ranges(self.inputs.first_keys, batch)
+                .of_query(query);
             seen.start / k_tile
         };
         let heads = matrices.len() * sizes.group();
         let turns = AllTurns::new(heads, sizes.queries, self.tiles, first_task);
         let dq = Shared::new(dq);
-        // Tile by tile, all heads side by side: neighbours seldom wait for each other's turn, and with a causal mask
-        // the longest come first.
+        // Tasks are ordered by tile, with all heads of a tile next to each other: neighbouring tasks seldom wait for
+        // each other's turn, and with a causal mask the longest tasks come first.
         let tasks = keys.div_ceil(k_tile) * matrices.len();
         let unit = unit_of_tiles::<T>(self.sizes.head_dim);
         let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles, unit);
@@ -150,17 +156,17 @@ impl<T: Stored> Pass<'_, T> {
             };
             let first = (task.matrix * keys + keys_range.start) * sizes.head_dim;
             let count = keys_range.len() * sizes.head_dim;
-            // SAFETY: these keys are this task's.
+            // SAFETY: no other task has these keys.
             let (dk, dv) = unsafe { (self.dk.range(first, count), self.dv.range(first, count)) };
             scratch.keys(&task, keys_range, dk, dv);
         });
     }
 }
 
-/// `sum(dO O)` of every query (algorithm 2, line 4): (B, H, Tq).
+/// Returns `sum(dO O)` of every query (algorithm 2, line 4): (B, H, Tq).
 ///
-/// Added up as the product dO V^T is, so that where one probability is all, and O a row of V, `dP - delta` is the 0
-/// that it should be.
+/// The order of additions is that of the matmul dO V^T. So if one probability is 1 and O is a row of V, `dP - delta` is
+/// exactly 0.
 fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
     let mut delta = vec![T::Wide::ZERO; sizes.batch * sizes.heads * sizes.queries];
     let head_dim = sizes.head_dim;
@@ -212,7 +218,7 @@ fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
     delta
 }
 
-/// The inner products of columns: a and b (depth, COLUMNS), sums (COLUMNS), in the order of the products of tiles.
+/// Dot products of the columns of a and b (depth, COLUMNS): sums (COLUMNS), added in the order of the tile matmuls.
 struct InnerProducts<'a, T> {
     a: &'a [T],
     b: &'a [T],
@@ -232,7 +238,7 @@ impl<T: Lanes> WithSimd for InnerProducts<'_, T> {
                 .chunks_exact(COLUMNS)
                 .zip(self.b.chunks_exact(COLUMNS))
             {
-                // SAFETY: rows of COLUMNS elements, which is whole registers.
+                // SAFETY: rows of COLUMNS elements hold a whole number of registers.
                 let [a, b] = unsafe { [a, b].map(|row| T::vload::<S>(row.as_ptr().add(first))) };
                 sum = T::vmul_add(simd, a, b, sum);
             }

@@ -1,4 +1,4 @@
-//! The work of one backward task: a tile of keys, and all tiles of queries that see it.
+//! One task of flash attention's backward: a tile of keys and all tiles of queries that see it.
 
 use super::heads::{Heads, Rows};
 use super::scale::{cap_by, multiply, multiply_by};
@@ -9,14 +9,14 @@ use super::{Sizes, Tiles};
 use crate::kernels::DropoutMask;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::bf16::Unit;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, TileMatmul};
 use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::{Stored, simd};
 use crate::probe::parts::Part;
 use std::ops::Range;
 use std::slice;
 
-/// What forward took and gave, and the gradient of its output.
+/// The inputs of backward: forward's inputs and outputs, and the gradient of its output.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a, T: Stored> {
     /// (B, H, Tq, Dh).
@@ -27,19 +27,19 @@ pub struct Inputs<'a, T: Stored> {
     pub v: Heads<'a, T>,
     /// (B, H, Tq, Dh).
     pub out: Heads<'a, T>,
-    /// What rounding took from `out`, (B, H, Tq, Dh), or nothing.
+    /// The rounding error of `out`, (B, H, Tq, Dh), if forward saved it.
     pub rounding_error: Option<Heads<'a, T>>,
     /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
     pub lse: &'a [T::Wide],
     /// (B, H, Tq, Dh).
     pub d_out: Heads<'a, T>,
-    /// The first key that each query sees, (B, Tq), or nothing.
+    /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
-    /// Which probabilities (B H Tq, Tk) stayed in forward, where some were dropped.
+    /// The dropout mask of the probabilities (B H Tq, Tk), if forward had dropout.
     pub dropout: Option<DropoutMask>,
 }
 
-/// What the tasks of one call share, and which tile of keys this is.
+/// One task: a tile of keys, and the data that the tasks of a call share.
 pub(super) struct Task<'a, T: Stored> {
     pub sizes: &'a Sizes,
     pub inputs: &'a Inputs<'a, T>,
@@ -47,21 +47,21 @@ pub(super) struct Task<'a, T: Stored> {
     pub delta: &'a [T::Wide],
     /// batch * Hkv + kv head.
     pub matrix: usize,
-    /// Which of the head's tiles of keys.
+    /// The index of the tile of keys within its head.
     pub tile: usize,
-    /// Of the heads of q that share these keys.
+    /// The turns of the heads of q that share these keys.
     pub turns: Turns<'a>,
-    /// What all tasks add to, whose part for these heads, (group * Tq, width), begins at `dq_start`.
+    /// The dq that all tasks add to. The rows of these heads, (group * Tq, width), begin at `dq_start`.
     pub dq: &'a Shared<'a, T::Wide>,
     pub dq_start: usize,
 }
 
-/// The buffers of one task. Rows of Dh elements are filled up with zeros to `width`.
+/// The buffers of one task. Rows of Dh elements are padded with zeros to `width`.
 pub(super) struct Scratch<T> {
-    /// What multiplies. A unit for bf16 is faster and more exact with Q and K as they came: scores and dS are then
-    /// multiplied by the scale.
+    /// The matmul unit for bf16, if one is used. It is faster and more exact with unscaled Q and K; scores and dS are
+    /// then multiplied by the scale.
     unit: Option<Unit>,
-    /// Dh as whole registers.
+    /// Dh, rounded up to whole registers.
     width: usize,
     q_tile: usize,
     k_tile: usize,
@@ -82,13 +82,13 @@ pub(super) struct Scratch<T> {
     /// dP, then dS: (q_tile, k_tile).
     ds: Vec<T>,
     queries: Vec<Query<T>>,
-    /// What a query's probabilities are multiplied by where some are dropped: (k_tile), or nothing.
+    /// The dropout factors of one query's probabilities: (k_tile), or empty without dropout.
     factors: Vec<T>,
-    /// Rows on their way to columns: (COLUMNS, Dh).
+    /// Rows to be transposed: (COLUMNS, Dh).
     block: Vec<T>,
 }
 
-/// Dh as whole registers, for sizes that may be huge.
+/// Returns Dh rounded up to whole registers. f64 because huge sizes must not overflow.
 pub(super) fn padded_width(sizes: &Sizes) -> f64 {
     sizes.head_dim.div_ceil(COLUMNS) as f64 * COLUMNS as f64
 }
@@ -120,7 +120,8 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// How many elements [`new`](Self::new) takes; dropout takes k_tile more. (In f64: huge sizes do not overflow.)
+    /// Returns the number of elements that [`new`](Self::new) allocates; dropout adds k_tile. f64 because huge sizes
+    /// must not overflow.
     pub(super) fn elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
         let (head_dim, width) = (sizes.head_dim as f64, padded_width(sizes));
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1) as f64;
@@ -130,7 +131,7 @@ impl<T: Lanes> Scratch<T> {
         of_keys + 2.0 * q_tile * (width + k_tile) + COLUMNS as f64 * head_dim
     }
 
-    /// One tile of keys: writes its dk and dv (keys, Dh), adds to dq in its turn.
+    /// Processes one tile of keys: writes its dk and dv (keys, Dh) and adds to dq in its turn.
     pub(super) fn keys<S: Stored<Wide = T>>(
         &mut self,
         task: &Task<'_, S>,
@@ -147,8 +148,8 @@ impl<T: Lanes> Scratch<T> {
             inputs.v.matrix(batch, kv_head),
         );
         let (_, lse_rest) = inputs.lse.split_at(task.delta.len());
-        let seen_keys = sizes.seen(inputs.first_keys, batch);
-        // Counted from the tile's first key.
+        let seen_keys = sizes.key_ranges(inputs.first_keys, batch);
+        // Relative to the tile's first key.
         let inside = |seen: Range<usize>| {
             let [first, end] = [seen.start, seen.end].map(|key| key.clamp(keys.start, keys.end));
             first - keys.start..end - keys.start
@@ -160,7 +161,7 @@ impl<T: Lanes> Scratch<T> {
             let first_row = (batch * sizes.heads + head) * sizes.queries; // of lse and delta
             for start in (0..sizes.queries).step_by(self.q_tile) {
                 let range = start..sizes.queries.min(start + self.q_tile);
-                let by_tile = inside(seen_keys.by_all_of(&range));
+                let by_tile = inside(seen_keys.of_queries(&range));
                 if by_tile.is_empty() {
                     continue;
                 }
@@ -173,10 +174,10 @@ impl<T: Lanes> Scratch<T> {
                         lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
                         lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
                         delta: task.delta[first_row + query],
-                        seen: inside(seen_keys.by(query)),
+                        seen: inside(seen_keys.of_query(query)),
                     }
                 }));
-                // What a query that sees none of these keys holds has no say.
+                // A query that sees none of these keys must not contribute, whatever it holds.
                 for (row, query) in self.queries.iter().enumerate() {
                     if query.seen.is_empty() {
                         let row = row * self.width..(row + 1) * self.width;
@@ -184,19 +185,22 @@ impl<T: Lanes> Scratch<T> {
                         self.d_out[row].fill(T::ZERO);
                     }
                 }
-                // A hidden dS is 0, and 0 NaN is NaN: then no query may meet a key that it does not see.
-                let [first, last] = [range.start, range.end - 1].map(|query| seen_keys.by(query));
+                // The dS of a hidden key is 0, and 0 * NaN is NaN. If there are NaNs or infinities, queries are
+                // processed one by one, so that none meets a key that it does not see.
+                let [first, last] =
+                    [range.start, range.end - 1].map(|query| seen_keys.of_query(query));
                 let by_all = inside(last).start..inside(first).end;
                 let together = by_all == by_tile || self.finite(range.len());
                 let step = if together { range.len() } else { 1 };
-                // Its rows are those of lse; its columns are keys.
+                // The mask's rows are those of lse; its columns are keys.
                 let dropout = inputs.dropout.as_ref();
                 let dropout = dropout.map(|mask| (mask, first_row + range.start, keys.clone()));
                 for first in (0..range.len()).step_by(step) {
                     self.queries(sizes, first..first + step, dropout.clone());
                 }
                 let q_tile = start / self.q_tile;
-                // A tile of queries meets tiles of keys without a gap: from its first key's on every task comes by.
+                // The tiles of keys that a tile of queries sees are contiguous, so every task from the first one on
+                // takes its turn.
                 task.turns.wait(member, q_tile, task.tile);
                 let at = task.dq_start + (member * sizes.queries + start) * self.width;
                 // SAFETY: no other task has these rows until `pass_on`.
@@ -216,7 +220,7 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// K and V of a tile in the layouts that the products want; dk and dv empty.
+    /// Loads K and V of a tile in the layouts of the matmuls; zeroes dk and dv.
     fn load_keys<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
@@ -245,7 +249,7 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// scale Q and dO of a tile, rows filled up to `width`.
+    /// Loads scale Q and dO of a tile, rows padded to `width`.
     fn load_queries<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
@@ -265,7 +269,7 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// What Q and K are multiplied by.
+    /// Returns the factor that Q and K are multiplied by when they are loaded.
     fn scale_of_factors(&self, sizes: &Sizes) -> T {
         match self.unit {
             None => T::real(sizes.scale),
@@ -273,20 +277,20 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// Whether the tiles of keys and the first `rows` queries hold nothing but numbers.
+    /// Returns whether the tiles of keys and the first `rows` queries are free of NaN and infinity.
     fn finite(&self, rows: usize) -> bool {
         let count = rows * self.width;
         let tiles = [&self.q[..count], &self.d_out[..count], &self.k, &self.v_t];
         tiles.into_iter().all(simd::all_finite)
     }
 
-    /// The keys from the first that some of these queries see to the last.
-    fn seen_by(&self, rows: &Range<usize>) -> Range<usize> {
+    /// Returns the range from the first key that some of these queries see to the last.
+    fn keys_of_rows(&self, rows: &Range<usize>) -> Range<usize> {
         self.queries[rows.start].seen.start..self.queries[rows.end - 1].seen.end
     }
 
-    /// The queries `rows` of the tile against the keys that they see: all but their dq. Dropout is a mask, its row of
-    /// the tile's first query, and the tile's keys.
+    /// Processes the queries `rows` of the tile against the keys that they see, except for dq. `dropout` is the mask,
+    /// its row for the tile's first query, and the tile's keys.
     fn queries(
         &mut self,
         sizes: &Sizes,
@@ -294,7 +298,7 @@ impl<T: Lanes> Scratch<T> {
         dropout: Option<(&DropoutMask, usize, Range<usize>)>,
     ) {
         let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
-        let seen = self.seen_by(&rows);
+        let seen = self.keys_of_rows(&rows);
         if seen.is_empty() {
             return;
         }
@@ -306,8 +310,8 @@ impl<T: Lanes> Scratch<T> {
         let ds = &mut self.ds[rows.start * k_tile..];
         let first_row = rows.start;
         let rows = rows.len();
-        // Line 10: S = (scale Q) K^T, in the bits that forward had.
-        let product = Product {
+        // Line 10: S = (scale Q) K^T, with the same bits as in forward.
+        let product = TileMatmul {
             a: q,
             a_row: width,
             a_col: 1,
@@ -338,7 +342,7 @@ impl<T: Lanes> Scratch<T> {
                 .for_each(|row| cap_by(&mut row[..columns], cap));
         }
         // Line 13: dP = dO V^T.
-        let product = Product {
+        let product = TileMatmul {
             a: d_out,
             a_row: width,
             a_col: 1,
@@ -365,7 +369,7 @@ impl<T: Lanes> Scratch<T> {
                 soft_cap,
             }
             .run(),
-            // dP of what is dropped is 0; and P, once dS is made of it.
+            // A dropped element has dP = 0. Its P is zeroed only after dS is computed from it.
             Some((mask, row, keys)) => {
                 let each = p.chunks_mut(k_tile).zip(ds.chunks_mut(k_tile)).zip(queries);
                 for (i, ((p, dp), query)) in each.enumerate() {
@@ -386,7 +390,7 @@ impl<T: Lanes> Scratch<T> {
         }
         scale(&mut ds[..rows * k_tile]);
         // Line 12: dV += P^T dO.
-        let product = Product {
+        let product = TileMatmul {
             a: &p[seen.start..],
             a_row: 1,
             a_col: k_tile,
@@ -403,7 +407,7 @@ impl<T: Lanes> Scratch<T> {
         };
         product.run(Part::Values);
         // Line 16: dK += dS^T (scale Q).
-        let product = Product {
+        let product = TileMatmul {
             a: &ds[seen.start..],
             a_row: 1,
             a_col: k_tile,
@@ -421,13 +425,13 @@ impl<T: Lanes> Scratch<T> {
         product.run(Part::Scores);
     }
 
-    /// Line 15: dQ += dS (scale K), for queries that [`queries`](Self::queries) has seen to; dq (rows, width).
+    /// Line 15: dQ += dS (scale K), after [`queries`](Self::queries) has run for these rows; dq (rows, width).
     fn add_to_dq(&self, rows: Range<usize>, dq: &mut [T]) {
-        let seen = self.seen_by(&rows);
+        let seen = self.keys_of_rows(&rows);
         if seen.is_empty() {
             return;
         }
-        let product = Product {
+        let product = TileMatmul {
             a: &self.ds[rows.start * self.k_tile + seen.start..],
             a_row: self.k_tile,
             a_col: 1,

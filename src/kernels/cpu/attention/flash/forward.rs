@@ -1,11 +1,11 @@
-//! Forward: algorithm 1, a task for each tile of queries.
+//! Forward of flash attention: algorithm 1, one task per tile of queries.
 
 use super::heads::Rows;
-use super::panel::{PANEL, Panel, SeenByPanel};
+use super::panel::{PANEL, Panel, PanelKeys};
 use super::transpose::to_rows;
 use super::{Heads, Sizes, Tiles};
 use crate::kernels::DropoutMask;
-use crate::kernels::attention::Seen;
+use crate::kernels::attention::KeyRanges;
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::bf16::{Unit, unit_of_tiles};
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -13,18 +13,18 @@ use crate::kernels::cpu::parallel::{Shared, for_tasks_with};
 use crate::kernels::cpu::{Real, Stored};
 use std::ops::Range;
 
-/// What forward writes.
+/// The outputs of forward.
 pub struct Outputs<'a, T: Stored> {
     /// (B, H, Tq, Dh).
     pub out: &'a mut [T],
-    /// What rounding took from `out`, for dtypes narrower than what is computed in; (B, H, Tq, Dh), or empty.
+    /// The rounding error of `out`, for dtypes narrower than the compute type; (B, H, Tq, Dh), or empty.
     pub rounding_error: &'a mut [T],
-    /// log(sum(exp(scores))) of every query, (B, H, Tq); or (2, B, H, Tq), then followed by what rounding took from
-    /// each, which backward needs to be as exact as its scores are.
+    /// log(sum(exp(scores))) of every query, (B, H, Tq). With shape (2, B, H, Tq) the second half is the rounding error
+    /// of each, which backward needs to be as exact as its scores.
     pub lse: &'a mut [T::Wide],
 }
 
-/// What forward reads.
+/// The inputs of forward.
 #[derive(Clone, Copy)]
 pub struct ForwardInputs<'a, T> {
     /// (B, H, Tq, Dh).
@@ -33,16 +33,15 @@ pub struct ForwardInputs<'a, T> {
     pub k: Heads<'a, T>,
     /// (B, Hkv, Tk, Dh).
     pub v: Heads<'a, T>,
-    /// The first key that each query sees, (B, Tq), or nothing.
+    /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
-    /// Which probabilities (B H Tq, Tk) stay, where some are dropped.
+    /// The dropout mask of the probabilities (B H Tq, Tk), if there is dropout.
     pub dropout: Option<DropoutMask>,
 }
 
-/// `out = softmax(scale q k^T) v` and the log-sum-exp of each row of scores.
+/// Computes `out = softmax(scale q k^T) v` and the log-sum-exp of each row of scores.
 ///
-/// A query that sees no key gets out 0 and lse -inf. lse is that of all scores, also where some probabilities are
-/// dropped.
+/// A query that sees no key gets out 0 and lse -inf. With dropout, lse is still that of all scores.
 pub fn forward<T: Stored>(
     sizes: &Sizes,
     tiles: &Tiles,
@@ -89,7 +88,7 @@ pub fn forward<T: Stored>(
             let first_row = matrix * sizes.queries;
             scratch.attend(
                 sizes,
-                &sizes.seen(first_keys, batch),
+                &sizes.key_ranges(first_keys, batch),
                 dropout.as_ref().map(|mask| (mask, first_row)),
                 range.clone(),
                 [
@@ -112,12 +111,13 @@ pub fn forward<T: Stored>(
     );
 }
 
-/// Elements that [`forward`] takes for the tiles of all its threads. (In f64: huge sizes do not overflow.)
+/// Returns the number of elements that [`forward`] allocates for the tiles of all its threads. f64 because huge sizes
+/// must not overflow.
 pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
     let (q_tile, k_tile) = (tiles.forward_q_tile, tiles.forward_k_tile.min(sizes.keys));
     let panels = sizes.queries.min(q_tile).div_ceil(PANEL);
     let head_dim = sizes.head_dim as f64;
-    // As in `Scratch::new`: Q^T and O^T of every panel, and its softmaxes' states; scores; K and V; rows.
+    // As in `Scratch::new`: Q^T and O^T of every panel and its softmax states; scores; K and V; rows.
     let of_panels = (panels * PANEL) as f64 * (2.0 * head_dim + 3.0);
     let rest = k_tile as f64 * (PANEL as f64 + 2.0 * head_dim) + COLUMNS as f64 * head_dim;
     let q_tiles = sizes.queries.div_ceil(q_tile);
@@ -130,17 +130,16 @@ pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
 
 /// The buffers of one task.
 struct Scratch<T> {
-    /// Keys of a tile.
     k_tile: usize,
     panels: Vec<Panel<T>>,
     /// Scores, then probabilities: (k_tile, PANEL).
     scores: Vec<T>,
-    /// Which keys of a tile each query of a panel sees; kept for tiles that not all see whole.
-    seen: SeenByPanel<T>,
-    /// A tile of K and of V, where they cannot be used as they lie: (k_tile, Dh).
+    /// The keys of a tile that each query of a panel sees; set only if some query does not see the whole tile.
+    seen: PanelKeys<T>,
+    /// A tile of K and of V, copied if they cannot be read in place: (k_tile, Dh).
     k: Vec<T>,
     v: Vec<T>,
-    /// Rows of q or out on their way to columns or back: (COLUMNS, Dh).
+    /// Rows of q or out to be transposed: (COLUMNS, Dh).
     block: Vec<T>,
 }
 
@@ -154,19 +153,19 @@ impl<T: Lanes> Scratch<T> {
                 .map(|_| Panel::new(sizes.head_dim, unit))
                 .collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
-            seen: SeenByPanel::new(),
+            seen: PanelKeys::new(),
             k: vec![T::ZERO; k_tile * sizes.head_dim],
             v: vec![T::ZERO; k_tile * sizes.head_dim],
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
     }
 
-    /// Attends for the queries `range` of one head, up to the division by the sums. Dropout is a mask and its row of
-    /// the head's first query.
+    /// Attends for the queries `range` of one head, up to the division by the sums. `dropout` is the mask and its row
+    /// for the head's first query.
     fn attend<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
-        seen: &Seen<'_>,
+        seen: &KeyRanges<'_>,
         dropout: Option<(&DropoutMask, usize)>,
         range: Range<usize>,
         [q, k, v]: [Rows<'_, S>; 3],
@@ -178,23 +177,23 @@ impl<T: Lanes> Scratch<T> {
             panel.begin(start..end, scale_and_cap, q, &mut self.block);
             start = end;
         }
-        let by_tile = seen.by_all_of(&range);
+        let by_tile = seen.of_queries(&range);
         for first_key in by_tile.clone().step_by(self.k_tile) {
             let keys = first_key..by_tile.end.min(first_key + self.k_tile);
             let width = sizes.head_dim;
             let k = k.tile(keys.clone(), width, &mut self.k); // (keys, Dh)
             let v = v.tile(keys.clone(), width, &mut self.v); // (keys, Dh)
             for panel in self.panels.iter_mut().filter(|p| !p.queries.is_empty()) {
-                let by_panel = seen.by_all_of(&panel.queries);
+                let by_panel = seen.of_queries(&panel.queries);
                 let first = by_panel.start.max(keys.start);
                 let count = by_panel.end.min(keys.end).saturating_sub(first);
                 if count == 0 {
                     continue; // the whole tile is hidden
                 }
                 let scores = &mut self.scores[..count * panel.lanes];
-                // Counted from the first key that the panel sees.
+                // Relative to the first key that the panel sees.
                 let by = |query: usize| {
-                    let seen = seen.by(query);
+                    let seen = seen.of_query(query);
                     seen.start.saturating_sub(first)..seen.end.saturating_sub(first)
                 };
                 let last = panel.queries.end - 1;
@@ -210,14 +209,14 @@ impl<T: Lanes> Scratch<T> {
                 let (k, v) = ((&k.0[skipped * k.1..], k.1), (&v.0[skipped * v.1..], v.1));
                 panel.probabilities(k, scores, &self.seen, by_all.clone());
                 if let Some((mask, first_row)) = dropout {
-                    panel.drop_some(scores, mask, first_row, first);
+                    panel.apply_dropout(scores, mask, first_row, first);
                 }
                 panel.add(v, scores, &self.seen, by_all);
             }
         }
     }
 
-    /// Multiplies by `scale`, divides by the sums, and writes the queries' rows of the outputs.
+    /// Multiplies by `scale`, divides by the sums, and writes the rows of the outputs.
     fn finish<S: Stored<Wide = T>>(
         &mut self,
         scale: T,
@@ -240,7 +239,7 @@ impl<T: Lanes> Scratch<T> {
                     if let Some(lse_rest) = &mut lse_rest {
                         lse_rest[query - first] = rest;
                     }
-                    // Nothing seen: 0 / 0 otherwise. A NaN stays one.
+                    // If a query sees nothing its factor stays 0 instead of 0 / 0. NaN stays NaN.
                     if *sum != T::ZERO {
                         *factor = scale / *sum;
                     }
@@ -263,7 +262,7 @@ impl<T: Lanes> Scratch<T> {
     }
 }
 
-/// `a + b` rounded, and what rounding took from it; of minus infinity nothing.
+/// Returns `a + b`, rounded, and its rounding error; the error of -inf is 0.
 ///
 /// Knuth, "The Art of Computer Programming", volume 2, section 4.2.2, theorem B.
 fn sum_and_rest<T: Lanes>(a: T, b: T) -> (T, T) {

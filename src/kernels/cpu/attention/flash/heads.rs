@@ -6,9 +6,9 @@ use std::ops::Range;
 /// A tensor of heads (B, H, T, Dh) with any strides, in elements; a stride of 0 repeats.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a, T> {
-    /// The elements, the first at 0.
+    /// The elements; the tensor's first is at index 0.
     pub data: &'a [T],
-    /// From one batch, head, position, element to the next.
+    /// The strides of batch, head, position and element.
     pub strides: [usize; 4],
 }
 
@@ -25,7 +25,7 @@ impl<'a, T: Stored> Heads<'a, T> {
     }
 }
 
-/// The rows of one head.
+/// The rows of one head, with the strides of rows and columns.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a, T> {
     data: &'a [T],
@@ -34,7 +34,7 @@ pub(super) struct Rows<'a, T> {
 }
 
 impl<'a, T: Stored> Rows<'a, T> {
-    /// Row `row`, `to.len()` elements of it, widened.
+    /// Loads `to.len()` elements of row `row`, widened to the compute type.
     #[inline]
     pub(super) fn load(&self, row: usize, to: &mut [T::Wide]) {
         let row = &self.data[row * self.row..];
@@ -46,7 +46,7 @@ impl<'a, T: Stored> Rows<'a, T> {
         }
     }
 
-    /// The rows `range` of `width` elements as they lie, with the stride between them, or else copied into `packed`.
+    /// Returns the rows `range` of `width` elements and their stride: in place if possible, else copied into `packed`.
     pub(super) fn tile<'t>(
         &self,
         range: Range<usize>,

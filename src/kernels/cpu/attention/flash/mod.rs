@@ -1,19 +1,18 @@
-//! FlashAttention-2 on the CPU: attention in tiles that stay in cache, nothing of size Tq Tk.
+//! FlashAttention-2 on the CPU: attention in tiles that stay in cache, with no buffer of size Tq Tk.
 //!
-//! What lives here: the two passes ([`forward()`], [`backward()`]), the tiles they work in ([`Tiles`]) and the views
-//! they read ([`Heads`]). What does not: the matrix products of tiles (`gemm::tile`), and the reference, which is the
-//! readable form of the same algorithm (`attention::reference::flash`).
+//! [`forward()`] and [`backward()`] work in tiles ([`Tiles`]) on strided views ([`Heads`]). The same algorithm in
+//! readable form is the reference, `attention::reference::flash`.
 //!
-//! A product of tiles reads its left factor element by element and its right factor in registers, so no tile is
-//! transposed on the way from one product to the next if the lanes are chosen well:
+//! A tile matmul reads its left factor element by element and its right factor in registers. With the right choice of
+//! lanes, no tile is transposed between one matmul and the next:
 //!
-//! - forward keeps queries in the lanes: S^T = K Q^T (keys, queries), O^T = V^T P^T (Dh, queries). The softmax of a
-//!   query is then lane by lane, without a horizontal sum. Only Q is transposed, once a tile of queries;
-//! - backward keeps keys in the lanes of S and dP, and Dh in those of dQ, dK and dV. Only K and V are transposed, once
-//!   a tile of keys.
+//! - Forward has queries in the lanes: S^T = K Q^T (keys, queries), O^T = V^T P^T (Dh, queries). The softmax of a query
+//!   then needs no horizontal sum. Only Q is transposed, once per tile of queries.
+//! - Backward has keys in the lanes of S and dP, and Dh in those of dQ, dK and dV. Only K and V are transposed, once
+//!   per tile of keys.
 //!
-//! Where a unit for bf16 multiplies (AMX), tiles are packed for it as they are multiplied, and scores and dS take the
-//! scale that Q and K have otherwise, which then have one term of bf16 each.
+//! If a bf16 unit (AMX) multiplies, tiles are packed for it at each matmul. The scale is then applied to scores and dS
+//! instead of Q and K, so that Q and K need only one bf16 term each.
 //!
 //! Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
 //! 2.

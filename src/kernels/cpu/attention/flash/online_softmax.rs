@@ -1,4 +1,4 @@
-//! One step of the online softmax, queries in the lanes.
+//! One step of the online softmax, with queries in the lanes.
 
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -6,17 +6,17 @@ use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
-/// By how much a score may exceed the `max` that sums are relative to. Probabilities up to e^4 lose nothing in floating
-/// point.
+/// The margin by which a score may exceed the `max` that sums are relative to. Probabilities up to e^4 lose no
+/// precision in floating point.
 const SLACK: f64 = 4.0;
 
-/// What forward knows of each query of a panel so far.
+/// The running state of each query of a panel in forward.
 pub(super) struct State<'a, T> {
-    /// What the sums are relative to: the largest score, or up to [`SLACK`] less.
+    /// The reference of the sums: the largest score so far, or up to [`SLACK`] less.
     pub max: &'a mut [T],
     /// The sum of exp(score - max).
     pub sum: &'a mut [T],
-    /// By what the last step changed the scale of earlier sums: exp(old max - new max).
+    /// The factor that the last step applied to earlier sums: exp(old max - new max).
     pub rescale: &'a mut [T],
 }
 
@@ -24,19 +24,19 @@ pub(super) struct State<'a, T> {
 pub(super) struct OnlineSoftmax<'a, T> {
     /// (keys, queries), the queries a multiple of [`COLUMNS`].
     pub scores: &'a mut [T],
-    /// Queries of the panel.
+    /// The number of queries in the panel.
     pub queries: usize,
-    /// The first key of the tile that each query sees, and the end of them; read where `by_all` is not the whole tile.
+    /// The first key of the tile that each query sees, and the end of the range; read only if `by_all` is not the whole
+    /// tile.
     pub first: &'a [T],
     pub end: &'a [T],
-    /// The keys that all see.
+    /// The keys that all queries see.
     pub by_all: Range<usize>,
-    /// Updated.
     pub state: State<'a, T>,
 }
 
 impl<T: Lanes> OnlineSoftmax<'_, T> {
-    /// Runs the step; says whether any sum changed its scale.
+    /// Runs the step; returns whether any sum was rescaled.
     pub(super) fn run(self) -> bool {
         let queries = self.queries;
         assert!(queries.is_multiple_of(COLUMNS) && self.scores.len().is_multiple_of(queries));
@@ -46,13 +46,13 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
         timed(Part::Softmax, || Arch::new().dispatch(self))
     }
 
-    /// The queries of the register at `first`.
+    /// Runs the step for the queries of one register.
     ///
     /// # Safety
-    /// `first` and the lanes after it are queries of the panel.
+    /// `first` and the lanes after it must be queries of the panel.
     #[inline(always)]
     unsafe fn register<S: Simd>(&mut self, simd: S, first: usize) {
-        /// Maxima and sums side by side, so that one need not wait for the other.
+        /// The number of independent chains of maxima and sums, for instruction-level parallelism.
         const CHAINS: usize = 4;
 
         let low = T::vsplat(simd, T::NEG_INFINITY);
@@ -62,7 +62,7 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
         unsafe {
             let column = self.scores.as_mut_ptr().add(first);
             let queries = self.queries;
-            // Chosen, not multiplied away: a hidden NaN has no say.
+            // Selected, not multiplied by 0: a NaN in a hidden score has no effect.
             let begins = T::vload::<S>(self.first.as_ptr().add(first));
             for key in 0..self.by_all.start {
                 let index = T::vsplat(simd, T::real(key as f64));
@@ -98,11 +98,11 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
                 T::vmax(simd, largest[0], largest[1]),
                 T::vmax(simd, largest[2], largest[3]),
             );
-            // Sums keep the scale they have until it is off by e^SLACK: exact either way, and most tiles then change
-            // none.
+            // Sums keep their reference until it is off by SLACK. The result is exact either way, and most tiles then
+            // need no rescaling.
             let tolerated = T::vadd(simd, old, T::vsplat(simd, T::real(SLACK)));
             let max = T::vselect_at_most(simd, max, tolerated, old, max);
-            // A query that sees nothing yet: any finite number in place of -inf, or -inf - -inf would be NaN.
+            // For a query that has seen no key yet, -inf is replaced by a finite number: -inf - -inf would be NaN.
             let finite = T::vselect_at_most(simd, max, low, zero, max);
 
             let mut sums = [zero; CHAINS];
@@ -130,10 +130,10 @@ impl<T: Lanes> OnlineSoftmax<'_, T> {
     }
 }
 
-/// `exp(score - max)` in the scores' place, and returned.
+/// Replaces a register of scores by `exp(score - max)`, and returns it.
 ///
 /// # Safety
-/// A register of scores at `at`.
+/// `at` must be readable and writable for one register.
 #[inline(always)]
 unsafe fn exponential<T: Lanes, S: Simd>(
     simd: S,
@@ -154,7 +154,7 @@ impl<T: Lanes> WithSimd for OnlineSoftmax<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) -> bool {
         for first in (0..self.queries).step_by(T::lanes::<S>()) {
-            // SAFETY: whole registers of the panel, whose width is a multiple of theirs.
+            // SAFETY: whole registers of the panel, whose width is a multiple of a register.
             unsafe { self.register(simd, first) };
         }
         self.state.rescale.iter().any(|factor| *factor != T::ONE)

@@ -1,4 +1,4 @@
-//! A panel of queries, which meets tiles of keys one after another.
+//! A panel of queries, which processes the tiles of keys one after another.
 
 use super::heads::Rows;
 use super::online_softmax::{OnlineSoftmax, State};
@@ -6,29 +6,29 @@ use super::scale::{cap_by, multiply_by};
 use super::transpose::{load_block, to_columns};
 use crate::kernels::DropoutMask;
 use crate::kernels::cpu::gemm::bf16::Unit;
-use crate::kernels::cpu::gemm::tile::{COLUMNS, Product};
+use crate::kernels::cpu::gemm::tile::{COLUMNS, TileMatmul};
 use crate::kernels::cpu::simd::{all_finite, vectorized};
 use crate::kernels::cpu::{Lanes, Stored};
 use crate::probe::parts::Part;
 use std::ops::Range;
 
-/// Queries of a panel: its scores' rows are three AVX-512 registers of `f32`, the best width for the products.
+/// The queries of a panel: a row of scores is three AVX-512 registers of `f32`, the fastest width of the matmuls.
 pub(super) const PANEL: usize = 3 * COLUMNS;
 
-/// From which key on, and up to which, each query of a panel sees a tile.
-pub(super) struct SeenByPanel<T> {
+/// The first key of a tile that each query of a panel sees, and the end of the range.
+pub(super) struct PanelKeys<T> {
     pub first: [T; PANEL],
     pub end: [T; PANEL],
 }
 
-/// Up to [`PANEL`] queries side by side.
+/// Up to [`PANEL`] queries.
 pub(super) struct Panel<T> {
     pub queries: Range<usize>,
-    /// What multiplies.
+    /// The matmul unit for bf16, if one is used.
     unit: Option<Unit>,
-    /// Lanes in use: the queries, filled up to a multiple of [`COLUMNS`].
+    /// The lanes in use: the number of queries, rounded up to a multiple of [`COLUMNS`].
     pub lanes: usize,
-    /// scale Q^T: (Dh, lanes); or Q^T, and what its scores are multiplied by.
+    /// scale Q^T: (Dh, lanes). If `scale` is set it is Q^T, and the scores are multiplied by `scale`.
     q: Vec<T>,
     scale: Option<T>,
     soft_cap: Option<T>,
@@ -39,7 +39,7 @@ pub(super) struct Panel<T> {
     rescale: [T; PANEL],
 }
 
-impl<T: Lanes> SeenByPanel<T> {
+impl<T: Lanes> PanelKeys<T> {
     pub fn new() -> Self {
         Self {
             first: [T::ZERO; PANEL],
@@ -49,7 +49,6 @@ impl<T: Lanes> SeenByPanel<T> {
 }
 
 impl<T: Lanes> Panel<T> {
-    /// Without queries.
     pub fn new(head_dim: usize, unit: Option<Unit>) -> Self {
         Self {
             queries: 0..0,
@@ -65,7 +64,7 @@ impl<T: Lanes> Panel<T> {
         }
     }
 
-    /// Restarts with `queries`, rows of `q`; `block` is (COLUMNS, Dh) to work in.
+    /// Restarts with the rows `queries` of `q`; `block` is scratch of (COLUMNS, Dh).
     pub fn begin<S: Stored<Wide = T>>(
         &mut self,
         queries: Range<usize>,
@@ -78,7 +77,7 @@ impl<T: Lanes> Panel<T> {
         self.max.fill(T::NEG_INFINITY);
         self.sum.fill(T::ZERO);
         self.q.resize(head_dim * self.lanes, T::ZERO);
-        // A unit for bf16 is faster and more exact with Q as it came.
+        // A bf16 unit is faster and more exact with unscaled Q.
         self.scale = self.unit.map(|_| scale);
         self.soft_cap = soft_cap;
         let scale = if self.unit.is_some() { T::ONE } else { scale };
@@ -92,20 +91,20 @@ impl<T: Lanes> Panel<T> {
         self.queries = queries;
     }
 
-    /// The scores of one tile of keys k (keys, Dh), with its row stride, become probabilities not yet divided by the
-    /// sums, (keys, lanes); all see `by_all` of the keys. What is summed so far is brought to their scale.
+    /// Computes the scores of one tile of keys and turns them into probabilities (keys, lanes), not yet divided by the
+    /// sums. k (keys, Dh) comes with its row stride. Queries all see the keys `by_all`. Earlier sums are rescaled.
     pub fn probabilities(
         &mut self,
         (k, k_row): (&[T], usize),
         scores: &mut [T],
-        seen: &SeenByPanel<T>,
+        seen: &PanelKeys<T>,
         by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
         let head_dim = self.q.len() / lanes;
         let keys = scores.len() / lanes;
         // Line 8: S^T = K (scale Q^T).
-        let product = Product {
+        let product = TileMatmul {
             a: k,
             a_row: k_row,
             a_col: 1,
@@ -157,9 +156,15 @@ impl<T: Lanes> Panel<T> {
         }
     }
 
-    /// Sets to 0 what is dropped of a tile's probabilities (keys, lanes): those of the keys from `first_key` on. The
-    /// head's first query has row `first_row` of the mask.
-    pub fn drop_some(&self, p: &mut [T], mask: &DropoutMask, first_row: usize, first_key: usize) {
+    /// Zeroes the dropped probabilities of a tile (keys, lanes), whose first key is `first_key`. `first_row` is the
+    /// mask's row for the head's first query.
+    pub fn apply_dropout(
+        &self,
+        p: &mut [T],
+        mask: &DropoutMask,
+        first_row: usize,
+        first_key: usize,
+    ) {
         let lanes = self.lanes;
         let keys = first_key..first_key + p.len() / lanes;
         vectorized(
@@ -175,12 +180,12 @@ impl<T: Lanes> Panel<T> {
         );
     }
 
-    /// Takes in the values v (keys, Dh) of a tile, with their row stride, times its probabilities (keys, lanes).
+    /// Adds the values v (keys, Dh) of a tile, with their row stride, weighted by its probabilities (keys, lanes).
     pub fn add(
         &mut self,
         (v, v_row): (&[T], usize),
         p: &[T],
-        seen: &SeenByPanel<T>,
+        seen: &PanelKeys<T>,
         by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
@@ -193,7 +198,7 @@ impl<T: Lanes> Panel<T> {
             if all_finite(row) {
                 continue;
             }
-            // A hidden p is 0, and 0 NaN is NaN: who does not see this key must not meet it.
+            // A hidden p is 0, and 0 * NaN is NaN: this key's values are added only to queries that see it.
             self.add_values(v, v_row, p, next..key);
             for (lane, p) in p[key * lanes..][..lanes].iter().enumerate() {
                 let key = T::real(key as f64);
@@ -214,7 +219,7 @@ impl<T: Lanes> Panel<T> {
         if keys.is_empty() {
             return;
         }
-        let product = Product {
+        let product = TileMatmul {
             a: &v[keys.start * v_row..],
             a_row: 1,
             a_col: v_row,

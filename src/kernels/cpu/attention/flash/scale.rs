@@ -1,8 +1,8 @@
-//! Multiplies and caps in place.
+//! In-place scaling and soft capping of scores.
 
 use crate::kernels::cpu::{Lanes, simd};
 
-/// x times a factor.
+/// Multiplies x by a factor.
 pub(super) fn multiply_by<T: Lanes>(x: &mut [T], factor: T) {
     simd::vectorized(
         #[inline(always)]
@@ -10,7 +10,7 @@ pub(super) fn multiply_by<T: Lanes>(x: &mut [T], factor: T) {
     );
 }
 
-/// x becomes cap tanh(x / cap).
+/// Replaces x by cap tanh(x / cap).
 pub(super) fn cap_by<T: Lanes>(x: &mut [T], cap: T) {
     simd::vectorized(
         #[inline(always)]
@@ -21,7 +21,7 @@ pub(super) fn cap_by<T: Lanes>(x: &mut [T], cap: T) {
     );
 }
 
-/// x times the factors, and 0 where one is 0, whatever x is.
+/// Multiplies x elementwise by `factors`; where a factor is 0 the result is 0, even for NaN.
 pub(super) fn multiply<T: Lanes>(x: &mut [T], factors: &[T]) {
     simd::vectorized(
         #[inline(always)]

@@ -1,4 +1,4 @@
-//! From scores and dP to P and dS, keys in the lanes.
+//! P and dS from scores and dP, with keys in the lanes.
 
 use crate::kernels::cpu::Lanes;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -6,33 +6,31 @@ use crate::probe::parts::{Part, timed};
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
-/// What backward knows of a query: of its row of scores, and of its gradient.
+/// A query in backward: its log-sum-exp, its delta and the keys that it sees.
 #[derive(Clone)]
 pub(super) struct Query<T> {
     /// log(sum(exp(scores))); any finite number for a query that sees nothing.
     pub lse: T,
-    /// What rounding took from it.
+    /// The rounding error of `lse`.
     pub lse_rest: T,
     /// sum(dO O).
     pub delta: T,
-    /// Which keys of the tile it sees.
+    /// The keys of the tile that it sees.
     pub seen: Range<usize>,
 }
 
-/// `p = exp(scores - lse - lse_rest)` over the scores and `ds = p (dp - delta)` over dp, both 0 where the key is hidden
-/// (algorithm 2, lines 11 and 14); with a cap `ds = p (dp - delta) (1 - (score / cap)^2)`.
+/// Replaces scores by `p = exp(scores - lse - lse_rest)` and dp by `ds = p (dp - delta)`; both are 0 for hidden keys
+/// (algorithm 2, lines 11 and 14). With a soft cap, `ds = p (dp - delta) (1 - (score / cap)^2)`.
 pub(super) struct ScoreGradient<'a, T> {
-    /// The rows of the tile.
     pub queries: &'a [Query<T>],
     /// Scores, then p: (queries, row).
     pub scores: &'a mut [T],
     /// dp, then ds: (queries, row).
     pub dp: &'a mut [T],
-    /// From one query to the next.
+    /// The stride from one query to the next.
     pub row: usize,
-    /// Keys of the tile, filled up to a multiple of [`COLUMNS`].
+    /// The keys of the tile, rounded up to a multiple of [`COLUMNS`].
     pub keys: usize,
-    /// The soft cap of the scores.
     pub soft_cap: Option<T>,
 }
 
@@ -78,7 +76,7 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                     }
                     T::vstore::<S>(scores, p);
                     T::vstore::<S>(dp, ds);
-                    // Written, not multiplied away: a hidden NaN has no say.
+                    // Overwritten, not multiplied by 0: a NaN at a hidden key has no effect.
                     let (before, after) = (first..start, end.min(first + lanes)..first + lanes);
                     for hidden in before.chain(after) {
                         *scores.add(hidden - first) = T::ZERO;

@@ -1,25 +1,25 @@
-//! How large the tiles are.
+//! Tile sizes of flash attention.
 
-/// The tiles of a call; chosen by shape, so that the bits depend on nothing else.
+/// The tile sizes of a call. They depend on the shape alone, so that the bits do too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
-    /// Queries of a task in forward: K and V are read once for all of them.
+    /// Queries of a forward task: K and V are read once for all of them.
     pub forward_q_tile: usize,
     /// Keys whose scores are in cache at a time in forward.
     pub forward_k_tile: usize,
-    /// Queries at a time in backward.
+    /// Queries that backward processes at a time.
     pub backward_q_tile: usize,
-    /// Keys of a tile in backward, whose dk and dv stay in cache while all queries pass.
+    /// Keys of a tile in backward, whose dk and dv stay in cache while the task loops over the queries.
     pub backward_k_tile: usize,
 }
 
 impl Tiles {
-    /// For heads of `head_dim` elements.
+    /// Returns the tile sizes for heads of `head_dim` elements.
     ///
-    /// In forward, the scores, Q and O of a panel of 48 queries come to a first-level cache of 48 KiB at Dh 64. In
-    /// backward five tiles of keys are at hand, which are kept to 500 KiB of f32, half a second-level cache of 1 MiB.
-    /// Within these bounds the time hardly depends on the sizes: forward differed by 3%, backward by 5% between half
-    /// and twice of each.
+    /// In forward, the scores, Q and O of a panel of 48 queries fill a first-level cache of 48 KiB at Dh 64. In
+    /// backward, five tiles of keys stay within 500 KiB of f32, half of a second-level cache of 1 MiB. Within these
+    /// bounds the time hardly depends on the sizes: between half and twice of each, forward differed by 3% and backward
+    /// by 5%.
     pub fn for_head_dim(head_dim: usize) -> Self {
         Self {
             forward_q_tile: 192,

@@ -1,4 +1,4 @@
-//! Sixteen rows to columns and back, between the layouts of the products.
+//! Transposes of sixteen rows to columns and back, between the layouts of the matmuls.
 
 use super::heads::Rows;
 use crate::kernels::cpu::gemm::tile::COLUMNS;
@@ -6,7 +6,7 @@ use crate::kernels::cpu::simd::vectorized;
 use crate::kernels::cpu::{Real, Stored};
 use std::ops::Range;
 
-/// Loads up to [`COLUMNS`] rows into `block` (COLUMNS, columns), zeros in place of those that are missing.
+/// Loads up to [`COLUMNS`] rows into `block` (COLUMNS, columns); missing rows are zeroed.
 pub(super) fn load_block<S: Stored>(
     rows: Rows<'_, S>,
     range: Range<usize>,
@@ -20,7 +20,7 @@ pub(super) fn load_block<S: Stored>(
     missing.fill(S::Wide::ZERO);
 }
 
-/// `to[column][..16] = factor * block[..16][column]`: block (16, columns), to (columns, to_row).
+/// Writes `to[column][..16] = factor * block[..16][column]`: block (16, columns), to (columns, to_row).
 pub(super) fn to_columns<T: Real>(
     block: &[T],
     columns: usize,
@@ -42,7 +42,8 @@ pub(super) fn to_columns<T: Real>(
     );
 }
 
-/// `block[row][column] = factors[row] * from[column][row]` for 16 rows: from (columns, from_row), block (16, columns).
+/// Writes `block[row][column] = factors[row] * from[column][row]` for 16 rows: from (columns, from_row), block (16,
+/// columns).
 pub(super) fn to_rows<T: Real>(
     from: &[T],
     from_row: usize,

@@ -1,31 +1,30 @@
-//! Whose turn it is to add to a tile of dq.
+//! Turn-taking of tasks that add to the same tile of dq.
 
 use super::Tiles;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// For every tile of queries, which tile of keys adds to its dq next: the tiles of keys add in order, whichever is
-/// first.
+/// For every tile of queries, the tile of keys that adds to its dq next. Tiles of keys add in order, whichever thread
+/// is first.
 ///
-/// Nobody waits in vain as long as tasks are begun in the order of their tiles of keys: the one that is waited for has
-/// begun, and waits itself only for earlier ones.
+/// There is no deadlock if tasks start in the order of their tiles of keys: the task that is waited for has started,
+/// and itself waits only for earlier ones.
 pub(super) struct AllTurns {
     /// (heads of q, tiles of queries).
     next: Vec<AtomicUsize>,
     q_tiles: usize,
 }
 
-/// Those of some heads of q.
 #[derive(Clone, Copy)]
 pub(super) struct Turns<'a> {
     next: &'a [AtomicUsize],
     q_tiles: usize,
 }
 
-/// Looks at the counter before the thread lets others run: a tile of queries takes some ten microseconds.
+/// Polls of the counter before the thread yields; a tile of queries needs about ten microseconds.
 const SPINS: usize = 10_000;
 
 impl AllTurns {
-    /// The turn of tile `first(head, query)` of keys at the tile of queries that begins with `query`.
+    /// Creates the turns; the tile of queries that starts at `query` begins with the tile of keys `first(head, query)`.
     pub(super) fn new(
         heads: usize,
         queries: usize,
@@ -43,7 +42,7 @@ impl AllTurns {
         }
     }
 
-    /// Those of the heads from `head`.
+    /// Returns the turns of the heads from `head` on.
     pub(super) fn of(&self, head: usize) -> Turns<'_> {
         Turns {
             next: &self.next[head * self.q_tiles..],
@@ -57,7 +56,7 @@ impl Turns<'_> {
         &self.next[member * self.q_tiles + q_tile]
     }
 
-    /// Returns when all tiles of keys before `k_tile` have passed on.
+    /// Waits until all tiles of keys before `k_tile` have passed on the turn.
     pub(super) fn wait(&self, member: usize, q_tile: usize, k_tile: usize) {
         let next = self.at(member, q_tile);
         let mut spins = 0;
@@ -70,7 +69,7 @@ impl Turns<'_> {
         }
     }
 
-    /// Lets the tile of keys after `k_tile` have its turn.
+    /// Passes the turn from `k_tile` to the next tile of keys.
     pub(super) fn pass_on(&self, member: usize, q_tile: usize, k_tile: usize) {
         self.at(member, q_tile).store(k_tile + 1, Ordering::Release);
     }

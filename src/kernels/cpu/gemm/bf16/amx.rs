@@ -1,12 +1,12 @@
-//! Blocks of c by the tile unit.
+//! Blocks of c by AMX tiles.
 //!
-//! `tdpbf16ps` on whole tiles: for 16 x 16 elements of c, two chains of 16 fused multiply-adds from zero, over the even
-//! and the odd elements of 32 of the depth; both are added, then their sum to c.
+//! `tdpbf16ps` works on whole tiles: for 16 x 16 elements of c and 32 elements of the depth, it runs two chains of 16
+//! fused multiply-adds from zero, over the even and the odd elements. The two are added, then their sum is added to c.
 
 use super::tile::{Factors, Tiles};
 use std::arch::asm;
 
-/// What `ldtilecfg` reads: eight registers of 16 rows by 64 bytes.
+/// The operand of `ldtilecfg`: eight registers of 16 rows by 64 bytes.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -24,12 +24,13 @@ static CONFIG: Config = Config {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// Tile registers that are configured, on this thread, until it is dropped.
+/// Guard: tile registers are configured on this thread until it is dropped.
 pub(super) struct Registers(());
 
 impl Registers {
     /// # Safety
-    /// The processor has AMX-BF16, the system lets this process use it, and this thread has no other [`Registers`].
+    /// The processor must have AMX-BF16, the system must let this process use it, and this thread must have no other
+    /// [`Registers`].
     pub unsafe fn new() -> Self {
         // SAFETY: the caller's promise; the configuration is a valid one.
         unsafe {
@@ -42,12 +43,13 @@ impl Registers {
 
 impl Drop for Registers {
     fn drop(&mut self) {
-        // SAFETY: there are registers to release. Threads whose registers are released are cheaper to switch to.
+        // SAFETY: there are registers to release. Context switches are cheaper for a thread whose registers are
+        // released.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 }
 
-/// The loop over the depth: `$load` or `$clear`, `$step` for every 32 of the depth, `$store`.
+/// The loop over the depth: `$load` or `$clear`, `$step` for every 32 elements of the depth, `$store`.
 macro_rules! over_depth {
     ($factors:expr, $sums:expr, $adds:expr, $load:literal, $clear:literal, $step:literal, $store:literal) => {
         asm!(
@@ -81,11 +83,11 @@ macro_rules! over_depth {
     };
 }
 
-/// `sums = a b`, or `sums += a b` where `adds`, of as many tiles as `tiles` says.
+/// Computes `sums = a b`, or `sums += a b` if `adds`, for a block of `tiles`.
 ///
 /// # Safety
-/// This thread has [`Registers`]; the factors are readable for their steps, which are one at least, and the sums
-/// writable.
+/// This thread must have [`Registers`]; the factors must be readable for their steps, of which there is at least one,
+/// and the sums writable.
 pub(super) unsafe fn multiply(factors: Factors, tiles: Tiles, sums: *mut f32, adds: bool) {
     // SAFETY: the caller's promise.
     unsafe {

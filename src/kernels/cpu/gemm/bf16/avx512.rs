@@ -1,7 +1,7 @@
-//! Blocks of c by dot products of pairs.
+//! Blocks of c by AVX-512 dot products of pairs.
 //!
-//! `vdpbf16ps`: an element of c is one chain of fused multiply-adds over the block's depth, of each pair the odd
-//! element first, added to c: shorter chains of rounding where the depth is taken in blocks.
+//! With `vdpbf16ps`, an element of c is one chain of fused multiply-adds over the block's depth, the odd element of
+//! each pair first, which is then added to c. Rounding chains are shorter if the depth is processed in blocks.
 
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
@@ -10,13 +10,13 @@ use std::arch::x86_64::{
     _mm512_set1_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
-/// Rows whose sums are in registers at a time.
+/// The number of rows whose sums are in registers at a time.
 const ROWS: usize = 8;
 
-/// As [`amx::multiply`](super::amx::multiply).
+/// Computes a block like [`amx::multiply`](super::amx::multiply).
 ///
 /// # Safety
-/// The processor has AVX512-BF16; the factors are readable for their steps, and the sums writable.
+/// The processor must have AVX512-BF16; the factors must be readable for their steps, and the sums writable.
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub(super) unsafe fn multiply(factors: Factors, tiles: Tiles, sums: *mut f32, adds: bool) {
     for row in (0..tiles.rows * SIDE).step_by(ROWS) {
@@ -30,7 +30,7 @@ pub(super) unsafe fn multiply(factors: Factors, tiles: Tiles, sums: *mut f32, ad
     }
 }
 
-/// [`ROWS`] rows of the block from `row`, of `N` tiles side by side.
+/// Computes [`ROWS`] rows of the block from `row` on, `N` tiles wide.
 ///
 /// # Safety
 /// As [`multiply`].
@@ -71,7 +71,7 @@ unsafe fn rows<const N: usize>(factors: Factors, row: usize, sums: *mut f32, add
     }
 }
 
-/// The same bits as pairs of bf16.
+/// Returns the same bits as pairs of bf16.
 #[inline(always)]
 fn bits(x: __m512i) -> __m512bh {
     // SAFETY: both are 64 bytes of plain data.

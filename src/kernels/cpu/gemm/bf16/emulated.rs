@@ -1,10 +1,10 @@
-//! What the instructions compute, bit by bit, in plain code: for tests of the instructions where they are, and in their
-//! place where they are not.
+//! Bit-exact emulation of the bf16 instructions in plain code: for tests of the instructions on processors that have
+//! them, and as their substitute on others.
 
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
 
-/// Which instruction.
+/// The emulated instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Emulated {
     Amx,
@@ -13,10 +13,10 @@ pub(crate) enum Emulated {
 }
 
 impl Emulated {
-    /// As [`amx::multiply`](super::amx::multiply).
+    /// Computes a block like [`amx::multiply`](super::amx::multiply).
     ///
     /// # Safety
-    /// The factors are readable for their steps, and the sums writable.
+    /// The factors must be readable for their steps, and the sums writable.
     pub(super) unsafe fn multiply(
         self,
         factors: Factors,
@@ -37,7 +37,7 @@ impl Emulated {
                 )
             };
             let before = c.to_vec();
-            // AMX's sums begin with what is there, those of pairs are added to it.
+            // AMX accumulates onto the existing sums; the others sum from zero and add the result.
             if !adds || self != Self::Amx {
                 c.fill(0.0);
             }
@@ -52,7 +52,7 @@ impl Emulated {
         }
     }
 
-    /// One instruction of AMX, or the sixteen dot products for each element that do as much: a (SIDE, PAIRS, 2), b
+    /// Emulates one AMX instruction, or the sixteen dot products per element that are equivalent: a (SIDE, PAIRS, 2), b
     /// (PAIRS, SIDE, 2), c (SIDE, SIDE).
     pub fn tile(self, a: &[bf16], b: &[bf16], c: &mut [f32]) {
         for (i, c) in c.iter_mut().enumerate() {
@@ -68,7 +68,7 @@ impl Emulated {
             };
             let multiply = |at| {
                 let [x, y] = factors(at);
-                flushed(x * y) // exact but for that: 16 digits
+                flushed(x * y) // exact except for flushing: 16 significant bits
             };
             match self {
                 Self::Amx => {
@@ -94,14 +94,14 @@ impl Emulated {
     }
 }
 
-/// `x + y` of finite numbers; where that is between two numbers, the one whose last place is 1.
+/// Returns `x + y` for finite numbers, rounded to odd: an inexact sum becomes the neighbour whose last bit is 1.
 fn to_odd(x: f32, y: f32) -> f32 {
     let [x, y] = [x, y].map(flushed);
     let nearest = x + y;
     if !(x.is_finite() && y.is_finite()) {
         return nearest;
     }
-    // What rounding took, exactly (Knuth's sum of two).
+    // The exact rounding error (Knuth's two-sum).
     let of_y = nearest - x;
     let rest = (x - (nearest - of_y)) + (y - of_y);
     let is_even = nearest.to_bits().is_multiple_of(2);
@@ -112,7 +112,7 @@ fn to_odd(x: f32, y: f32) -> f32 {
     })
 }
 
-/// Zero of the same sign for a denormal.
+/// Returns x, or zero of the same sign if x is denormal.
 fn flushed(x: f32) -> f32 {
     match x.is_subnormal() {
         true => 0f32.copysign(x),

@@ -1,12 +1,13 @@
-//! Blocks of c by dot products of pairs, on AArch64.
+//! Blocks of c by AArch64 dot products of pairs.
 //!
-//! `bfdot`: each pair's products are added, then their sum to the element of c's, from zero over the block's depth,
-//! which is added to c. Both additions round to odd where they are inexact: to the neighbour whose last place is 1.
-//! That is the architecture's arithmetic where `FPCR.EBF` is 0, as systems leave it. An error so rounded is up to twice
-//! that of rounding to the nearest, but an element takes only half as many long sums as its depth.
+//! With `bfdot`, the two products of a pair are added, and their sum is added to the element's, from zero over the
+//! block's depth; the result is added to c. Both additions round to odd if they are inexact: to the neighbour whose
+//! last bit is 1. That is the architecture's arithmetic with `FPCR.EBF` 0, the default of operating systems. The
+//! rounding error is up to twice that of rounding to nearest, but an element has only half as many long sums as its
+//! depth.
 //!
-//! This has not been run on a processor, only in an emulator of one, which says nothing about its speed. The
-//! instruction is written in assembly, for the compiler has no function for it.
+//! This has been run only in an emulator, never on a processor, so its speed is unknown. The instruction is inline
+//! assembly because the compiler has no intrinsic for it.
 
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
 use half::bf16;
@@ -15,19 +16,19 @@ use std::arch::aarch64::{
 };
 use std::arch::asm;
 
-/// Rows whose sums are in registers at a time.
+/// The number of rows whose sums are in registers at a time.
 const ROWS: usize = 8;
 
-/// Registers of sums side by side.
+/// The number of sum registers per row.
 const REGISTERS: usize = 2;
 
-/// Sums of a register, and pairs of one.
+/// The number of sums in a register, and of pairs.
 const LANES: usize = 4;
 
-/// As [`Session::multiply`](super::unit::Session::multiply).
+/// Computes a block like [`Session::multiply`](super::unit::Session::multiply).
 ///
 /// # Safety
-/// The processor has bf16's instructions; the factors are readable for their steps, and the sums writable.
+/// The processor must have the bf16 instructions; the factors must be readable for their steps, and the sums writable.
 #[target_feature(enable = "neon,bf16")]
 pub(super) unsafe fn multiply(factors: Factors, tiles: Tiles, sums: *mut f32, adds: bool) {
     for row in (0..tiles.rows * SIDE).step_by(ROWS) {
@@ -38,7 +39,7 @@ pub(super) unsafe fn multiply(factors: Factors, tiles: Tiles, sums: *mut f32, ad
     }
 }
 
-/// [`ROWS`] rows of the block by [`REGISTERS`] registers, from a row and a column.
+/// Computes [`ROWS`] rows of the block by [`REGISTERS`] registers, from a row and a column on.
 ///
 /// # Safety
 /// As [`multiply`].
@@ -57,7 +58,7 @@ unsafe fn part(factors: Factors, [row, column]: [usize; 2], sums: *mut f32, adds
             for first in (0..PAIRS).step_by(LANES) {
                 let a = a.add(step * TILE + 2 * first);
                 let b = b.add(step * TILE + first * 2 * SIDE);
-                let mut rows = [vdupq_n_u16(0); ROWS]; // LANES pairs of each
+                let mut rows = [vdupq_n_u16(0); ROWS]; // LANES pairs per row
                 for (r, pairs) in rows.iter_mut().enumerate() {
                     *pairs = pairs_at(a.add(r * 2 * PAIRS));
                 }
@@ -79,10 +80,10 @@ unsafe fn part(factors: Factors, [row, column]: [usize; 2], sums: *mut f32, adds
     }
 }
 
-/// To each row of c its pair `LANE` times the columns' pairs at `b`.
+/// Adds to each row of c its pair `LANE` times the columns' pairs at `b`.
 ///
 /// # Safety
-/// As [`multiply`]: the columns' pairs are readable.
+/// As [`multiply`]; the columns' pairs must be readable.
 #[inline]
 #[target_feature(enable = "neon,bf16")]
 unsafe fn add_pair<const LANE: usize>(
@@ -94,7 +95,7 @@ unsafe fn add_pair<const LANE: usize>(
         // SAFETY: the caller's promise.
         let columns = unsafe { pairs_at(b.add(n * 2 * LANES)) };
         for (c, row) in c.iter_mut().zip(rows) {
-            // SAFETY: the processor has the instruction, which changes nothing but its register.
+            // SAFETY: the processor has the instruction, which changes only its register.
             unsafe {
                 asm!("bfdot {c:v}.4s, {columns:v}.8h, {row:v}.2h[{lane}]", c = inout(vreg) c[n],
                     columns = in(vreg) columns, row = in(vreg) row, lane = const LANE,
@@ -104,13 +105,13 @@ unsafe fn add_pair<const LANE: usize>(
     }
 }
 
-/// [`LANES`] pairs.
+/// Loads [`LANES`] pairs.
 ///
 /// # Safety
-/// They are readable.
+/// They must be readable.
 #[inline]
 #[target_feature(enable = "neon")]
 unsafe fn pairs_at(at: *const bf16) -> uint16x8_t {
-    // SAFETY: the caller's promise; the bits of bf16 are a u16.
+    // SAFETY: the caller's promise; bf16 has the size and alignment of u16.
     unsafe { vld1q_u16(at.cast()) }
 }

@@ -1,4 +1,4 @@
-//! Sums to their place, rounded where that is bf16.
+//! The output of a bf16 matmul: writes sums to c, rounded if c is bf16.
 
 use super::super::matrix::MatMut;
 use super::tile::{BLOCK, SIDE};
@@ -6,14 +6,14 @@ use super::unit::Unit;
 use crate::kernels::cpu::simd::same_type_mut;
 use half::bf16;
 
-/// What a product writes, by tasks whose blocks have no element in common.
+/// The matrix that a matmul writes, in tasks whose blocks are disjoint.
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
     to: Elements,
     pub(super) rows: usize,
     pub(super) cols: usize,
     row_stride: usize,
-    /// The product is added.
+    /// Whether the matmul is added to c.
     adds: bool,
 }
 
@@ -23,11 +23,11 @@ enum Elements {
     Bf16(*mut bf16),
 }
 
-// SAFETY: `store` hands the duty of not overlapping to its caller.
+// SAFETY: callers of `store` promise that blocks do not overlap.
 unsafe impl Sync for Output {}
 
 impl Output {
-    /// c in f32 or bf16; `None` for other types. It must not outlive c's borrow.
+    /// Returns c in f32 or bf16; `None` for other types. The result must not outlive c's borrow.
     pub fn new<C: 'static>(c: &mut MatMut<'_, C>, adds: bool) -> Option<Self> {
         let to = match same_type_mut::<C, f32>(c.data) {
             Some(c) => Elements::F32(c.as_mut_ptr()),
@@ -42,7 +42,7 @@ impl Output {
         })
     }
 
-    /// Asks for the places of a block that begins at a row and a column.
+    /// Prefetches `rows` rows of the block that begins at a row and a column.
     #[inline(always)]
     pub(super) fn prefetch(&self, [row, column]: [usize; 2], rows: usize) {
         let bytes = match self.to {
@@ -59,10 +59,10 @@ impl Output {
         }
     }
 
-    /// The sums of a block, tiles (2, 2), to where it begins, as far as it has rows and columns.
+    /// Writes the sums of a block, tiles (2, 2), to c at `place`, cropped to `sizes` rows and columns.
     ///
     /// # Safety
-    /// The block lies inside c, which is borrowed still, and no other thread touches it.
+    /// The block must be inside c, c still borrowed, and no other thread may access the block.
     pub(super) unsafe fn store(
         self,
         unit: Unit,
@@ -71,7 +71,7 @@ impl Output {
         sums: &[f32],
     ) {
         assert!(sums.len() >= BLOCK * BLOCK && sizes.into_iter().all(|size| size <= BLOCK));
-        // SAFETY: the caller's promise; units of x86-64 are there only where their instructions are.
+        // SAFETY: the caller's promise; a unit of x86-64 exists only if the processor has its instructions.
         unsafe {
             match unit {
                 #[cfg(target_arch = "x86_64")]
@@ -88,7 +88,8 @@ impl Output {
         }
     }
 
-    /// Calls `store(at, sums, count)` for every line of every tile: `count` of [`SIDE`] sums to elements from `at`.
+    /// Calls `store(at, sums, count)` for every row of every tile: the first `count` of [`SIDE`] sums go to elements
+    /// from `at`.
     #[inline(always)]
     fn for_lines(
         self,
@@ -113,10 +114,10 @@ impl Output {
         }
     }
 
-    /// As [`store`](Self::store). A loop for each kind of output.
+    /// Does the same as [`store`](Self::store), with one loop per kind of output.
     ///
     /// # Safety
-    /// As there; AVX-512 with words, short vectors and bf16.
+    /// As [`store`](Self::store); the processor must have AVX512-BW, AVX512-VL and AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn store_lines(self, place: [usize; 2], sizes: [usize; 2], sums: &[f32]) {
@@ -126,7 +127,7 @@ impl Output {
             _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_slli_epi32,
         };
         let mask = |count: usize| u16::MAX >> (SIDE - count);
-        // SAFETY: SIDE sums a line; of c no more than is masked, which is in the block; both types are 32 bytes.
+        // SAFETY: a line has SIDE sums; masks limit accesses of c to the block; both types are 32 bytes.
         unsafe {
             match (self.to, self.adds) {
                 (Elements::F32(to), false) => {
@@ -162,7 +163,7 @@ impl Output {
     }
 
     /// # Safety
-    /// As many elements are writable from element `at`.
+    /// `sums.len()` elements must be writable from element `at` on.
     #[cfg(any(test, target_arch = "aarch64"))]
     unsafe fn store_plainly(self, at: usize, sums: &[f32]) {
         for (i, sum) in sums.iter().enumerate() {
@@ -184,11 +185,11 @@ impl Output {
     }
 }
 
-/// Asks for the cache line at `at`, which need not be there, before it is written.
+/// Prefetches the cache line at `at` for writing; it need not be mapped.
 #[inline(always)]
 fn prefetch_to_write(at: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint, which does not fault; processors that do not know it take it for nothing.
+    // SAFETY: a hint, which does not fault; processors that do not have it execute a no-op.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_ET0>(at.cast());

@@ -1,10 +1,10 @@
-//! Blocks of the factors, copied to tiles as the instructions read them.
+//! Packing: blocks of the factors are copied to tiles in the instructions' layout.
 //!
-//! A tile is [`SIDE`] lines, which are rows of a or columns of b, by [`DEPTH`] of the depth: of a (line, depth), of b
-//! pairs of the depth (pair, line, 2). One is the other, transposed as a matrix of pairs. A panel is the tiles of
-//! [`SIDE`] lines, one after another.
+//! A tile is [`SIDE`] lines (rows of a or columns of b) by [`DEPTH`] elements of the depth. A tile of a is (line,
+//! depth); a tile of b holds pairs of the depth, (pair, line, 2). One is the transpose of the other as a matrix of
+//! pairs. A panel is the consecutive tiles of [`SIDE`] lines.
 //!
-//! Factors of bf16 are copied as they are, those of f32 as [two terms](Element), each in panels of its own.
+//! Factors in bf16 are copied unchanged; those in f32 are copied as [two terms](Element), each in its own panels.
 
 use super::terms::Element;
 use super::tile::{DEPTH, SIDE, TILE};
@@ -12,28 +12,28 @@ use super::unit::Unit;
 use half::bf16;
 use std::ops::Range;
 
-/// A factor by its lines: rows of a, columns of b.
+/// A factor as lines: rows of a, columns of b.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Lines<'a, X> {
     pub data: &'a [X],
-    /// From one line to the next.
+    /// The stride from one line to the next.
     pub line: usize,
-    /// From [`SIDE`] lines to the next as many.
+    /// The stride from [`SIDE`] lines to the next [`SIDE`].
     pub panel: usize,
-    /// From one element of the depth to the next. This or `line` is 1.
+    /// The stride from one element of the depth to the next. This or `line` is 1.
     pub depth: usize,
-    /// It is b: pairs of the depth are what lies together.
+    /// Whether the factor is b, whose tiles hold pairs of the depth.
     pub is_b: bool,
 }
 
-/// Elements that the panels of so many lines have.
+/// Returns the number of elements in the panels of `lines` lines.
 pub(super) fn packed_len(lines: usize, depth: usize) -> usize {
     lines.div_ceil(SIDE) * depth.div_ceil(DEPTH) * TILE
 }
 
 impl<X: Element> Lines<'_, X> {
-    /// `lines` at `depth` as panels in `to`, zeros beyond both: the panels of the first term, then those of the
-    /// second. Returns how many terms are to be multiplied: one where the second are all zeros.
+    /// Packs `lines` at `depth` into panels in `to`, padded with zeros: first the panels of the first term, then those
+    /// of the second. Returns the number of terms to multiply: one if all second terms are zero.
     pub fn pack(
         self,
         unit: Unit,
@@ -53,8 +53,8 @@ impl<X: Element> Lines<'_, X> {
         let to = &mut to[..X::TERMS * len];
         match unit {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: these units are there only where AVX-512 is; the block lies inside the data, and its panels in
-            // `to`, as just asserted.
+            // SAFETY: these units exist only if the processor has AVX-512; the block is inside the data, and its panels
+            // are inside `to`, as just asserted.
             Unit::Amx | Unit::Avx512 => unsafe { x86::pack(self, lines, depth, to) },
             #[cfg(target_arch = "aarch64")]
             Unit::Neon => self.pack_plainly(lines, depth, to),
@@ -63,7 +63,7 @@ impl<X: Element> Lines<'_, X> {
         }
     }
 
-    /// Where a line begins.
+    /// Returns the offset of a line.
     fn at(&self, line: usize) -> usize {
         line / SIDE * self.panel + line % SIDE * self.line
     }
@@ -109,7 +109,8 @@ mod x86 {
     type Registers = [__m512i; SIDE];
 
     /// # Safety
-    /// AVX-512 with words, short vectors and bf16; the block lies inside the data, and its panels are `to`.
+    /// The processor must have AVX512-BW, AVX512-VL and AVX512-BF16; the block must be inside the data, and `to`
+    /// exactly its panels.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     pub unsafe fn pack<X: Element>(
         x: Lines<'_, X>,
@@ -119,11 +120,11 @@ mod x86 {
     ) -> usize {
         let len = to.len() / X::TERMS;
         let mut to = to.as_mut_ptr();
-        let mut seen = _mm512_setzero_si512(); // of second terms
+        let mut seen = _mm512_setzero_si512(); // bits of second terms
         for line in lines.clone().step_by(SIDE) {
             for k in depth.clone().step_by(DEPTH) {
                 let sizes = [lines.end - line, depth.end - k];
-                // SAFETY: a tile of the block, of which no more than these sizes is read; and a tile of each term.
+                // SAFETY: a tile of the block, of which at most `sizes` is read; `to` holds a tile of each term.
                 unsafe {
                     let from = x.data.as_ptr().add(x.at(line) + k * x.depth);
                     seen = _mm512_or_si512(seen, tile(x, from, sizes, to, len));
@@ -137,10 +138,11 @@ mod x86 {
         }
     }
 
-    /// Writes a tile of first terms to `to`, and one of second terms `len` further; returns what bits the second have.
+    /// Writes a tile of first terms to `to`, and one of second terms `len` elements further. Returns the OR of the bits
+    /// of the second terms.
     ///
     /// # Safety
-    /// As [`pack`]; `lines` by `length` are there from `from` on, and no more are read.
+    /// As [`pack`]; `lines` by `length` elements must be readable from `from` on, and no more are read.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn tile<X: Element>(
@@ -154,12 +156,13 @@ mod x86 {
         let is_along = x.depth == 1;
         let line_mask = u32::MAX >> DEPTH.saturating_sub(length);
         let pair_mask = u16::MAX >> SIDE.saturating_sub(lines);
-        // A register, asking for the one that follows it in memory: the processor does not foresee that.
+        // Reads a register and prefetches the one that follows it in memory, which the hardware prefetcher does not
+        // predict.
         let read = |i: usize| match is_along {
             true if i < lines => {
                 let from = from.wrapping_add(i * x.line);
                 _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(SIDE * x.line).cast());
-                // SAFETY: of a line that is there, the elements that are.
+                // SAFETY: only existing elements of an existing line are read.
                 unsafe { X::along(from, line_mask) }
             }
             false if 2 * i < length => {
@@ -168,17 +171,17 @@ mod x86 {
                     _mm_prefetch::<_MM_HINT_T0>(element.wrapping_add(2 * SIDE).cast());
                 }
                 let second = if 2 * i + 1 < length { pair_mask } else { 0 };
-                // SAFETY: of elements of the depth that are there, the lines that are.
+                // SAFETY: only existing lines of existing elements of the depth are read.
                 unsafe { X::across(from, x.depth, [pair_mask, second]) }
             }
             _ => [zero; 2],
         };
         let mut seen = zero;
-        // Lines along the depth are a's tile as they lie, pairs of lines across it b's.
+        // Contiguous lines are a's layout, and contiguous pairs of lines are b's: no transpose is needed.
         if is_along != x.is_b {
             for i in 0..SIDE {
                 let [first, second] = read(i);
-                // SAFETY: a line of either tile.
+                // SAFETY: a line of the tiles at `to`.
                 unsafe {
                     store(first, to.add(i * DEPTH));
                     if X::TERMS == 2 {
@@ -203,7 +206,7 @@ mod x86 {
             .take(X::TERMS)
         {
             for (i, register) in registers.into_iter().enumerate() {
-                // SAFETY: a line of either tile.
+                // SAFETY: a line of the tiles at `to`.
                 unsafe { store(register, to.add(term * len + i * DEPTH)) };
             }
         }
@@ -211,7 +214,7 @@ mod x86 {
     }
 
     /// # Safety
-    /// A line of a tile is writable; AVX-512.
+    /// A line of a tile must be writable at `to`; the processor must have AVX-512.
     #[inline]
     #[target_feature(enable = "avx512f")]
     unsafe fn store(line: __m512i, to: *mut bf16) {
@@ -219,7 +222,7 @@ mod x86 {
         unsafe { _mm512_storeu_si512(to.cast(), line) };
     }
 
-    /// A matrix of 16 x 16 pairs, transposed.
+    /// Transposes a matrix of 16 x 16 pairs.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn transposed(x: Registers) -> Registers {

@@ -1,16 +1,16 @@
-//! The terms of bf16 that elements of factors are sums of.
+//! Splitting of factors into sums of bf16 terms.
 
 use half::bf16;
 
-/// What factors are made of.
+/// An element of a factor, as a sum of bf16 terms.
 ///
-/// A number in bf16 is its own only term. One in f32, x, is the sum of two but for 2^-17 |x|: x rounded, and the rest,
-/// rounded, of at most 2^-8 |x|. Of infinities and NaNs there is no rest, nor of what rounds to an infinity.
+/// A bf16 number is its own only term. An f32 number x is the sum of two terms, up to an error of 2^-17 |x|: x rounded,
+/// and the rounded remainder, which is at most 2^-8 |x|. The remainder is 0 for infinities, NaNs and numbers that round
+/// to infinity.
 pub(in super::super) trait Element: Copy + Sync + Load {
-    /// How many terms.
     const TERMS: usize;
 
-    /// The terms; the second is 0 where there is but one.
+    /// Returns the terms; the second is 0 if there is only one.
     #[cfg(any(test, target_arch = "aarch64"))]
     fn terms(self) -> [bf16; 2];
 }
@@ -38,7 +38,7 @@ impl Element for f32 {
     }
 }
 
-/// Elsewhere they are read one by one.
+/// On other architectures elements are read one by one.
 #[cfg(not(target_arch = "x86_64"))]
 pub(in super::super) trait Load {}
 #[cfg(not(target_arch = "x86_64"))]
@@ -58,23 +58,23 @@ pub(super) mod x86 {
         _mm512_slli_epi32, _mm512_sub_ps, _mm512_test_epi32_mask,
     };
 
-    /// Reads a register of a tile: its first terms and, where there are any, its second.
+    /// Loads registers of a tile: first terms and, if the type has two, second terms.
     pub trait Load: Sized {
-        /// 32 elements of the depth that lie side by side, zeros where `mask` has none.
+        /// Loads 32 contiguous elements of the depth, with zeros where `mask` is 0.
         ///
         /// # Safety
-        /// What the mask has is readable; AVX-512 with words, short vectors and bf16.
+        /// The elements of the mask must be readable; the processor must have AVX512-BW, AVX512-VL and AVX512-BF16.
         unsafe fn along(from: *const Self, mask: u32) -> [__m512i; 2];
 
-        /// Two elements of the depth in turn, for 16 lines that lie side by side: the one from `from` on, and the one
-        /// `depth` further. Zeros where their masks have none.
+        /// Loads two elements of the depth, interleaved, for 16 contiguous lines: those at `from` and those `depth`
+        /// further. Zeros where their masks are 0.
         ///
         /// # Safety
         /// As [`along`](Self::along).
         unsafe fn across(from: *const Self, depth: usize, masks: [u16; 2]) -> [__m512i; 2];
     }
 
-    // No `map` of arrays here: it would be a call, and one of a function that has no such registers.
+    // `map` on arrays is avoided: it compiles to a call of a function without these target features.
     impl Load for bf16 {
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -116,7 +116,7 @@ pub(super) mod x86 {
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
         unsafe fn across(from: *const f32, depth: usize, masks: [u16; 2]) -> [__m512i; 2] {
-            /// An element of either half in turn.
+            /// The permutation that interleaves the elements of both halves.
             const IN_TURN: [u16; 32] = {
                 let mut order = [0; 32];
                 let mut i = 0;
@@ -126,7 +126,7 @@ pub(super) mod x86 {
                 }
                 order
             };
-            // SAFETY: the caller's promise; as many places as a register has.
+            // SAFETY: the caller's promise; IN_TURN has as many indices as a register has elements.
             unsafe {
                 let in_turn = _mm512_loadu_si512(IN_TURN.as_ptr().cast());
                 let [first, second] = terms(
@@ -141,12 +141,12 @@ pub(super) mod x86 {
         }
     }
 
-    /// The terms of two registers of f32, one after the other.
+    /// Returns the terms of two consecutive registers of f32.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     fn terms(x: __m512i, y: __m512i) -> [__m512i; 2] {
         let first = rounded(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y));
-        // Whether bits are set that bf16 does not have: none are in tiles that were widened.
+        // Tests whether any bits are set that bf16 does not have; none are in tiles that were widened from bf16.
         if _mm512_test_epi32_mask(_mm512_or_si512(x, y), _mm512_set1_epi32(0xFFFF)) == 0 {
             return [first, _mm512_setzero_si512()];
         }
@@ -155,7 +155,7 @@ pub(super) mod x86 {
         [first, rounded(of_x, of_y)]
     }
 
-    /// What rounding took from a register of f32; nothing of infinities and NaNs.
+    /// Returns the rounding errors of a register of f32; 0 for infinities and NaNs.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn rest(x: __m512i, rounded: __m256i) -> __m512 {
@@ -166,7 +166,7 @@ pub(super) mod x86 {
         _mm512_maskz_mov_ps(is_finite, rest)
     }
 
-    /// Two registers of f32, one after the other, in bf16.
+    /// Rounds two consecutive registers of f32 to bf16.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     fn rounded(x: __m512, y: __m512) -> __m512i {

@@ -1,28 +1,28 @@
-//! Tests of every unit that is there, and of the instructions' emulations, which are everywhere.
+//! Tests of every unit that this processor has, and of the emulations, on every processor.
 
 use super::super::matrix::{MatMut, MatRef};
 use super::super::threads::Threads;
 use super::emulated::Emulated;
+use super::matmul::{self};
 use super::output::Output;
 use super::pack::packed_len;
-use super::product::{self};
 use super::terms::Element;
 use super::tile::{Factors, PAIRS, SIDE, TILE, Tiles};
-use super::unit::{Unit, there};
+use super::unit::{Unit, available};
 use crate::kernels::cpu::Stored;
 use half::bf16;
 
 const EMULATIONS: [Emulated; 3] = [Emulated::Amx, Emulated::Avx512, Emulated::Neon];
 
-/// The units that are there, and all emulations.
+/// Returns the units that this processor has, and all emulations.
 fn units() -> Vec<Unit> {
-    let mut units = there();
+    let mut units = available();
     units.extend(EMULATIONS.map(Unit::Emulated));
     units
 }
 
-/// As the product is called, for c of either type.
-fn product<X: Element, C: Stored>(
+/// Calls [`matmul::matmul`] with c of either type.
+fn matmul<X: Element, C: Stored>(
     unit: Unit,
     a: MatRef<'_, X>,
     b: MatRef<'_, X>,
@@ -31,11 +31,11 @@ fn product<X: Element, C: Stored>(
     threads: Threads,
 ) {
     let c = Output::new(&mut c, accumulate).unwrap();
-    // SAFETY: c is this function's.
-    unsafe { product::product(unit, a, b, c, threads) };
+    // SAFETY: this function borrows c exclusively.
+    unsafe { matmul::matmul(unit, a, b, c, threads) };
 }
 
-/// A stream of numbers: xorshift.
+/// Returns the next number of a xorshift stream.
 fn bits(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -43,7 +43,7 @@ fn bits(state: &mut u64) -> u64 {
     *state
 }
 
-/// Evenly between -1 and 1.
+/// Returns `n` values, uniform between -1 and 1.
 fn values(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     (0..n)
@@ -55,7 +55,8 @@ fn rounded(x: &[f32]) -> Vec<bf16> {
     x.iter().map(|x| bf16::from_f32(*x)).collect()
 }
 
-/// Numbers of every exponent, signs, zeros and denormals among them; the large ones' products and sums stay finite.
+/// Returns numbers of every exponent and sign, with zeros and denormals. Products and sums of the large ones are
+/// finite.
 fn of_every_size(n: usize, state: &mut u64) -> Vec<bf16> {
     let number = |_| loop {
         let x = bf16::from_bits(bits(state) as u16);
@@ -66,17 +67,18 @@ fn of_every_size(n: usize, state: &mut u64) -> Vec<bf16> {
     (0..n).map(number).collect()
 }
 
-/// Alike in size, so that every addition rounds.
+/// Returns numbers of similar magnitude, so that every addition rounds.
 fn alike(n: usize, state: &mut u64) -> Vec<bf16> {
     let number = |_| bf16::from_f32((bits(state) % 1024) as f32 / 256.0 - 2.0);
     (0..n).map(number).collect()
 }
 
-/// Of every unit that is there: blocks of one and two tiles each way, of one and more steps, and sums that go on.
+/// For every unit that this processor has: blocks of one and two tiles in each direction, of one and more steps, from
+/// zero and accumulating.
 #[test]
 fn the_emulations_are_the_instructions_bit_by_bit() {
     let mut state = 0x9E37_79B9_7F4A_7C15;
-    for unit in there() {
+    for unit in available() {
         let emulated = match unit {
             #[cfg(target_arch = "x86_64")]
             Unit::Amx => Emulated::Amx,
@@ -123,14 +125,14 @@ fn the_emulations_are_the_instructions_bit_by_bit() {
     }
 }
 
-/// Denormals are zero on the way in and out.
+/// Denormal inputs and outputs are flushed to zero.
 #[test]
 fn denormals_are_flushed() {
     let one = |unit: Unit, x: f32, y: f32| {
         let mut c = [7f32];
         let [x, y] = [[bf16::from_f32(x)], [bf16::from_f32(y)]];
         let (a, b) = (MatRef::new(&x, 1, 1), MatRef::new(&y, 1, 1));
-        product(unit, a, b, MatMut::new(&mut c, 1, 1), false, Threads::One);
+        matmul(unit, a, b, MatMut::new(&mut c, 1, 1), false, Threads::One);
         c[0]
     };
     for unit in units() {
@@ -141,7 +143,7 @@ fn denormals_are_flushed() {
     }
 }
 
-/// A matrix of `rows` x `cols`, as it lies or as the transpose of what lies there.
+/// Returns a matrix of `rows` x `cols`: `data` as stored, or its transpose.
 fn view<T>(data: &[T], rows: usize, cols: usize, transposed: bool) -> MatRef<'_, T> {
     match transposed {
         false => MatRef::new(data, rows, cols),
@@ -151,7 +153,7 @@ fn view<T>(data: &[T], rows: usize, cols: usize, transposed: bool) -> MatRef<'_,
 
 const WAYS: [(bool, bool); 4] = [(false, false), (false, true), (true, false), (true, true)];
 
-/// Small integers, so that sums are exact and one rounding is all that is left: at, beside and beyond every edge.
+/// Small integers, for which sums are exact and only the last rounding remains; sizes at and around every block edge.
 #[test]
 fn products_are_exact_at_every_edge() {
     fn exact_for<C: Stored<Wide = f32>>(unit: Unit) {
@@ -176,7 +178,7 @@ fn products_are_exact_at_every_edge() {
                     let before = Vec::from_iter(before);
                     let mut c = before.clone();
                     let to = MatMut::band(&mut c, rows, cols, c_row);
-                    product(unit, a, b, to, accumulate, Threads::All);
+                    matmul(unit, a, b, to, accumulate, Threads::All);
                     for (i, value) in c.iter().enumerate() {
                         let (row, col) = (i / c_row, i % c_row);
                         let is_kept = accumulate || col >= cols;
@@ -219,7 +221,7 @@ fn the_bits_do_not_depend_on_the_threads() {
                     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
                     let mut c = values(rows * cols, 9);
                     let to = MatMut::new(&mut c, rows, cols);
-                    pool.unwrap().install(|| product(unit, a, b, to, true, how));
+                    pool.unwrap().install(|| matmul(unit, a, b, to, true, how));
                     c
                 };
                 let alone = with(1, Threads::One);
@@ -232,8 +234,8 @@ fn the_bits_do_not_depend_on_the_threads() {
     }
 }
 
-/// Beside rounding the exact product: in the root of the mean square, and relative to what is summed. What is left in
-/// f32 is within twice the errors of our own product in f32, whose chains are shorter.
+/// Compares with the rounded exact result, by root mean square and relative to the sum of magnitudes. In f32 the error
+/// is within twice that of the f32 micro-kernel, whose chains are shorter.
 #[test]
 fn errors_are_those_of_rounding_the_exact_product() {
     for unit in units() {
@@ -256,9 +258,9 @@ fn errors_are_those_of_rounding_the_exact_product() {
             let mut halves = vec![bf16::ZERO; rows * cols];
             let mut sums = vec![0f32; rows * cols];
             let to = MatMut::new(&mut halves, rows, cols);
-            product(unit, a, b, to, false, Threads::One);
+            matmul(unit, a, b, to, false, Threads::One);
             let to = MatMut::new(&mut sums, rows, cols);
-            product(unit, a, b, to, false, Threads::One);
+            matmul(unit, a, b, to, false, Threads::One);
             let best = exact.iter().map(|x| bf16::from_f64(*x).to_f64());
             let [ours, best] = [error(&wide(&halves)), error(&Vec::from_iter(best))];
             assert!(ours <= 1.1 * best, "{unit:?} at {depth}: {ours} for {best}");
@@ -267,7 +269,7 @@ fn errors_are_those_of_rounding_the_exact_product() {
             let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
             let mut in_f32 = vec![0f32; rows * cols];
             let to = MatMut::new(&mut in_f32, rows, cols);
-            super::super::packed::product(a, b, to, false, Threads::One);
+            super::super::packed::matmul(a, b, to, false, Threads::One);
             let of = |c: &[f32]| error(&Vec::from_iter(c.iter().map(|x| f64::from(*x))));
             let [ours, theirs] = [of(&sums), of(&in_f32)];
             assert!(ours <= 2.0 * theirs, "{unit:?}: {ours} for {theirs}");
@@ -275,7 +277,7 @@ fn errors_are_those_of_rounding_the_exact_product() {
     }
 }
 
-/// An emulation by hand: one pair of ones in a tile of zeros.
+/// Checks the emulations by hand: one pair of ones in a tile of zeros.
 #[test]
 fn a_pair_is_one_sum() {
     for it in EMULATIONS {
@@ -291,11 +293,11 @@ fn a_pair_is_one_sum() {
     }
 }
 
-/// Of f32, as sums of two terms: relative to what is summed, no more than the terms leave out and f32's sums lose; and
-/// at every edge.
+/// f32 as sums of two terms: the error, relative to the sum of magnitudes, is at most what the terms leave out plus the
+/// rounding of f32 sums; at every block edge.
 #[test]
 fn products_of_two_terms() {
-    const LEFT_OUT: f64 = 1.0 / 32768.0; // 2^-17 of either factor, and both second terms' product, 2^-16
+    const LEFT_OUT: f64 = 1.0 / 32768.0; // 2^-17 per factor, and 2^-16 for the omitted product of second terms
     for unit in units() {
         for (rows, depth, cols) in [(1, 1, 1), (48, 64, 40), (17, 33, 15), (33, 515, 35)] {
             let (x, y) = (values(rows * depth, 5), values(depth * cols, 6));
@@ -306,7 +308,7 @@ fn products_of_two_terms() {
                     let before = values(rows * cols, 7);
                     let mut c = before.clone();
                     let to = MatMut::new(&mut c, rows, cols);
-                    product(unit, a, b, to, accumulate, Threads::All);
+                    matmul(unit, a, b, to, accumulate, Threads::All);
                     for (i, c) in c.into_iter().enumerate() {
                         let (row, column) = (i / cols, i % cols);
                         let term = |k: usize| {
@@ -331,7 +333,8 @@ fn products_of_two_terms() {
     }
 }
 
-/// Numbers that bf16 holds have one term: the bits are those of the product of bf16, and of its transpose.
+/// Numbers that bf16 represents have one term: the result has the same bits as that of bf16 factors, and of its
+/// transpose.
 #[test]
 fn second_terms_of_zeros_change_nothing() {
     let (rows, depth, cols) = (40, 70, 50);
@@ -342,7 +345,7 @@ fn second_terms_of_zeros_change_nothing() {
             let mut c = vec![0f32; rows * cols];
             let (a, b) = (MatRef::new(x, rows, depth), MatRef::new(y, depth, cols));
             match transposed {
-                false => product(
+                false => matmul(
                     unit,
                     a,
                     b,
@@ -352,7 +355,7 @@ fn second_terms_of_zeros_change_nothing() {
                 ),
                 true => {
                     let to = MatMut::new(&mut c, cols, rows);
-                    product(unit, b.t(), a.t(), to, false, Threads::One);
+                    matmul(unit, b.t(), a.t(), to, false, Threads::One);
                 }
             }
             c
@@ -360,10 +363,10 @@ fn second_terms_of_zeros_change_nothing() {
         let mut wanted = vec![0f32; rows * cols];
         let (a, b) = (MatRef::new(&x, rows, depth), MatRef::new(&y, depth, cols));
         let to = MatMut::new(&mut wanted, rows, cols);
-        product(unit, a, b, to, false, Threads::One);
+        matmul(unit, a, b, to, false, Threads::One);
         let [x, y] = [&x, &y].map(|x| Vec::from_iter(x.iter().map(|x| x.to_f32())));
         assert!(run(&x, &y, false) == wanted, "{unit:?}");
-        // One factor of two terms, left or right: attention's scores have the same bits in both passes.
+        // One factor with two terms, left or right: attention's scores have the same bits in both passes.
         let y = values(depth * cols, 6);
         let (straight, across) = (run(&x, &y, false), run(&x, &y, true));
         for (i, value) in straight.iter().enumerate() {
@@ -374,7 +377,8 @@ fn second_terms_of_zeros_change_nothing() {
     }
 }
 
-/// They reach their rows and no others. An infinity times a number of two terms, whose signs may differ, may be NaN.
+/// Infinities and NaNs reach their own rows and no others. Infinity times a number of two terms of different sign may
+/// be NaN.
 #[test]
 fn infinities_and_nans_are_kept() {
     let (rows, depth, cols) = (3, 40, 5);
@@ -403,8 +407,8 @@ fn infinities_and_nans_are_kept() {
             };
             let to = MatMut::new(&mut c, to_rows, to_cols);
             match is_right {
-                false => product(unit, x, y, to, false, Threads::One),
-                true => product(unit, y_t, x.t(), to, false, Threads::One),
+                false => matmul(unit, x, y, to, false, Threads::One),
+                true => matmul(unit, y_t, x.t(), to, false, Threads::One),
             }
             for (i, got) in c.into_iter().enumerate() {
                 let row = if is_right { i % rows } else { i / cols };

@@ -1,34 +1,31 @@
-//! Tiles, and blocks of them: what a unit multiplies.
+//! Tile and block sizes of the bf16 units.
 
 use half::bf16;
 
-/// Rows or columns of a tile.
+/// The number of rows or columns of a tile.
 pub(in super::super) const SIDE: usize = 16;
 
-/// Elements of the depth in a tile.
+/// The depth of a tile.
 pub(super) const DEPTH: usize = 32;
 
-/// Pairs of the depth in a tile.
+/// The number of pairs in the depth of a tile.
 pub(super) const PAIRS: usize = DEPTH / 2;
 
-/// Elements of a tile of a factor.
+/// The number of elements in a tile of a factor.
 pub(super) const TILE: usize = SIDE * DEPTH;
 
-/// Rows and columns of the largest block that a unit computes.
+/// The number of rows and columns of the largest block that a unit computes.
 pub(super) const BLOCK: usize = 2 * SIDE;
 
-/// The packed factors of a block.
 #[derive(Clone, Copy)]
 pub(super) struct Factors {
-    /// Panels of a.
     pub a: *const bf16,
-    /// From one to the next.
+    /// The stride from one panel of a to the next.
     pub a_panel: usize,
-    /// Panels of b.
     pub b: *const bf16,
-    /// From one to the next.
+    /// The stride from one panel of b to the next.
     pub b_panel: usize,
-    /// Tiles of a panel.
+    /// The number of tiles in a panel.
     pub steps: usize,
 }
 

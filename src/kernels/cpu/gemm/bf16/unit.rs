@@ -1,4 +1,4 @@
-//! Which of the processor's instructions multiply bf16 here.
+//! Detection and choice of the processor's bf16 matmul instructions.
 
 #[cfg(test)]
 use super::emulated::Emulated;
@@ -15,62 +15,60 @@ use half::bf16;
 use std::any::TypeId;
 use std::sync::OnceLock;
 
-/// What multiplies.
+/// A set of instructions that multiplies bf16 matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unit {
-    /// AMX-BF16, which the system has granted.
+    /// AMX-BF16, with the system's permission.
     #[cfg(target_arch = "x86_64")]
     Amx,
-    /// AVX512-BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AArch64's instructions for bf16.
+    /// AArch64's bf16 instructions.
     #[cfg(target_arch = "aarch64")]
     Neon,
-    /// Plain code.
     #[cfg(test)]
     Emulated(Emulated),
 }
 
-/// The unit that products of bf16 run on, found once; `None` where they are widened to f32.
+/// Returns the unit that bf16 matmuls run on, detected once; `None` if they are widened to f32.
 ///
-/// AMX-BF16 wherever it is granted. AVX512-BF16 on processors of AMD, where it multiplies at twice f32's rate, and not
-/// on Intel's, where it does not: by the maker and not by measuring, for the choice decides about bits, and these shall
-/// be the same in every run on a machine. AArch64's only where it is asked for: its speed has not been measured.
-/// [`bf16_products`](crate::hardware::bf16_products) says how to choose another.
+/// AMX-BF16 is used wherever it is permitted. AVX512-BF16 is used on AMD processors, where it has twice the rate of
+/// f32, but not on Intel's, where it does not reach that rate. The choice goes by vendor and is not measured, because
+/// it decides about bits, and every run on a machine must have the same. AArch64's instructions are used only on
+/// request: their speed has not been measured. [`bf16_products`](crate::hardware::bf16_products) describes how to
+/// choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
-    *UNIT.get_or_init(|| wanted_or(Unit::is_faster))
+    *UNIT.get_or_init(|| named_or(Unit::is_faster))
 }
 
-/// The unit that tiles in f32 which were made of `T`s are multiplied by, as sums of two terms: attention's, where `T`
-/// is bf16 and heads are `head_dim` wide.
+/// Returns the unit that multiplies f32 tiles as sums of two terms, for attention on `T` with heads of `head_dim`
+/// elements; `None` if tiles are multiplied in f32.
 ///
-/// AMX for heads of [`WIDE`] elements and more: packing takes longer than it saves for narrower ones. `None` where
-/// tiles are multiplied in f32, which is as fast as two terms are on other units. A unit that the variable names is
-/// taken for any.
+/// It is AMX for bf16 and heads of [`WIDE`] elements and more: for narrower heads, packing costs more than it saves. On
+/// other units two terms are no faster than f32. A unit that the environment variable names is used for any width.
 pub(crate) fn unit_of_tiles<T: 'static>(head_dim: usize) -> Option<Unit> {
-    /// The unit, and the narrowest heads that it is for.
+    /// The unit, and the narrowest heads that use it.
     static UNIT: OnceLock<(Option<Unit>, usize)> = OnceLock::new();
     if TypeId::of::<T>() != TypeId::of::<bf16>() {
         return None;
     }
     let (unit, narrowest) = *UNIT.get_or_init(|| {
-        let is_named = std::env::var_os(WANTED).is_some();
-        let unit = wanted_or(Unit::is_fast_in_two_terms);
+        let is_named = std::env::var_os(UNIT_VARIABLE).is_some();
+        let unit = named_or(Unit::is_fast_in_two_terms);
         (unit, if is_named { 0 } else { WIDE })
     });
     unit.filter(|_| head_dim >= narrowest)
 }
 
-/// The narrowest heads whose attention gained by AMX where it was measured: of 32 it took 1.1 times as long as in f32,
-/// of 64 0.86, of 128 0.81 (Sapphire Rapids).
+/// The narrowest heads whose attention is faster with AMX. Measured time relative to f32: 1.1 for 32 elements, 0.86 for
+/// 64, 0.81 for 128 (Sapphire Rapids).
 const WIDE: usize = 64;
 
-/// The unit that [`WANTED`] names if it is there, or the first that is `chosen`.
-fn wanted_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
-    let mut there = there().into_iter();
-    match std::env::var(WANTED).ok().as_deref() {
+/// Returns the unit that [`UNIT_VARIABLE`] names, if this processor has it; without the variable, the first that is `chosen`.
+fn named_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
+    let mut there = available().into_iter();
+    match std::env::var(UNIT_VARIABLE).ok().as_deref() {
         None => there.find(chosen),
         Some(name) => {
             there.find(|unit| unit.name().is_some_and(|it| it.eq_ignore_ascii_case(name)))
@@ -78,17 +76,17 @@ fn wanted_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
     }
 }
 
-/// Names the unit in place of the rule.
-const WANTED: &str = "TALLOW_BF16_PRODUCTS";
+/// The environment variable that names a unit.
+const UNIT_VARIABLE: &str = "TALLOW_BF16_PRODUCTS";
 
-/// The units that are there, those that are granted, the fastest first.
-pub(super) fn there() -> Vec<Unit> {
+/// Returns the units that this processor has and the system permits, the fastest first.
+pub(super) fn available() -> Vec<Unit> {
     #[cfg(target_arch = "x86_64")]
     if std::is_x86_feature_detected!("avx512bw") && std::is_x86_feature_detected!("avx512vl") {
         let has = half_arithmetic();
         let amx = has.contains(&HalfArithmetic::AmxBf16) && is_granted();
         let avx512 = has.contains(&HalfArithmetic::Avx512Bf16);
-        // Tiles come with the other: it rounds what they sum.
+        // AMX also needs AVX512-BF16, which rounds the sums of its tiles.
         let units = [(amx && avx512, Unit::Amx), (avx512, Unit::Avx512)];
         return units
             .into_iter()
@@ -102,23 +100,23 @@ pub(super) fn there() -> Vec<Unit> {
     Vec::new()
 }
 
-/// Asks the system to keep the tiles in the state of this process's threads.
+/// Asks the system to save tile registers in the state of this process's threads.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn is_granted() -> bool {
     const REQUEST_PERMISSION: libc::c_long = 0x1023;
     const TILE_DATA: libc::c_long = 18;
-    // SAFETY: a request that changes what this process may do, and none of its memory.
+    // SAFETY: the request changes a permission of this process, not its memory.
     unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 }
 }
 
-/// Tiles are used on Linux alone.
+/// Tiles are used only on Linux.
 #[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
 fn is_granted() -> bool {
     false
 }
 
 impl Unit {
-    /// The unit by the name that users know.
+    /// Returns the unit's public name.
     pub fn arithmetic(self) -> Option<HalfArithmetic> {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -132,12 +130,12 @@ impl Unit {
         }
     }
 
-    /// What it takes to multiply on this thread, until that is dropped.
+    /// Prepares this thread for multiplying, until the session is dropped.
     pub(super) fn start(self) -> Session {
         Session {
             unit: self,
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: this unit is there only where it is granted; kernels do not call each other.
+            // SAFETY: this unit exists only with permission; kernels do not nest.
             _registers: (self == Self::Amx).then(|| unsafe { Registers::new() }),
         }
     }
@@ -146,12 +144,12 @@ impl Unit {
         Some(self.arithmetic()?.name())
     }
 
-    /// Whether it is faster than f32 with twice the terms.
+    /// Returns whether the unit is faster than f32 even with two terms.
     fn is_fast_in_two_terms(&self) -> bool {
         self.arithmetic() == Some(HalfArithmetic::AmxBf16)
     }
 
-    /// Whether it is faster than widening.
+    /// Returns whether the unit is faster than widening to f32.
     fn is_faster(&self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -159,14 +157,13 @@ impl Unit {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => is_amd(),
             #[cfg(target_arch = "aarch64")]
-            Self::Neon => false, // not known
+            Self::Neon => false, // not measured
             #[cfg(test)]
             Self::Emulated(_) => false,
         }
     }
 }
 
-/// A unit that is ready.
 pub(super) struct Session {
     unit: Unit,
     #[cfg(target_arch = "x86_64")]
@@ -174,13 +171,13 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// `sums = a b`, or `sums += a b` where `adds`, of as many tiles as `tiles` says: sums as tiles (2, 2).
+    /// Computes `sums = a b`, or `sums += a b` if `adds`, for a block of `tiles`: sums as tiles (2, 2).
     ///
     /// # Safety
-    /// The factors are readable for their steps, which are one at least, and the sums writable.
+    /// The factors must be readable for their steps, of which there is at least one, and the sums writable.
     #[inline]
     pub unsafe fn multiply(&self, factors: Factors, tiles: Tiles, sums: *mut f32, adds: bool) {
-        // SAFETY: the caller's promise; the unit is there, and ready.
+        // SAFETY: the caller's promise; the processor has the unit, and it is ready.
         unsafe {
             match self.unit {
                 #[cfg(target_arch = "x86_64")]
@@ -199,7 +196,7 @@ impl Session {
 #[cfg(target_arch = "x86_64")]
 fn is_amd() -> bool {
     use std::arch::x86_64::__cpuid;
-    // A safe function on newer compilers, unsafe on those before.
+    // A safe function in newer compilers, unsafe in older ones.
     #[allow(unused_unsafe)]
     // SAFETY: every x86-64 processor has the instruction.
     let leaf = unsafe { __cpuid(0) };

@@ -54,7 +54,7 @@ pub fn forward<X: Stored<Wide = Y::Wide>, Y: Stored>(
     }
 }
 
-/// Returns what a row's normed elements are multiplied by.
+/// Returns the factors of a row's normed elements: the weight, or 1 + weight.
 fn factors_of<W: Real>(norm: Norm, weight: &[W]) -> Cow<'_, [W]> {
     match norm {
         Norm::Rms | Norm::Layer => weight.into(),
@@ -75,7 +75,7 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     let statistics = Shared::new(outputs.statistics);
     let branch = branch.map(|of| (of.branch, Shared::new(of.sum)));
     parallel::for_rows(outputs.y, width, |first, y| {
-        let mut room = Room::<X>::new(width);
+        let mut wide_row = WideRow::<X>::new(width);
         simd::vectorized(
             #[inline(always)]
             || {
@@ -83,12 +83,12 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
                     let at = (first + i) * width;
                     let mut row = &x[at..at + width];
                     if let Some((branch, sum)) = &branch {
-                        // SAFETY: this task's rows.
+                        // SAFETY: only this task has these rows.
                         let sum = unsafe { sum.range(at, width) };
                         add_row(row, &branch[at..at + width], sum);
                         row = sum;
                     }
-                    let x = room.wide(row);
+                    let x = wide_row.wide(row);
                     let [mean, rstd] = moments::<Y::Wide, CENTERED>(x, block_of::<X>(width), eps);
                     // SAFETY: as above.
                     let statistics = unsafe { statistics.range((first + i) * kept, kept) };
@@ -102,9 +102,9 @@ fn forward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
 }
 
 /// A buffer for a row that is converted to the dtype of the computation.
-struct Room<S: Stored>(Vec<S::Wide>);
+struct WideRow<S: Stored>(Vec<S::Wide>);
 
-impl<S: Stored> Room<S> {
+impl<S: Stored> WideRow<S> {
     fn new(width: usize) -> Self {
         let is_wide = S::as_wide(&[]).is_some();
         Self(vec![S::Wide::ZERO; if is_wide { 0 } else { width }])
@@ -305,10 +305,10 @@ fn backward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
     };
     let sums = Shared::new(&mut *partials);
     parallel::for_tasks(rows.div_ceil(BLOCK_ROWS), |task| {
-        // SAFETY: this task's part.
+        // SAFETY: only this task has these sums.
         let sums = unsafe { sums.range(task * kept * width, kept * width) };
-        let (mut of_x, mut of_dy) = (Room::<X>::new(width), Room::<Y>::new(width));
-        let mut of_dx = Room::<X>::new(width);
+        let (mut of_x, mut of_dy) = (WideRow::<X>::new(width), WideRow::<Y>::new(width));
+        let mut of_dx = WideRow::<X>::new(width);
         simd::vectorized(
             #[inline(always)]
             || {
@@ -318,7 +318,7 @@ fn backward_rows<X: Stored<Wide = Y::Wide>, Y: Stored, const CENTERED: bool>(
                     let at = row * width;
                     let moments = [statistics[row * kept], statistics[row * kept + kept - 1]];
                     let x = of_x.wide(&x[at..at + width]);
-                    // SAFETY: this task's rows.
+                    // SAFETY: only this task has these rows.
                     let dx = unsafe { dx.range(at, width) };
                     let mut gradient = |dy: &[Y]| {
                         let inputs = [of_dy.wide(dy), x, weight];

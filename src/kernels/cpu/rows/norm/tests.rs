@@ -1,4 +1,4 @@
-//! Against the formulas in f64, and against a sum and a norm one after the other.
+//! Tests of norms against the formulas in f64, and against a separate addition and norm.
 
 use super::*;
 use half::bf16;
@@ -10,7 +10,7 @@ fn wave(n: usize, phase: f32) -> Vec<f32> {
     (0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect()
 }
 
-/// Rows and what they are normed with.
+/// A norm with its sizes and parameters.
 struct Case {
     norm: Norm,
     rows: usize,
@@ -44,7 +44,7 @@ impl Case {
         }
     }
 
-    /// y and statistics.
+    /// Returns y and the statistics.
     fn forward<X, Y>(&self, x: &[X], branch: Option<Branch<'_, X, Y>>) -> (Vec<Y>, Vec<f32>)
     where
         X: Stored<Wide = f32>,
@@ -60,7 +60,7 @@ impl Case {
         (y, statistics)
     }
 
-    /// dx, dw and db; added to `before`, if there is something.
+    /// Returns dx, dw and db; added to `before`, if it is set.
     fn backward<X, Y>(
         &self,
         dy: OutputGradient<'_, Y>,
@@ -72,7 +72,7 @@ impl Case {
         X: Stored<Wide = f32>,
         Y: Stored<Wide = f32>,
     {
-        let value = before.unwrap_or(f32::NAN); // not read where nothing is added
+        let value = before.unwrap_or(f32::NAN); // not read unless gradients are added
         let mut dx = vec![X::from_f64(value.into()); x.len()];
         let (mut dw, mut db) = (vec![value; self.width], vec![value; self.bias.len()]);
         let adds = before.is_some();
@@ -90,7 +90,7 @@ impl Case {
         [dx.iter().map(|x| x.to_f64() as f32).collect(), dw, db]
     }
 
-    /// y, dx, dw and db by the formulas, in f64.
+    /// Returns y, dx, dw and db by the formulas, in f64.
     fn exact(&self, x: &[f64], dy: &[f64]) -> [Vec<f64>; 4] {
         let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
         let (mut weight, bias) = (wide(&self.weight), wide(&self.bias));
@@ -127,7 +127,7 @@ impl Case {
     }
 }
 
-/// By norm: the error is so small a part of the values.
+/// Checks that the relative error, by L2 norm, is at most `tolerance`.
 fn assert_near(got: &[f32], wanted: &[f64], tolerance: f64, what: &str) {
     let square = |x: f64| x * x;
     let all = wanted.iter().map(|x| square(*x)).sum::<f64>().sqrt();
@@ -139,7 +139,7 @@ fn assert_near(got: &[f32], wanted: &[f64], tolerance: f64, what: &str) {
     assert!(error <= tolerance * all + 1e-6, "{what}: {error} of {all}");
 }
 
-/// Forward and backward are the formulas, for rows of every kind of length, in f32 and in half precision.
+/// Compares forward and backward with the formulas, for rows of various lengths, in f32 and in half precision.
 #[test]
 fn as_the_formulas() {
     for case in Case::all(&[(1, 1), (3, 24), (33, 40), (100, 512), (257, 129), (5, 1100)]) {
@@ -168,8 +168,8 @@ fn as_the_formulas() {
     }
 }
 
-/// The same bits as a sum and a norm one after the other; a gradient that becomes the output gives the same gradients,
-/// and what they are added to stays.
+/// Checks for the same bits as a separate addition and norm. A gradient that becomes the output must give the same
+/// gradients, and accumulation must keep the earlier values.
 #[test]
 fn as_the_unfused() {
     for case in Case::all(&[(1, 1), (3, 24), (33, 40), (100, 512), (257, 129)]) {
@@ -212,7 +212,7 @@ fn as_the_unfused() {
     }
 }
 
-/// A narrower branch, norm and gradient are those of f32, rounded once; rows of more than a block too.
+/// With a narrower branch, norm and gradient must be those of f32, rounded once; also for rows of more than a block.
 #[test]
 fn narrow_beside_wide() {
     for case in Case::all(&[(3, 24), (33, 40), (5, 1100)]) {

@@ -1,53 +1,50 @@
-// Flash attention, backward, of f32 on tensor cores: dq, dk and dv from the log-sum-exps of forward, on mma.sync (sm_80
-// and up). Behind ../common.cuh, ../backward.cuh and products.cuh, with ELEMENT=f32. How PRODUCTS
-// multiply f32 is said there.
+// Flash attention, backward, in f32 on tensor cores: dq, dk and dv from the log-sum-exps of forward, by mma.sync (sm_80
+// and up). Included after ../common.cuh, ../backward.cuh and tf32.cuh, which explains TF32_MATMULS; ELEMENT=f32.
 //
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
 //   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (2, B, H, Tq): f32, and what rounding took from it, which is nothing beside TF32's rounding;  rounded_off: null
+//   lse (2, B, H, Tq): f32: lse and its rounding error, which is negligible next to TF32's;  rounding_error: null
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
-//   dropout: see dropped.cuh; what is dropped is 0 in P for dV, and in dP
-// Scratch, all of it written before it is read:
+//   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
+// Scratch, which needs no initial values:
 //   statistics (B, H, ceil(Tq / QUERIES), STATISTICS * QUERIES): f32, see ../backward.cuh
-//   turns (B, H, ceil(Tq / QUERIES)) and one more: int
+//   turns (B, H, ceil(Tq / QUERIES)), and the ticket: int
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //
-// Three kernels, one after the other:
-//   flash_backward_prepare  statistics, turns        grid  max(ceil(rows of statistics / PREPARE_ROWS), ceil((number of
-//   turns) / 256))
-//                                                    block 256
-//   flash_backward          dk, dv, dq_sums          grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
-//                           dynamic shared memory    BACKWARD_SHARED bytes
-//   flash_backward_finish   dq                       grid  ceil(Tq / QUERIES) * B * H   block 256
+// Three kernels run in this order:
+//   flash_backward_prepare  statistics, turns      grid  max(ceil(rows / PREPARE_ROWS), ceil(turns / 256))
+//                                                  block 256, rows B * H * ceil(Tq / QUERIES) * QUERIES
+//   flash_backward          dk, dv, dq_sums        grid  ceil(Tk / KEYS) * B * Hkv    block 32 * WARPS
+//                           dynamic shared memory  BACKWARD_SHARED bytes
+//   flash_backward_finish   dq                     grid  ceil(Tq / QUERIES) * B * H   block 256
 //
-// A block has KEYS keys, whose dK and dV stay in its warps' registers, and walks over the queries of all heads that
-// share them. A warp has 16 keys: it computes S^T and dP^T for them, so that P^T and dS^T are the left factors of dV
-// and dK in the registers where they were made. Only dS goes through shared memory, for dQ, whose sum over the keys
-// runs over warps and blocks; the next queries are copied meanwhile. That sum is taken in the order of the keys: a
-// block adds to a tile of dq_sums when it is its turn, so the bits are the same each time. Blocks take their work by
-// ticket in the order of keys, so who is waited for runs already, a tile ahead.
+// A block has KEYS keys, whose dK and dV stay in its warps' registers, and loops over the queries of all heads that
+// share them. A warp has 16 keys. It computes their S^T and dP^T, so P^T and dS^T are the left operands of dV and dK in
+// the registers where they were computed. Only dS is written to shared memory, for dQ, whose sum over the keys spans
+// warps and blocks; the next queries are copied meanwhile. That sum has the order of the keys: a block adds to a tile
+// of dq_sums when it is its turn, so every run has the same bits. Blocks take their keys in order, by ticket, so a
+// block only waits for blocks that already run, a tile ahead.
 //
 // 10 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef SHARE // warps that have the same keys and share the columns of dK and dV
-#define SHARE (HEAD_DIM == 256 ? 2 : 1)
+#ifndef WARPS_PER_KEY_GROUP // warps that have the same keys and share the columns of dK and dV
+#define WARPS_PER_KEY_GROUP (HEAD_DIM == 256 ? 2 : 1)
 #endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
 #endif
-constexpr int WARPS = KEYS / 16 * SHARE, THREADS = 32 * WARPS;
+constexpr int WARPS = KEYS / 16 * WARPS_PER_KEY_GROUP, THREADS = 32 * WARPS;
 constexpr int N = QUERIES / 8;              // blocks of 8 queries
-constexpr int WARP_DIMS = HEAD_DIM / SHARE; // columns of dK and dV that a warp has
+constexpr int WARP_DIMS = HEAD_DIM / WARPS_PER_KEY_GROUP; // columns of dK and dV per warp
 constexpr int DS_PITCH = QUERIES + 4;       // floats from row to row of dS^T
 constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES; // of 32 x GROUP_DIMS
 constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + KEYS * DS_PITCH + STATISTICS * QUERIES) * 4 + 16;
-static_assert(STATISTICS == (PRODUCTS == 3 ? 3 : 2), "lse, delta, and what rounding took from lse where that counts");
+static_assert(STATISTICS == (TF32_MATMULS == 3 ? 3 : 2), "lse, delta, and what rounding took from lse where that counts");
 static_assert(KEYS % 16 == 0 && QUERIES % 32 == 0 && WARP_DIMS % GROUP_DIMS == 0, "tiles of whole blocks");
 
-// Starts to copy a tile of Q and dO (QUERIES, PITCH), of the query_tiles that a head has, and their
-// statistics.
+// Starts to copy a tile of Q and dO (QUERIES, PITCH) with its statistics. A head has `query_tiles` tiles.
 __device__ __forceinline__ void copy_queries(const BackwardArguments& arguments, Place from, int query_tiles,
                                              float* q_tile, float* d_out_tile, float* statistics) {
     const Sizes& sizes = arguments.sizes;
@@ -85,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     if (threadIdx.x == 0) *ticket = atomicAdd(arguments.turns + sizes.batch * sizes.heads * query_tiles, 1);
     __syncthreads();
-    // The first keys first: with a causal mask most queries see them.
+    // The first keys come first: with a causal mask most queries attend to them.
     int kv_head_in_all, key_tile;
-    place(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
+    locate_ticket(*ticket, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head_in_all, key_tile);
     const int batch = kv_head_in_all / sizes.kv_heads, kv_head = kv_head_in_all % sizes.kv_heads;
     const int first_key = key_tile * KEYS, keys = min(KEYS, sizes.keys - first_key);
 
-    // Tiles of queries that see a key of this block, head after head of the group.
+    // The tiles of queries that attend to a key of this block, for each head of the group.
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
     const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
@@ -108,11 +105,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (steps > 0) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
 
     // This warp's keys, and its columns of dK and dV.
-    const int warp_key = warp / SHARE * 16, warp_dim = warp % SHARE * WARP_DIMS;
+    const int warp_key = warp / WARPS_PER_KEY_GROUP * 16, warp_dim = warp % WARPS_PER_KEY_GROUP * WARP_DIMS;
     const u32 k_left = left_blocks(k_tile + warp_key * PITCH, lane),
               v_left = left_blocks(v_tile + warp_key * PITCH, lane);
     const u32 q_right = right_blocks(q_tile, lane), d_out_right = right_blocks(d_out_tile, lane);
-    const int in_group = quad_column * PITCH + quad_row * GROUP; // read_group's place
+    const int in_group = quad_column * PITCH + quad_row * GROUP; // the lane's offset for read_group
     const float *const my_q = q_tile + in_group + warp_dim, *const my_d_out = d_out_tile + in_group + warp_dim;
     float* const my_ds = ds_tile + (warp_key + quad_row) * DS_PITCH + quad_column;
     const float to_log2 = exponent_of_score(sizes);
@@ -120,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     float dk[1][WARP_DIMS / 8][4] = {}, dv[1][WARP_DIMS / 8][4] = {};
 
-    // dQ from dS, added to dq_sums. Of 32 rows a lane reads four neighbours at once: row i of two blocks of 16 is 4 i,
-    // and row 8 + i is 4 i + 1, in the first; 4 i + 2 and 4 i + 3 in the second.
+    // Adds dQ, from dS, to dq_sums. A lane reads four adjacent of 32 rows together: in the first of two blocks of 16,
+    // row i is 4 i and row 8 + i is 4 i + 1; in the second they are 4 i + 2 and 4 i + 3.
     auto multiply_dq = [&](int number) {
         const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
         for (int tile = warp; tile < DQ_TILES; tile += WARPS) {
@@ -154,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
 
     int* const turns = arguments.turns;
-    int sums_now = 0, sums_before = 0; // the numbers of this step's tile of dq_sums and of the one before
+    int sums_now = 0, sums_before = 0; // the numbers of the tiles of dq_sums of this step and of the one before
     for (int step = 0; step < steps; step++) {
         const int first_query = next.tile * QUERIES, head_in_all = next.head;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
@@ -166,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
         round_tile<QUERIES, THREADS>(q_tile);
         round_tile<QUERIES, THREADS>(d_out_tile);
-        __syncthreads(); // Q and dO of this step have arrived, dQ of the one before is added
+        __syncthreads(); // Q and dO of this step have arrived, dQ of the step before is added
         int turn = 0;
         if (threadIdx.x == 0) {
             turn = read_turn(turns + sums_now);
-            fence(); // for what is read above as for what is written below
+            fence(); // for the read above and the write below
             if (step > 0) write_turn(turns + sums_before, key_tile + 1);
         }
 
@@ -182,19 +179,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int n = 0; n < N; n++) cap_scores(s[0][n], sizes);
         }
 
-        // Do all queries of the tile see all keys of the warp?
+        // Whether some query of the tile does not attend to all keys of the warp.
         if (first_query + sizes.offset < first_key + warp_key + 15 || keys < KEYS) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int key = warp_key + quad_row + i / 2 * 8;
-                // The first query, counted from this thread's first, that sees the key.
+                // The first query, counted from this thread's first, that attends to the key.
                 const int visible = (key < keys ? first_key + key - sizes.offset : sizes.queries + QUERIES) -
                                     first_query - quad_column - i % 2;
 #pragma unroll
                 for (int n = 0; n < N; n++) s[0][n][i] = n * 8 >= visible ? s[0][n][i] : -INFINITE;
             }
         }
-        // Do some begin after keys of the warp?
+        // Whether some queries have first keys after the warp's first key.
         if (FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key) {
 #pragma unroll
             for (int n = 0; n < N; n++)
@@ -213,12 +210,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (DROPOUT && n % 2 == 0)
                 dropped.by_keys(stay, head_in_all, first_key + warp_key, first_query + n * 8, lane);
             const float4 row = read4(statistics + (n * 8 + quad_column) * 2); // lse, delta, lse, delta
-            float2 rest = make_float2(0, 0); // of either lse
-            if (PRODUCTS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
+            float2 rest = make_float2(0, 0); // the rounding errors of both lse
+            if (TF32_MATMULS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float exponent = fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x);
-                if (PRODUCTS == 3) exponent -= i % 2 ? rest.y : rest.x;
+                if (TF32_MATMULS == 3) exponent -= i % 2 ? rest.y : rest.x;
                 const float p = power_of_2(exponent);
                 const bool stays = !DROPOUT || stay[n % 2] >> 8 * (i % 2 * 2 + i / 2) & 1;
                 const float of_dp = DROPOUT ? stays ? dp[0][n][i] * arguments.dropout.scale : 0 : dp[0][n][i];
@@ -226,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 s[0][n][i] = stays ? rounded(p) : 0;
                 dp[0][n][i] = rounded(p * (of_dp - (i % 2 ? row.w : row.y)) * slope);
             }
-            if (SHARE == 1 || warp_dim == 0) {
+            if (WARPS_PER_KEY_GROUP == 1 || warp_dim == 0) {
                 *reinterpret_cast<float2*>(my_ds + n * 8) = make_float2(dp[0][n][0], dp[0][n][1]);
                 *reinterpret_cast<float2*>(my_ds + n * 8 + 8 * DS_PITCH) = make_float2(dp[0][n][2], dp[0][n][3]);
             }
@@ -239,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             while (turn < key_tile);
             fence();
         }
-        __syncthreads(); // dS is written, Q and dO are not read any more, and it is this block's turn
+        __syncthreads(); // dS is written, Q and dO are no longer read, and it is this block's turn
         if (step + 1 < steps) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
         multiply_dq(sums_now);
     }
@@ -259,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 }
 
-// dq from its sums.
+// Computes dq from its sums.
 //
 //   dq_sums (B, H, ceil(Tq / QUERIES) * QUERIES, HEAD_DIM): f32
 //   grid  ceil(Tq / QUERIES) * B * H        block  256
@@ -274,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(256)
     E* dq = arguments.dq + batch * of_dq.batch + head * of_dq.head + first * of_dq.row;
     const float4* sums =
         reinterpret_cast<const float4*>(arguments.dq_sums) + (long long)blockIdx.x * (QUERIES * CHUNKS);
-    // No block has come to queries that see no key.
+    // No block has visited queries without keys.
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const bool seen = arguments.turns[blockIdx.x] > first_to_meet(first_keys, sizes, first / QUERIES);
     for (int i = threadIdx.x; i < QUERIES * CHUNKS; i += 256) {

@@ -1,22 +1,20 @@
-// Flash attention, forward, of f32 on tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), on
-// mma.sync (sm_80 and up). Behind ../common.cuh and products.cuh, with ELEMENT=f32. How PRODUCTS multiply f32 is said
-// there.
+// Flash attention, forward, in f32 on tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by
+// mma.sync (sm_80 and up). Included after ../common.cuh and tf32.cuh, which explains TF32_MATMULS; ELEMENT=f32.
 //
 //   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
-//   lse (2, B, H, Tq): f32, contiguous, and what rounding took from it; -inf for a query that sees no key, whose out
-//   is zero
+//   lse (2, B, H, Tq): f32, contiguous: lse and its rounding error; -inf for a query without keys, whose out is zero
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
-//   dropout: see dropped.cuh; lse is that of all probabilities
+//   dropout: see dropped.cuh; lse covers all probabilities, also dropped ones
 //
-// A block has ROWS queries of one head and walks over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
-// V. A warp has ROWS / WARPS rows; S, P and O stay in its registers. The next tile of keys and values is copied
-// meanwhile. The walk begins at the first key of the block's first row.
+// A block has ROWS queries of one head and loops over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
+// V. A warp has ROWS / WARPS rows, whose S, P and O stay in its registers. The next tile of keys and values is copied
+// meanwhile. The loop begins at the first key of the block's first row.
 //
-// grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
-// dynamic shared memory  FORWARD_SHARED bytes
+//   grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
+//   dynamic shared memory  FORWARD_SHARED bytes
 // 4 B H Tq Tk Dh FLOPs (half of them where causal).
 
-#ifndef ROWS // queries of a block
+#ifndef ROWS // queries per block
 #define ROWS 128
 #endif
 #ifndef COLUMNS
@@ -30,16 +28,16 @@
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = ROWS / WARPS / 16, N = COLUMNS / 8; // blocks of 16 rows that a warp has, of 8 keys
+constexpr int M = ROWS / WARPS / 16, N = COLUMNS / 8; // per warp: blocks of 16 rows; blocks of 8 keys
 constexpr int TILE = COLUMNS * PITCH;                 // floats
 constexpr int FORWARD_SHARED = (ROWS * PITCH + 4 * TILE) * 4;
-// The maximum is let stand until a score exceeds it by so much (as a power of two): P stays under 2^8.
+// The maximum is only raised if a score exceeds it by more than this, as a power of two. P stays under 2^8.
 constexpr float SLACK = 8.0f;
 static_assert(ROWS % (16 * WARPS) == 0 && COLUMNS % 16 == 0, "tiles of whole blocks");
 
 struct ForwardArguments {
     const E *q, *k, *v;
-    E *out, *rounding_error; // rounded_off: null, since nothing is rounded
+    E *out, *rounding_error; // rounding_error: null, since nothing is rounded
     float* lse;              // (2, B, H, Tq)
     Strides q_strides, k_strides, v_strides, out_strides;
     Sizes sizes;
@@ -47,18 +45,18 @@ struct ForwardArguments {
     DropoutArguments dropout;
 };
 
-// ROWS queries of one head, or those that are left, and the keys that they see.
+// Up to ROWS queries of one head, and the keys that they attend to.
 struct RowBlock {
     int head_in_all, batch, head, first_row, rows;
-    int seen; // keys that the last of them sees
+    int seen; // the number of keys of the last row
     FirstKeys first_keys;
     const E *q, *k, *v;
     __device__ __forceinline__ explicit RowBlock(const ForwardArguments& arguments) {
         const Sizes& sizes = arguments.sizes;
-        // The latest queries first: with a causal mask they see most keys.
+        // The latest queries come first: with a causal mask they attend to the most keys.
         const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
         int row_tile;
-        place(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
+        locate_ticket(blockIdx.x, sizes.batch * sizes.heads, row_tiles, sizes.heads_at_once, head_in_all, row_tile);
         first_row = (row_tiles - 1 - row_tile) * ROWS;
         batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
         rows = min(ROWS, sizes.queries - first_row);
@@ -71,7 +69,7 @@ struct RowBlock {
         seen = max(0, min(sizes.keys, first_row + rows + sizes.offset));
         first_keys = FirstKeys(arguments.first_keys, sizes, batch);
     }
-    // Where the first of them goes.
+    // The address of the first row of out.
     __device__ __forceinline__ E* out(const ForwardArguments& arguments) const {
         const Strides& of_out = arguments.out_strides;
         return arguments.out + batch * of_out.batch + head * of_out.head + first_row * of_out.row;
@@ -79,8 +77,8 @@ struct RowBlock {
 };
 
 // Writes the log-sum-exp of a row whose exponentials are relative to the `largest` score (already times scale log2(e))
-// and add up to `total`; and, a tensor further on, what rounding took from it: an error of lse is one of the whole row
-// in backward.
+// and sum to `total`. Its rounding error follows one tensor further on, because in backward an error of lse affects the
+// whole row.
 __device__ __forceinline__ void write_lse(const ForwardArguments& arguments, const RowBlock& block, int row,
                                           float largest, float total) {
     const Sizes& sizes = arguments.sizes;
@@ -107,13 +105,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int first_row = block.first_row, rows = block.rows;
     const long long k_stride = arguments.k_strides.row, v_stride = arguments.v_strides.row;
 
-    // Keys that the warp's last row sees, and keys that all of its rows see.
+    // The number of keys of the warp's last row, and of all its rows.
     const int warp_row = warp * 16 * M;
     const int warp_seen = min(sizes.keys, first_row + warp_row + 16 * M + sizes.offset);
     const int unmasked = min(sizes.keys, first_row + warp_row + 1 + sizes.offset);
     const int tiles = CEIL_DIV(block.seen, COLUMNS);
-    // The first tile that the block sees; keys before the first that the warp sees, and such as some of its rows do not
-    // see for their first keys.
+    // The first tile of the block; the first key of the warp; the last first key of the warp's rows.
     const FirstKeys& first_keys = block.first_keys;
     const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
     const int warp_first = first_keys.of(first_row + warp_row);
@@ -152,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (tile == first_tile) round_tile<ROWS, THREADS>(q_tile);
         round_tile<COLUMNS, THREADS>(k_tiles + stage);
         round_tile<COLUMNS, THREADS>(v_tiles + stage);
-        __syncthreads(); // this tile has arrived for all, and all are done with the one before
+        __syncthreads(); // every thread's part of this tile has arrived, and nobody reads the tile before
         if (tile + 1 < tiles) {
             const int next = first_key + COLUMNS;
             const u32 to = (TILE - stage) * 4;
@@ -197,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 }
         }
 
-        // The rows' maxima; O and the sums are brought to new ones only where they have grown by more than the slack.
+        // The maxima of the rows. O and the sums are rescaled only if one has grown by more than the slack.
         float now[M][2];
         bool grown = false;
 #pragma unroll
@@ -233,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                // A row of -inf alone keeps its maximum at -inf: 2^(-inf - 0) = 0.
+                // In a row of only -inf the maximum stays -inf; 0 in its place gives 2^(-inf - 0) = 0.
                 const float less = largest[m][half] == -INFINITE ? 0 : -largest[m][half] * to_log2;
 #pragma unroll
                 for (int n = 0; n < N; n++)

@@ -1,12 +1,9 @@
-//! Flash attention of heads in f32, on tensor cores: products in TF32, or each as three of them, which is about as
-//! near as f32's own.
-//!
-//! What lives here: its kernels, and what they are compiled with for a head dimension. What does not: the launches,
-//! which are those of the kernels for every GPU.
+//! Flash attention of heads in f32 on tensor cores. A matmul is one in TF32, or three with about the accuracy of f32.
+//! Launches are those of the kernels for every GPU.
 
 mod tiles;
 
-use super::form::{Backward, Forward};
+use super::kernel_config::{Backward, Forward};
 use crate::kernels::cuda::source::Source;
 
 const FORWARD: Source = Source {
@@ -16,7 +13,7 @@ const FORWARD: Source = Source {
         include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
-        include_str!("products.cuh"),
+        include_str!("tf32.cuh"),
         include_str!("forward.cu"),
     ],
 };
@@ -28,12 +25,12 @@ const BACKWARD: Source = Source {
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
         include_str!("../backward.cuh"),
-        include_str!("products.cuh"),
+        include_str!("tf32.cuh"),
         include_str!("backward.cu"),
     ],
 };
 
-/// The forward for a compiled head dimension.
+/// Returns the forward kernel for a compiled head dimension.
 pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
     let tiles = tiles::Forward::new(head_dim, tf32);
     Forward {
@@ -45,7 +42,7 @@ pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
     }
 }
 
-/// The backward for a compiled head dimension.
+/// Returns the backward kernels for a compiled head dimension.
 pub(super) fn backward(head_dim: usize, tf32: bool) -> Backward {
     let tiles = tiles::Backward::new(head_dim, tf32);
     Backward {

@@ -2,17 +2,17 @@
 
 use crate::kernels::cuda::source::Definition;
 
-/// Floats from row to row of a tile in shared memory: a chunk of 16 bytes more than a row, against bank conflicts.
+/// Returns the floats from row to row of a tile in shared memory: 16 bytes more than a row, against bank conflicts.
 fn pitch(columns: usize) -> usize {
     columns + 4
 }
 
-/// Products of TF32 that stand for one.
-fn products(tf32: bool) -> usize {
+/// Returns the number of matmuls in TF32 per matmul.
+fn tf32_matmuls(tf32: bool) -> usize {
     if tf32 { 1 } else { 3 }
 }
 
-/// Of `forward.cu`.
+/// Tiles of `forward.cu`.
 pub(super) struct Forward {
     tf32: bool,
     pub rows: usize,
@@ -41,7 +41,7 @@ impl Forward {
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            Definition::Size("PRODUCTS", products(self.tf32)),
+            Definition::Size("TF32_MATMULS", tf32_matmuls(self.tf32)),
             Definition::Size("ROWS", self.rows),
             Definition::Size("COLUMNS", self.columns),
             Definition::Size("WARPS", self.warps),
@@ -49,24 +49,24 @@ impl Forward {
         ]
     }
 
-    /// Q, and K and V twice.
+    /// Returns the bytes of Q, and of two stages of K and V.
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
         4 * (self.rows + 4 * self.columns) * pitch(head_dim)
     }
 }
 
-/// Of `backward.cu`.
+/// Tiles of `backward.cu`.
 pub(super) struct Backward {
     tf32: bool,
     pub keys: usize,
     pub queries: usize,
-    share: usize,
+    warps_per_key_group: usize,
     blocks_per_sm: usize,
 }
 
 impl Backward {
     pub(super) fn new(head_dim: usize, tf32: bool) -> Self {
-        let (queries, share, blocks_per_sm) = match head_dim {
+        let (queries, warps_per_key_group, blocks_per_sm) = match head_dim {
             16 | 32 => (128, 1, 2),
             64 => (64, 1, 2),
             256 => (32, 2, 1),
@@ -76,33 +76,33 @@ impl Backward {
             tf32,
             keys: 64,
             queries,
-            share,
+            warps_per_key_group,
             blocks_per_sm,
         }
     }
 
-    /// 16 keys each, or those and a share of the columns.
+    /// Each warp has 16 keys, or shares them with another that has other columns.
     pub(super) fn warps(&self) -> usize {
-        self.keys / 16 * self.share
+        self.keys / 16 * self.warps_per_key_group
     }
 
-    /// Numbers of a query: lse, delta, and what rounding took from lse, which is nothing beside TF32's rounding.
+    /// Returns the statistics per query: lse, delta, and the rounding error of lse, which is negligible next to TF32's.
     fn statistics(&self) -> usize {
         if self.tf32 { 2 } else { 3 }
     }
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
         vec![
-            Definition::Size("PRODUCTS", products(self.tf32)),
+            Definition::Size("TF32_MATMULS", tf32_matmuls(self.tf32)),
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
             Definition::Size("STATISTICS", self.statistics()),
-            Definition::Size("SHARE", self.share),
+            Definition::Size("WARPS_PER_KEY_GROUP", self.warps_per_key_group),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
         ]
     }
 
-    /// K, V, Q and dO, dS on its way, statistics of the queries, and a ticket.
+    /// Returns the bytes of K, V, Q, dO, dS, the statistics of the queries, and a ticket.
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
         let heads = 2 * (self.keys + self.queries) * pitch(head_dim);
         let d_scores = self.keys * pitch(self.queries);

@@ -1,4 +1,4 @@
-//! Products of whole matrices, by the processor's instructions for bf16, our own kernel or the `gemm` crate.
+//! Matmuls of whole matrices, by the processor's bf16 instructions, the crate's own kernel or the `gemm` crate.
 
 use super::choice::prefers_own_gemm;
 use super::matrix::{MatMut, MatRef};
@@ -8,9 +8,9 @@ use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::simd::same_type;
 use crate::probe::parts::{Part, timed};
 
-/// `c = a b`, or `c += a b` where `accumulate`; c is (a.rows, b.cols), row by row. In half precision sums are f32's,
-/// products too but for bf16 where the processor multiplies that itself (which takes denormals as zero), and c is
-/// rounded once.
+/// Computes `c = a b`, or `c += a b` if `accumulate`; c is (a.rows, b.cols), row-major. In half precision, factors are
+/// widened to f32, except for bf16 on processors that multiply it directly (which flushes denormals to zero). Sums are
+/// f32, and c is rounded once.
 ///
 /// 2 * rows * cols * depth FLOPs. The bits do not depend on the number of threads.
 pub fn matmul<T: Stored>(
@@ -23,7 +23,7 @@ pub fn matmul<T: Stored>(
     matmul_to(a, b, MatMut::new(c, a.rows, b.cols), accumulate, threads);
 }
 
-/// As [`matmul`], to a c that may be a band of the columns of a wider matrix, in another type than the factors'.
+/// Runs [`matmul`] on a c that may be a band of columns of a wider matrix, and of another type than the factors.
 pub fn matmul_to<T, C>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
@@ -42,14 +42,14 @@ pub fn matmul_to<T, C>(
             && let (Some(wide_a), Some(wide_b), Some(wide_c)) =
                 (T::as_wide(a.data), T::as_wide(b.data), c.as_wide())
         {
-            return panels::product(a.over(wide_a), b.over(wide_b), wide_c, accumulate, threads);
+            return panels::matmul(a.over(wide_a), b.over(wide_b), wide_c, accumulate, threads);
         }
-        packed::product(a, b, c, accumulate, threads);
+        packed::matmul(a, b, c, accumulate, threads);
     });
 }
 
-/// Computes the product by the processor's instructions for bf16, or says that it does not: the factors are of another
-/// type, there are no such instructions, or nothing is to be multiplied.
+/// Computes the matmul with the processor's bf16 instructions if possible; returns whether it did. It does not for
+/// other types, without such instructions, and if there is nothing to multiply.
 fn multiplied_in_bf16<T: Stored, C: Stored>(
     a: MatRef<'_, T>,
     b: MatRef<'_, T>,
@@ -68,6 +68,6 @@ fn multiplied_in_bf16<T: Stored, C: Stored>(
         return false;
     };
     // SAFETY: c is borrowed until this returns.
-    unsafe { bf16::product(unit, a, b, c, threads) };
+    unsafe { bf16::matmul(unit, a, b, c, threads) };
     true
 }

@@ -1,11 +1,11 @@
-//! A matrix product in a plan, as linear maps and their gradients are.
+//! The matmul kernel of plans, for linear maps and their gradients.
 
 use super::cpu::for_stored;
-use super::lowering::{Accumulate, Kernel, PRODUCT, Slices, Workspace, kernel, on_gpu};
+use super::lowering::{Accumulate, Kernel, MATMUL, Slices, Workspace, kernel, on_gpu};
 use crate::graph::Attribute;
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::gemm::{
-    Batched, MatMut, MatRef, ProductSizes, Threads, matmul_batched, matmul_to, packing_bytes,
+    Batched, MatMut, MatRef, MatmulSizes, Threads, matmul_batched, matmul_to, packing_bytes,
 };
 use candle_core::DType;
 #[cfg(feature = "cuda")]
@@ -14,12 +14,12 @@ use {
     crate::kernels::cuda::{matmul::Matrix, set_to_zero},
 };
 
-/// A factor of a [`product`]: rows and columns as it lies.
+/// A factor of a [`matmul`]: its rows and columns as stored, and whether it is transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct Factor {
     pub rows: usize,
     pub cols: usize,
-    /// From a row to the next, in elements.
+    /// The stride from one row to the next, in elements.
     pub row_stride: usize,
     pub transposed: bool,
 }
@@ -34,7 +34,7 @@ impl Factor {
         }
     }
 
-    /// Its rows so many elements apart.
+    /// Sets the row stride, in elements.
     pub fn with_row_stride(self, row_stride: usize) -> Self {
         Self { row_stride, ..self }
     }
@@ -46,7 +46,7 @@ impl Factor {
         }
     }
 
-    /// Its rows and columns as a factor.
+    /// Returns rows and columns after the transpose.
     fn sizes(&self) -> [usize; 2] {
         match self.transposed {
             false => [self.rows, self.cols],
@@ -69,15 +69,16 @@ impl Factor {
     }
 }
 
-/// `c = a b`. Reads `a` and `b`; writes `c`, or adds to it. c is in the factors' dtype, or in the one that products are
-/// summed in.
-pub(crate) fn product(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
+/// Returns the kernel of `c = a b`. Reads `a` and `b`; writes `c`, or adds to it. c is in the factors' dtype, or in the
+/// dtype of the matmul's sums.
+pub(crate) fn matmul(a: Factor, b: Factor, accumulate: Accumulate) -> Kernel {
     let [_, cols] = b.sizes();
-    product_into(a, b, cols, accumulate)
+    matmul_into(a, b, cols, accumulate)
 }
 
-/// [`product`] into a c whose rows are `row_stride` elements apart; what lies between them is left as it is.
-pub(crate) fn product_into(
+/// Returns the kernel of [`matmul`] with rows of c that are `row_stride` elements apart; elements between stay
+/// unchanged.
+pub(crate) fn matmul_into(
     a: Factor,
     b: Factor,
     row_stride: usize,
@@ -93,7 +94,7 @@ pub(crate) fn product_into(
         matmul_to(a, b, c, s.adds(k, "c"), Threads::All);
         Ok(())
     }
-    let kernel = Kernel::new(PRODUCT, |k, s| {
+    let kernel = Kernel::new(MATMUL, |k, s| {
         let (read, written) = (s.dtype()?, s.dtype_of("c")?);
         for_stored!(read, T => match written == read {
             true => into::<T, T>(k, s),
@@ -104,9 +105,9 @@ pub(crate) fn product_into(
     sized(kernel, a, b, row_stride, 1).summing("c", accumulate)
 }
 
-/// [`product`]s of as many matrices one after another.
+/// Returns the kernel of a batch of `count` [`matmul`]s, whose matrices are contiguous.
 pub(super) fn batched(count: usize, a: Factor, b: Factor) -> Kernel {
-    let kernel = kernel!(PRODUCT, |T, k, s| {
+    let kernel = kernel!(MATMUL, |T, k, s| {
         let ([a, b], _) = factors_of(k)?;
         let factors = (a.batched(s.x::<T>("a")?), b.batched(s.x("b")?));
         matmul_batched(k.count("batch")?, factors.0, factors.1, s.y("c")?);
@@ -116,7 +117,7 @@ pub(super) fn batched(count: usize, a: Factor, b: Factor) -> Kernel {
     sized(kernel.sized([("batch", count)]), a, b, cols, count)
 }
 
-/// With what [`factors_of`] reads.
+/// Adds the parameters that [`factors_of`] reads.
 fn sized(mut kernel: Kernel, a: Factor, b: Factor, row_stride: usize, count: usize) -> Kernel {
     let ([rows, depth], [_, cols]) = (a.sizes(), b.sizes());
     kernel = kernel.sized([("rows", rows), ("cols", cols), ("depth", depth)]);
@@ -136,10 +137,10 @@ fn sized(mut kernel: Kernel, a: Factor, b: Factor, row_stride: usize, count: usi
         .costing(2.0 * (count * rows * depth) as f64 * cols as f64)
 }
 
-/// The rows of a, b and c that are further apart than they are wide.
+/// The parameters for row strides of a, b and c that are larger than a row.
 const ROW_STRIDES: [&str; 3] = ["a_row_stride", "b_row_stride", "c_row_stride"];
 
-/// The factors of a product, and c.
+/// Returns the factors of a matmul, and c.
 fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], Factor)> {
     let [rows, cols, depth] = [k.count("rows")?, k.count("cols")?, k.count("depth")?];
     let lying = |factor: Factor, name| match k.some_count(name) {
@@ -157,9 +158,10 @@ fn factors_of(k: &Kernel) -> candle_core::Result<([Factor; 2], Factor)> {
     Ok((factors, lying(Factor::new(rows, cols), ROW_STRIDES[2])))
 }
 
-/// What a product of factors of this dtype packs on the CPU: for all threads, or of many matrices each thread for one.
+/// Returns the memory for packing factors of this dtype on the CPU: for all threads together, or for a large batch, in
+/// which each thread multiplies one matrix at a time, per thread.
 pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Workspace> {
-    let sizes = ProductSizes {
+    let sizes = MatmulSizes {
         rows: kernel.count("rows")?,
         depth: kernel.count("depth")?,
         cols: kernel.count("cols")?,
@@ -173,22 +175,21 @@ pub(super) fn packed(kernel: &Kernel, dtype: DType) -> candle_core::Result<Works
         false => threads as f64 * packing_bytes(sizes, Threads::One),
     };
     Ok(Workspace {
-        what: "factors, packed for a product",
+        what: "packed factors of a matmul",
         formula: "blocks of a, b and c, a thread",
         elements: bytes / 4.0,
         element_bytes: 4,
     })
 }
 
-/// Launches `count` products: matrices one after another.
 #[cfg(feature = "cuda")]
 fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()> {
     let ([a, b], c) = factors_of(k)?;
-    // A stride between matrices has a say in the choice of an algorithm.
+    // The stride between matrices influences the choice of an algorithm, so a single matrix has none.
     let matrix = if count == 1 {
         Matrix::new
     } else {
-        Matrix::several
+        Matrix::batched
     };
     let lying = |view, factor: Factor| {
         let x = Matrix {
@@ -200,7 +201,7 @@ fn on_gpu(k: &Kernel, l: &Operands<'_>, count: usize) -> candle_core::Result<()>
     let (a, b) = (lying(l.x("a")?, a), lying(l.x("b")?, b));
     let (c, adds) = (lying(l.y("c")?, c), l.adds(k, "c"));
     if a.view.len == 0 && !adds {
-        return set_to_zero(l.gpu, c.view); // sums of nothing
+        return set_to_zero(l.gpu, c.view); // empty sums
     }
-    l.products.multiply(l.gpu, [a, b], c, count, adds)
+    l.multiplier.multiply(l.gpu, [a, b], c, count, adds)
 }

@@ -1,4 +1,4 @@
-//! Products by cuBLAS: of several matrices, transposed, added to what is there, into f32, over nothing.
+//! Matmuls by cuBLAS: batched, transposed, accumulated, with results in f32, of depth 0.
 
 use super::super::cublas::multiply;
 use super::super::matmul::Matrix;
@@ -25,7 +25,7 @@ fn products_of_every_kind() {
     }
 }
 
-/// Factors in T, the result in C.
+/// Checks matmuls with operands in T and the result in C.
 fn check<T: Element, C: Element>(
     gpu: &CudaDevice,
     [count, m, k, n]: [usize; 4],
@@ -50,7 +50,7 @@ fn check<T: Element, C: Element>(
         };
         Matrix {
             transposed,
-            ..Matrix::several(buffer, rows, cols)
+            ..Matrix::batched(buffer, rows, cols)
         }
     };
     let factors = [

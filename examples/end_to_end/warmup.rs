@@ -1,13 +1,13 @@
-//! What warm-up changes: answers from runs of one configuration that differ in their number of warm-up steps.
+//! The effect of warm-up: answers from runs of one configuration with different numbers of warm-up steps.
 
 use super::answers::{Measured, ms};
 use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
-/// The answers for each configuration and mode. `is_isolated`: each run had its own process.
+/// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
     let mut groups: Vec<(String, Vec<Measured>)> = Vec::new();
-    for run in all.iter().filter(|own| own.is_step()) {
-        let name = format!("{}{}", run.title(), run.phase);
+    for run in all.iter().filter(|own| own.row.is_whole_step()) {
+        let name = format!("{}{}", run.title(), run.row.phase);
         match groups.iter_mut().find(|(other, _)| *other == name) {
             Some((_, runs)) => runs.push(run.clone()),
             None => groups.push((name, vec![run.clone()])),
@@ -15,7 +15,7 @@ pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
     }
     let is_one = groups.len() == 1;
     let answers = groups.into_iter().flat_map(|(name, mut runs)| {
-        runs.sort_by_key(|run| run.warmup_steps);
+        runs.sort_by_key(|run| run.row.warmup_steps);
         let all = [
             ("What changes without warm-up?", without(&runs, is_isolated)),
             ("Why does the first step take longer?", why(&runs)),
@@ -35,18 +35,21 @@ pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
     answers.collect()
 }
 
-/// The first of all steps, warm-up or not.
+/// Returns the time of the first step, warm-up or not.
 fn first_ms(run: &Measured) -> Option<f64> {
-    run.warmup_ms.first().or(run.samples_ms.first()).copied()
+    run.warmup_ms()
+        .first()
+        .or(run.samples_ms().first())
+        .copied()
 }
 
-/// Mean plus two standard deviations.
+/// Returns the mean plus two standard deviations, the limit of a usual step.
 fn usual_ms(samples_ms: &[f64]) -> Option<f64> {
     let own = Statistics::new(samples_ms).ok()?;
     Some(own.mean_ms + 2.0 * own.std_ms.unwrap_or(0.0))
 }
 
-/// What the ratio shows. One outlier can make a ratio leave 1: without a small error it decides nothing.
+/// Returns the verdict on a ratio. One outlier can move a ratio away from 1, so a large error leaves it unclear.
 fn verdict(ratio: &Speedup) -> Verdict {
     match ratio.is_clear() {
         true => ratio.verdict(),
@@ -54,10 +57,10 @@ fn verdict(ratio: &Speedup) -> Verdict {
     }
 }
 
-/// What measuring the first step does to mean and standard deviation.
+/// Describes how measuring the first step changes mean and standard deviation.
 pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
-    let cold = runs.first().filter(|run| run.warmup_steps == 0)?;
-    let (first_ms, others) = cold.samples_ms.split_first()?;
+    let cold = runs.first().filter(|run| run.row.warmup_steps == 0)?;
+    let (first_ms, others) = cold.samples_ms().split_first()?;
     let mean_ms = Statistics::new(others).ok()?.mean_ms;
     if *first_ms <= usual_ms(others)? {
         let why = match is_isolated {
@@ -74,11 +77,11 @@ pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
          {}. Among n steps it adds (first - mean of the others) / n to the mean.",
         first_ms / mean_ms,
         ms(others),
-        ms(&cold.samples_ms)
+        ms(cold.samples_ms())
     ))
 }
 
-/// What the slowest first step did that later steps did not.
+/// Describes what the slowest first step did that later steps did not.
 pub fn why(runs: &[Measured]) -> Option<String> {
     let slowest = |a: &&Measured, b: &&Measured| {
         first_ms(a)
@@ -86,12 +89,15 @@ pub fn why(runs: &[Measured]) -> Option<String> {
             .unwrap_or(std::cmp::Ordering::Equal)
     };
     let run = runs.iter().max_by(slowest)?;
-    let (first_ms, median_ms) = (first_ms(run)?, run.statistics()?.median_ms);
+    let (first_ms, median_ms) = (first_ms(run)?, run.row.statistics()?.median_ms);
     let took = format!(
         "The slowest first step took {first_ms:.2} ms, the median of its run is {median_ms:.2} ms."
     );
+    let first = &run.row.first_step;
     let mut work = Vec::new();
-    if let Some((pages, later)) = run.first_step_page_faults.zip(run.later_step_page_faults)
+    if let Some((pages, later)) = first
+        .first_step_page_faults
+        .zip(first.later_step_page_faults)
         && pages as f64 > later
     {
         work.push(format!(
@@ -100,9 +106,13 @@ pub fn why(runs: &[Measured]) -> Option<String> {
         ));
     }
     let counts = [
-        ("started", run.first_step_threads, "thread"),
-        ("compiled", run.first_step_kernels_compiled, "kernel source"),
-        ("loaded", run.first_step_kernels_loaded, "kernel module"),
+        ("started", first.first_step_threads, "thread"),
+        (
+            "compiled",
+            first.first_step_kernels_compiled,
+            "kernel source",
+        ),
+        ("loaded", first.first_step_kernels_loaded, "kernel module"),
     ];
     work.extend(counts.into_iter().filter_map(|(did, count, noun)| {
         let count = count.filter(|count| *count > 0)?;
@@ -120,11 +130,11 @@ pub fn why(runs: &[Measured]) -> Option<String> {
     })
 }
 
-/// What steps 2 and 3 took, and whether the means after 1 and 2 warm-up steps differ.
+/// Describes steps 2 and 3, and whether the means after 1 and 2 warm-up steps differ.
 pub fn after_few(runs: &[Measured]) -> Option<String> {
-    let longest = runs.last().filter(|run| run.warmup_steps > 2)?;
-    let usual_ms = usual_ms(&longest.samples_ms)?;
-    let early = longest.warmup_ms.get(1..3)?.iter().zip(2..);
+    let longest = runs.last().filter(|run| run.row.warmup_steps > 2)?;
+    let usual_ms = usual_ms(longest.samples_ms())?;
+    let early = longest.warmup_ms().get(1..3)?.iter().zip(2..);
     let slow = early.filter(|(ms, _)| **ms > usual_ms);
     let slow: Vec<String> = slow
         .map(|(ms, step)| format!("step {step} took {ms:.2} ms"))
@@ -133,7 +143,9 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
         true => "neither step 2 nor step 3 is slower".into(),
         false => slow.join(" and "),
     };
-    let few = runs.iter().filter(|run| [1, 2].contains(&run.warmup_steps));
+    let few = runs
+        .iter()
+        .filter(|run| [1, 2].contains(&run.row.warmup_steps));
     let means = few.filter_map(|run| {
         let verdict = match verdict(&run.over(longest)?) {
             Verdict::AsFast => "no difference",
@@ -143,8 +155,8 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
         };
         Some(format!(
             "after {} {} ({verdict}), ",
-            run.warmup_steps,
-            ms(&run.samples_ms)
+            run.row.warmup_steps,
+            ms(run.samples_ms())
         ))
     });
     let means: String = means.collect();
@@ -152,17 +164,17 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
         "One step need not be enough: the allocator's free blocks, caches and the clock frequency can take further steps \
          to settle. In the run with {most} warm-up steps, {steps}, where mean plus two standard deviations of the measured \
          steps is {usual_ms:.2} ms. Means: {means}after {most} {}.",
-        ms(&longest.samples_ms),
-        most = longest.warmup_steps
+        ms(longest.samples_ms()),
+        most = longest.row.warmup_steps
     ))
 }
 
-/// From how many warm-up steps on the means agree with that after the longest warm-up.
+/// Describes how many warm-up steps are enough for means that agree with those after the longest warm-up.
 pub fn enough(runs: &[Measured]) -> Option<String> {
     let longest = runs.last()?;
-    let most = longest.warmup_steps;
-    let others = runs.iter().filter(|run| run.warmup_steps < most);
-    let others = others.map(|run| Some((run.warmup_steps, run.over(longest)?)));
+    let most = longest.row.warmup_steps;
+    let others = runs.iter().filter(|run| run.row.warmup_steps < most);
+    let others = others.map(|run| Some((run.row.warmup_steps, run.over(longest)?)));
     let others = others.collect::<Option<Vec<_>>>()?;
     let agrees = others
         .iter()

@@ -1,4 +1,5 @@
-//! What is new in every run besides its inputs, in one buffer that is copied to the GPU before: rates, the loss scale.
+//! Values other than arguments that change in every run, such as learning rates and the loss scale. They are in
+//! one buffer that is copied to the GPU before a run.
 
 use super::super::executor::Controls;
 use super::super::plan::Plan;
@@ -11,18 +12,19 @@ use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 
-/// The largest norm f64, the inverse of the loss scale f64, the loss's gradient f32; then updates.
+/// The offset of the updates, in bytes. Before them are the maximum norm (f64), the inverse loss scale (f64) and the
+/// loss's gradient (f32).
 const UPDATES: usize = 64;
 const UPDATE_BYTES: usize = 4 * adamw::WORDS;
 
-pub(super) struct Inputs {
+pub(super) struct RunValues {
     host: Vec<u8>,
     device: CudaSlice<u8>,
 }
 
-impl Inputs {
+impl RunValues {
     pub(super) fn new(plan: &Plan, gpu: &CudaDevice) -> Result<Self> {
-        let updates = plan.parameters(); // at most one for each
+        let updates = plan.parameters(); // at most one per parameter
         let bytes = UPDATES + updates * UPDATE_BYTES;
         Ok(Self {
             host: vec![0; bytes],
@@ -30,7 +32,7 @@ impl Inputs {
         })
     }
 
-    /// Writes what is new, and has it copied: nothing for a plan that reads no parameters.
+    /// Writes the values of a run and copies them to the GPU. Does nothing for a plan that reads no parameters.
     pub(super) fn fill(
         &mut self,
         gpu: &CudaDevice,
@@ -84,7 +86,7 @@ impl Inputs {
     }
 }
 
-/// The updates that differ, in the order in which they first come: one a group of parameters.
+/// Returns the distinct updates in the order of their first occurrence. There is one for each group of parameters.
 fn distinct(updates: &[Update]) -> Vec<&Update> {
     let mut found: Vec<&Update> = Vec::new();
     for update in updates {
@@ -95,7 +97,7 @@ fn distinct(updates: &[Update]) -> Vec<&Update> {
     found
 }
 
-/// Which of the distinct updates each parameter takes.
+/// Returns the index of each parameter's update among the distinct ones.
 pub(super) fn groups(updates: &[Update]) -> Vec<usize> {
     let found = distinct(updates);
     let place = |update| found.iter().position(|other| *other == update);

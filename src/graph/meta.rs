@@ -1,19 +1,19 @@
-//! Tensors of a shape and a dtype, without elements.
+//! Meta tensors: tensors with a shape and a dtype, but no data.
 //!
-//! The storage of a hollow tensor is a [`CpuStorage::F4`], which none of candle's kernels takes, while the tensor
-//! itself says the dtype that it stands for. The bytes of that storage hold no elements: they say what the tensor is.
+//! The storage of a meta tensor is a [`CpuStorage::F4`], which no kernel of candle accepts. The tensor itself reports
+//! the dtype that it stands for. The bytes of the storage are not elements: they encode the tensor's [`Role`].
 
 use crate::{Error, Result};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 
-/// What a hollow tensor is, as its storage says it.
+/// The role of a meta tensor, encoded in its storage.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Role {
-    /// Made by [`input`]: its name and its shape.
+    /// Made by [`input`]: name and shape.
     Input(String, Vec<usize>),
-    /// Made by [`weights`]: its name and its shape.
+    /// Made by [`weights`]: name and shape.
     Weight(String, Vec<usize>),
     /// Made by [`constant`].
     Constant,
@@ -51,7 +51,7 @@ impl Role {
         }
     }
 
-    /// What the hollow tensor `x` is; `None` for a tensor that has elements.
+    /// Returns the role of the meta tensor `x`, or `None` if `x` has data.
     pub(super) fn of(x: &Tensor) -> Option<Self> {
         let (storage, _) = x.storage_and_layout();
         match &*storage {
@@ -63,75 +63,95 @@ impl Role {
     }
 }
 
-/// A hollow tensor called `name`, as the argument of a function to be traced.
+/// Creates a meta tensor called `name`, to pass to a function that is traced.
+///
+/// ```
+/// use candle_core::DType;
+/// use tallow::graph;
+///
+/// let tokens = graph::input("tokens", (4, 256), DType::U32)?; // (B, T)
+/// assert_eq!(tokens.dims(), [4, 256]);
+/// assert!(tokens.to_vec2::<u32>().is_err()); // it has no data
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
 /// A dtype other than u8, u32, i64 and the floats f16, bf16, f32 and f64.
 pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     let shape = shape.into();
     let role = Role::Input(name.into(), shape.dims().to_vec());
-    Ok(hollow(shape, dtype, role, false)?)
+    Ok(meta_tensor(shape, dtype, role, false)?)
 }
 
-/// A hollow tensor in a constant's place: a table that only a trace reads.
+/// Creates a meta tensor in place of a constant, for a table that only a trace reads.
 pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Result<Tensor> {
-    hollow(shape, dtype, Role::Constant, false)
+    meta_tensor(shape, dtype, Role::Constant, false)
 }
 
-/// A builder of hollow weights in `dtype`: variables under their own names, of the shapes that are asked for.
+/// Returns a builder of meta weights in `dtype`. Each weight is a variable with its own name and the requested shape.
 ///
-/// A layer or a model that is built from it takes no memory, however large a weight is, and serves for tracing alone:
-/// running it outside of a trace, saving it and handing it to an optimizer are errors.
+/// A layer or a model built from it allocates no memory, however large its weights are. It can only be traced: running
+/// it outside of a trace, saving it and passing it to an optimizer are errors.
 ///
 /// ```
 /// use candle_core::DType;
 /// use tallow::graph;
 ///
 /// let layer = tallow::nn::Linear::new(1 << 14, 1 << 14, graph::weights(DType::F32))?; // 1 GiB, if it were real
-/// assert!(graph::is_hollow(layer.weight()));
+/// assert!(graph::is_meta(layer.weight()));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn weights(dtype: DType) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(HollowWeights), dtype, Device::Cpu)
+    VarBuilder::from_backend(Box::new(MetaWeights), dtype, Device::Cpu)
 }
 
-pub(crate) fn hollow_weight(name: &str, shape: Shape, dtype: DType) -> candle_core::Result<Tensor> {
+pub(crate) fn meta_weight(name: &str, shape: Shape, dtype: DType) -> candle_core::Result<Tensor> {
     let role = Role::Weight(name.into(), shape.dims().to_vec());
-    hollow(shape, dtype, role, true)
+    meta_tensor(shape, dtype, role, true)
 }
 
-pub(crate) fn gives_hollow(vb: &VarBuilder<'_>) -> bool {
-    vb.get_unchecked(PROBE).is_ok_and(|x| is_hollow(&x))
+pub(crate) fn builds_meta(vb: &VarBuilder<'_>) -> bool {
+    vb.get_unchecked(PROBE).is_ok_and(|x| is_meta(&x))
 }
 
-/// The name of no weight: what [`gives_hollow`] asks for.
-const PROBE: &str = "\u{0}hollow?";
+/// A name that no weight has; [`builds_meta`] asks the builder for it.
+const PROBE: &str = "\u{0}meta?";
 
-/// Whether `x` is hollow, or a view of a hollow tensor.
-pub fn is_hollow(x: &Tensor) -> bool {
+/// Returns whether `x` is a meta tensor or a view of one.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::graph;
+///
+/// let x = graph::input("x", (4, 256), DType::F32)?;
+/// assert!(graph::is_meta(&x) && graph::is_meta(&x.narrow(0, 1, 2)?));
+/// assert!(!graph::is_meta(&Tensor::zeros((4, 256), DType::F32, &Device::Cpu)?));
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn is_meta(x: &Tensor) -> bool {
     Role::of(x).is_some()
 }
 
-/// Whether two tensors can be operands of one op: hollow ones are on every device.
+/// Returns whether two tensors can be operands of one op. Meta tensors count as being on every device.
 pub(crate) fn are_on_one_device(a: &Tensor, b: &Tensor) -> bool {
-    a.device().same_device(b.device()) || is_hollow(a) || is_hollow(b)
+    a.device().same_device(b.device()) || is_meta(a) || is_meta(b)
 }
 
-/// Says that a hollow tensor cannot be computed with, if one of `inputs` is and `error` came of it.
-pub(crate) fn refuse_hollow(
+/// Replaces `error` by one that a meta tensor has no data, if one of `inputs` is a meta tensor.
+pub(crate) fn meta_tensor_error(
     op: &'static str,
     inputs: &[&Tensor],
     error: candle_core::Error,
 ) -> candle_core::Error {
-    if !inputs.iter().any(|x| is_hollow(x)) {
+    if !inputs.iter().any(|x| is_meta(x)) {
         return error;
     }
     let hint = "run it inside of graph::trace, or build the model with weights; what distributed::FullyShard gave runs \
                 in compile::Step";
-    Error::order(op, "a hollow tensor has no elements to compute with", hint).into()
+    Error::order(op, "a meta tensor has no data", hint).into()
 }
 
-pub(super) fn hollow(
+pub(super) fn meta_tensor(
     shape: impl Into<Shape>,
     dtype: DType,
     role: Role,
@@ -139,11 +159,11 @@ pub(super) fn hollow(
 ) -> candle_core::Result<Tensor> {
     let storage = Storage::Cpu(empty(dtype)?);
     let x = Tensor::from_storage(storage, shape, BackpropOp::none(), is_variable);
-    hollow_out(&x, role)?;
+    make_meta(&x, role)?;
     Ok(x)
 }
 
-/// A storage without elements that says `dtype`: what a tensor takes its own dtype from, when it is made.
+/// Returns an empty storage of `dtype`. A new tensor takes its own dtype from it.
 pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
     Ok(match dtype {
         DType::U8 => CpuStorage::U8(Vec::new()),
@@ -164,13 +184,13 @@ pub(super) fn empty(dtype: DType) -> candle_core::Result<CpuStorage> {
     })
 }
 
-/// Exchanges the empty storage of `x` for one that candle does not compute with.
-pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
-    struct HollowOut(Role);
+/// Replaces the empty storage of `x` by the F4 storage of a meta tensor.
+pub(super) fn make_meta(x: &Tensor, role: Role) -> candle_core::Result<()> {
+    struct MakeMeta(Role);
 
-    impl InplaceOp1 for HollowOut {
+    impl InplaceOp1 for MakeMeta {
         fn name(&self) -> &'static str {
-            "hollow"
+            "meta"
         }
 
         fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
@@ -179,17 +199,17 @@ pub(super) fn hollow_out(x: &Tensor, role: Role) -> candle_core::Result<()> {
         }
     }
 
-    let hollow_out = HollowOut(role);
+    let make_meta = MakeMeta(role);
     match x.elem_count() {
-        // Strides of 0, which a size of 0 gives, look like elements that share a place.
-        0 => x.detach().flatten_all()?.inplace_op1(&hollow_out),
-        _ => x.inplace_op1(&hollow_out),
+        // An empty tensor can have strides of 0, which look like overlapping elements to candle's in-place ops.
+        0 => x.detach().flatten_all()?.inplace_op1(&make_meta),
+        _ => x.inplace_op1(&make_meta),
     }
 }
 
-struct HollowWeights;
+struct MetaWeights;
 
-impl SimpleBackend for HollowWeights {
+impl SimpleBackend for MetaWeights {
     fn get(
         &self,
         shape: Shape,
@@ -198,12 +218,12 @@ impl SimpleBackend for HollowWeights {
         dtype: DType,
         _: &Device,
     ) -> candle_core::Result<Tensor> {
-        hollow_weight(name, shape, dtype)
+        meta_weight(name, shape, dtype)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
         if name.ends_with(PROBE) {
-            return hollow((), dtype, Role::Output, false);
+            return meta_tensor((), dtype, Role::Output, false);
         }
         candle_core::bail!(
             "graph::weights: {name} was asked for without a shape, which nothing else knows"

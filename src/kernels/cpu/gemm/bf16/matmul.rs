@@ -1,5 +1,5 @@
-//! Products of whole matrices: blocks of the depth, for each of which a task packs its columns of b, two panels of rows
-//! of a at a time, and the unit's blocks of 32 x 32.
+//! Matmuls of whole bf16 matrices. A task loops over blocks of the depth; for each, it packs its columns of b, then two
+//! panels of rows of a at a time, and computes blocks of 32 x 32.
 
 use super::super::cut::{Costs, Cut};
 use super::super::matrix::MatRef;
@@ -14,30 +14,30 @@ use crate::kernels::cpu::parallel;
 use half::bf16;
 use std::ops::Range;
 
-/// Elements of its sums: tiles (2, 2), of (SIDE, SIDE) each.
+/// The number of sums of a block: tiles (2, 2) of (SIDE, SIDE) each.
 const BLOCK_SUMS: usize = BLOCK * BLOCK;
 
-/// The depth of a block at most, of all terms: two panels of a are then in the first-level cache.
+/// The largest depth of a block, over all terms: two panels of a then fit the first-level cache.
 const MAX_DEPTH: usize = 512;
 
-/// Columns of a task at most: its block of b is then a part of the second-level cache.
+/// The most columns of a task: its packed block of b then fits a part of the second-level cache.
 const MAX_COLUMNS: usize = 768;
 
-/// Rows of a task at most; where the depth is taken in several blocks, and sums are kept meanwhile, half as many.
+/// The most rows of a task; half as many if the depth is processed in several blocks, between which sums are kept.
 const MAX_ROWS: usize = 1024;
 
-/// What packing takes, in multiply-adds for each element.
+/// The cost of packing an element, in multiply-adds: copied, or transposed.
 const COPY: usize = 50;
 const TRANSPOSE: usize = 80;
 
-/// `c = a b`, or `c += a b` where that says so: sums over the whole depth, added to c's values in the end, and rounded.
-/// c has elements, and the depth is not 0.
+/// Computes `c = a b`, or `c += a b` if the output adds. Sums run over the whole depth, are then added to c's values
+/// and rounded. c must have elements, and the depth must not be 0.
 ///
-/// The bits depend on the factors and the unit alone, not on the cut, nor on the number of threads.
+/// The bits depend on the factors and the unit alone, neither on the cut nor on the number of threads.
 ///
 /// # Safety
-/// c is borrowed still, by nobody else.
-pub(in super::super) unsafe fn product<X: Element>(
+/// c must still be borrowed, by nobody else.
+pub(in super::super) unsafe fn matmul<X: Element>(
     unit: Unit,
     a: MatRef<'_, X>,
     b: MatRef<'_, X>,
@@ -97,11 +97,11 @@ pub(in super::super) unsafe fn product<X: Element>(
     }
 }
 
-/// As [`product`], on the calling thread, of factors that are in cache: c is (rows, columns).
+/// Runs [`matmul`] on the calling thread, for factors that are in cache: c is (rows, columns).
 ///
 /// # Safety
-/// c is borrowed still, by nobody else.
-pub(in super::super) unsafe fn product_of_tiles<X: Element>(
+/// c must still be borrowed, by nobody else.
+pub(in super::super) unsafe fn matmul_of_tiles<X: Element>(
     unit: Unit,
     factors: [Lines<'_, X>; 2],
     depth: usize,
@@ -126,7 +126,6 @@ pub(in super::super) unsafe fn product_of_tiles<X: Element>(
     }
 }
 
-/// One task: a block of c.
 struct Block<'a, X> {
     unit: Unit,
     factors: [Lines<'a, X>; 2],
@@ -137,7 +136,7 @@ struct Block<'a, X> {
 }
 
 impl<X: Element> Block<'_, X> {
-    /// Elements (f32) of the packed block of b, of the packed panels of a, and of sums.
+    /// Returns the numbers of elements (f32) of the packed block of b, the packed panels of a, and the sums.
     fn sizes(&self) -> [usize; 3] {
         let depth = self.depth.min(self.depth_step);
         let sums = match self.depth > self.depth_step {
@@ -151,7 +150,7 @@ impl<X: Element> Block<'_, X> {
         ]
     }
 
-    /// Elements of scratch that [`run`](Self::run) needs.
+    /// Returns the number of scratch elements that [`run`](Self::run) needs.
     fn scratch_len(&self) -> usize {
         self.sizes().iter().sum()
     }
@@ -159,7 +158,7 @@ impl<X: Element> Block<'_, X> {
     /// Computes the block.
     ///
     /// # Safety
-    /// The block lies inside c, which is borrowed still, and no other thread touches it.
+    /// The block must be inside c, c still borrowed, and no other thread may access the block.
     unsafe fn run(&self, scratch: &mut [f32], c: Output) {
         let [b_len, a_len, _] = self.sizes();
         let (b_packed, rest) = scratch.split_at_mut(b_len);
@@ -203,7 +202,7 @@ impl<X: Element> Block<'_, X> {
                     if is_last {
                         c.prefetch(place, count);
                     }
-                    // The product of two second terms, at most 2^-16 of that of their elements, is left out.
+                    // The matmul of both second terms is left out: it is at most 2^-16 of the elements' product.
                     let terms = [[0, 0], [0, 1], [1, 0]];
                     for terms in terms
                         .into_iter()
@@ -223,13 +222,13 @@ impl<X: Element> Block<'_, X> {
     }
 }
 
-/// The same memory, for twice as many elements.
+/// Reinterprets the memory as twice as many bf16 elements.
 fn as_bf16(x: &mut [f32]) -> &mut [bf16] {
-    // SAFETY: bf16 asks for less alignment, and any bits make one.
+    // SAFETY: bf16 needs less alignment than f32, and every bit pattern is valid.
     unsafe { std::slice::from_raw_parts_mut(x.as_mut_ptr().cast(), 2 * x.len()) }
 }
 
-/// The depth of a block: as equal as can be, in whole tiles.
+/// Returns the depth of a block: blocks are about equal, in whole tiles.
 fn depth_step<X: Element>(depth: usize) -> usize {
     let blocks = depth.div_ceil(MAX_DEPTH / X::TERMS).max(1);
     depth.div_ceil(blocks).next_multiple_of(DEPTH).max(DEPTH)

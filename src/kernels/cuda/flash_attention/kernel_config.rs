@@ -1,4 +1,4 @@
-//! What a kernel is compiled with, and what a launch of it takes.
+//! Compile-time definitions and launch sizes of the kernels.
 
 use super::tiles::compiled_head_dim;
 use crate::kernels::attention::Sizes;
@@ -6,32 +6,32 @@ use crate::kernels::cuda::View;
 use crate::kernels::cuda::source::{Definition, Source};
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
-/// A kernel for every GPU as it is compiled for a call, and what a launch of it takes.
+/// A forward kernel for every GPU, as opposed to Hopper's: its source, definitions and launch sizes.
 pub(super) struct Forward {
     pub source: &'static Source,
-    /// Queries of a block.
+    /// Queries per block.
     pub rows: usize,
     pub threads: usize,
     pub shared_bytes: usize,
     pub tiles: Vec<Definition>,
 }
 
-/// Kernels for every GPU as they are compiled for a call, and what their launches take.
+/// Backward kernels for every GPU: their source, definitions and launch sizes.
 pub(super) struct Backward {
     pub source: &'static Source,
-    /// Of a block.
+    /// Keys per block.
     pub keys: usize,
-    /// Of a tile.
+    /// Queries per tile.
     pub queries: usize,
     pub threads: usize,
     pub shared_bytes: usize,
-    /// Threads and shared bytes of the kernel that goes last.
+    /// Threads and shared bytes of `flash_backward_finish`.
     pub finish: (usize, usize),
     pub tiles: Vec<Definition>,
 }
 
-/// Definitions that all kernels share. Without first keys, of which a window makes some, the kernels have no code for
-/// them; nor for dropout where nothing is dropped, nor for a cap where there is none.
+/// Returns the definitions that all kernels share. The code for first keys (which windows use too), dropout and a soft
+/// cap is compiled only if the call has them.
 pub(super) fn definitions(
     sizes: &Sizes,
     element: &'static str,
@@ -52,13 +52,13 @@ pub(super) fn definitions(
     tiles
 }
 
-/// Where first keys lie, or null.
+/// Returns the address of the first keys, or null.
 pub(super) fn pointer_to(first_keys: Option<View>) -> u64 {
     first_keys.map_or(0, |first_keys| first_keys.pointer)
 }
 
-/// A grid and blocks of one dimension.
-pub(super) fn line(blocks: usize, threads: usize, shared_bytes: usize) -> LaunchConfig {
+/// Returns a configuration with a one-dimensional grid and block.
+pub(super) fn config_1d(blocks: usize, threads: usize, shared_bytes: usize) -> LaunchConfig {
     LaunchConfig {
         grid_dim: (blocks as u32, 1, 1),
         block_dim: (threads as u32, 1, 1),

@@ -1,41 +1,24 @@
-//! The models: by five sizes, or by preset.
+//! Configurations in a short notation of five sizes.
 
 use std::str::FromStr;
-use tallow::Result;
 use tallow::model::TransformerConfig;
 
 /// A model and its batch.
 #[derive(Clone, Debug)]
 pub struct Configuration {
     pub name: String,
-    pub model: TransformerConfig,
     pub batch_size: usize,
-    pub sequence_length: usize,
+    /// The model, whose `context_length` is also the sequence length of the batch.
+    pub model: TransformerConfig,
 }
 
-impl Configuration {
-    /// A preset with this batch.
-    pub fn preset(name: &str, batch_size: usize, sequence_length: usize) -> Result<Self> {
-        let model = TransformerConfig {
-            context_length: sequence_length,
-            ..TransformerConfig::preset(name)?
-        };
-        Ok(Self {
-            name: format!("{name} B{batch_size} T{sequence_length}"),
-            model,
-            batch_size,
-            sequence_length,
-        })
-    }
-}
-
-/// `B-T-d-L-H`: batch, tokens, width, layers, heads; the feed-forward network is four times as wide.
+/// `B-T-D-L-H`: batch, tokens, width, layers, heads. The feed-forward network is four times as wide as the model.
 impl FromStr for Configuration {
     type Err = String;
 
     fn from_str(name: &str) -> std::result::Result<Self, String> {
         let sizes: Option<Vec<usize>> = name.split('-').map(|size| size.parse().ok()).collect();
-        let Some(&[batch_size, sequence_length, d_model, num_layers, num_heads]) = sizes.as_deref()
+        let Some(&[batch_size, context_length, d_model, num_layers, num_heads]) = sizes.as_deref()
         else {
             return Err("expected batch-tokens-width-layers-heads, such as 4-256-256-4-8".into());
         };
@@ -43,7 +26,7 @@ impl FromStr for Configuration {
             return Err("the batch must be at least 1 and under 2^32".into());
         }
         let model = TransformerConfig {
-            context_length: sequence_length,
+            context_length,
             d_model,
             d_ff: d_model.saturating_mul(4),
             num_layers,
@@ -53,9 +36,8 @@ impl FromStr for Configuration {
         model.validate().map_err(|error| error.to_string())?;
         Ok(Self {
             name: name.into(),
-            model,
             batch_size,
-            sequence_length,
+            model,
         })
     }
 }

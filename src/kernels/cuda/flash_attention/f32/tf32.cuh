@@ -1,26 +1,27 @@
-// Tiles of f32 in shared memory, and their products on tensor cores, whose factors are TF32: f32's range, 11
-// significant bits. Behind common.cuh, with ELEMENT=f32.
+// Tiles of f32 in shared memory, and their matmuls on tensor cores in TF32, which has the range of f32 and 11
+// significant bits. Included after common.cuh, with ELEMENT=f32.
 //
-//   PRODUCTS  1: each factor is rounded to TF32 once. Q, K, V and dO are rounded by the threads that have copied them,
-//                P and dS where they are made
-//             3: each factor is the sum of two TF32, high and low, and a product is three: low high + high low + high
-//                high. They are off by 2^-24 of the product as a rule, by 2^-21 at most. (PyTorch's memory-efficient
-//                attention multiplies f32 so.) An infinite factor, or one within 2^-12 of f32's largest, gives NaN
+//   TF32_MATMULS  1: each operand is rounded to TF32 once. The threads that copied Q, K, V and dO round them; P and dS are
+//                rounded where they are computed
+//             3: each operand is the sum of two TF32, high and low, and a matmul is three: low high + high low + high
+//                high. Its error is 2^-24 of the product as a rule, 2^-21 at most. (PyTorch's memory-efficient
+//                attention multiplies f32 the same way.) An infinite operand, or one within 2^-12 of f32's largest,
+//                gives NaN
 //
-// Tensor cores cut sums off rather than round them. So no more than a tile is summed on them, of three products no
-// more than eight columns; these sums are added up by the CUDA cores.
+// Tensor cores truncate sums instead of rounding them. Therefore they sum at most one tile, and with three matmuls at
+// most eight columns. CUDA cores add these sums.
 
-#ifndef PRODUCTS
-#define PRODUCTS 1
+#ifndef TF32_MATMULS
+#define TF32_MATMULS 1
 #endif
-static_assert(PRODUCTS == 1 || PRODUCTS == 3, "TF32, or f32");
+static_assert(TF32_MATMULS == 1 || TF32_MATMULS == 3, "TF32, or f32");
 
-// Floats from row to row of a tile of Q, K, V or dO: an odd number of chunks, so that eight neighbouring rows have the
-// same chunk in eight different groups of banks.
+// Floats from row to row of a tile of Q, K, V or dO: an odd number of chunks, so that eight adjacent rows have the same
+// chunk in eight different groups of banks.
 constexpr int PITCH = HEAD_DIM + CHUNK;
 static_assert(sizeof(E) == 4 && HEAD_DIM % 16 == 0, "rows of f32, of an even number of chunks");
 
-// Where such a tile has its chunks, for copy_tile.
+// The layout of such a tile, for copy_tile.
 struct Padded {
     static __device__ __forceinline__ u32 at(int row, int chunk) { return (row * PITCH + chunk * CHUNK) * 4; }
 };
@@ -31,21 +32,21 @@ __device__ __forceinline__ float part(const float4& x, int i) {
 }
 __device__ __forceinline__ u32 shared_address(const void* x) { return (u32)__cvta_generic_to_shared(x); }
 
-// The nearest TF32, of ties the one away from zero; a NaN stays one.
+// The nearest TF32, ties away from zero. NaN stays NaN.
 __device__ __forceinline__ float to_tf32(float x) {
     u32 r;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
     return __uint_as_float(r);
 }
 
-// What is multiplied in place of a result x.
-__device__ __forceinline__ float rounded(float x) { return PRODUCTS == 1 ? to_tf32(x) : x; }
+// The operand that replaces a result x.
+__device__ __forceinline__ float rounded(float x) { return TF32_MATMULS == 1 ? to_tf32(x) : x; }
 
-// Rounds what copy_tile<LENGTH, THREADS, Padded> has copied, by the threads that have copied it: after wait_groups,
-// before the barrier.
+// Rounds the elements that this thread copied by copy_tile<LENGTH, THREADS, Padded>, between wait_groups and the
+// barrier.
 template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(float* tile) {
-    if (PRODUCTS == 3) return;
-    constexpr int PASS = THREADS / LANES; // rows
+    if (TF32_MATMULS == 3) return;
+    constexpr int PASS = THREADS / LANES; // rows per pass
     float* x = tile + threadIdx.x / LANES * PITCH + threadIdx.x % LANES * CHUNK;
 #pragma unroll
     for (int i = 0; i < CEIL_DIV(LENGTH, PASS); i++) {
@@ -59,15 +60,15 @@ template <int LENGTH, int THREADS> __device__ __forceinline__ void round_tile(fl
     }
 }
 
-// N numbers of a factor. A number is high, or high + low where a product is three.
+// N elements of an operand: high, or high + low with three matmuls.
 template <int N> struct Factor {
     u32 high[N], low[N];
     __device__ __forceinline__ void set(int i, u32 bits) {
         high[i] = bits;
-        if (PRODUCTS == 3) {
+        if (TF32_MATMULS == 3) {
             constexpr u32 KEPT = 0xffffe000u;
-            high[i] = (bits + 0x1000) & KEPT; // the nearest, as to_tf32 has it, but in fewer cycles
-            // Of 12 bits, the last is cut off. The difference of a NaN is one, and so is that of an infinity.
+            high[i] = (bits + 0x1000) & KEPT; // the nearest, as to_tf32, but in fewer cycles
+            // low has 12 bits, of which the last is truncated. It is NaN if x is NaN or infinite.
             low[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high[i])) & KEPT;
         }
     }
@@ -82,7 +83,7 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const u32 (&a)[4], 
 
 // c (16, 8) += a (16, 8) b (8, 8)
 __device__ __forceinline__ void multiply_block(float (&c)[4], const Factor<4>& a, const Factor<2>& b) {
-    if (PRODUCTS == 1) return multiply_tf32(c, a.high, b.high);
+    if (TF32_MATMULS == 1) return multiply_tf32(c, a.high, b.high);
     float sum[4] = {}; // the small products first
     multiply_tf32(sum, a.low, b.high);
     multiply_tf32(sum, a.high, b.low);
@@ -100,8 +101,9 @@ __device__ __forceinline__ void multiply_blocks(float (&c)[M][N][4], const Facto
         for (int m = 0; m < M; m++) multiply_block(c[m][n], a[m], b[n]);
 }
 
-// Where a lane reads blocks of a tile by ldmatrix: 16 rows, 2 chunks. In order: rows 0-7 left, 8-15 left, 0-7 right,
-// 8-15 right, as a left factor has them; or rows 0-7 left, 0-7 right, 8-15 left, 8-15 right, two right factors' blocks.
+// The address from which a lane reads blocks of a tile, 16 rows by 2 chunks, by ldmatrix. left_blocks, for a left
+// operand: rows 0-7 left, 8-15 left, 0-7 right, 8-15 right. right_blocks, two blocks of a right operand: rows 0-7 left,
+// 0-7 right, 8-15 left, 8-15 right.
 __device__ __forceinline__ u32 left_blocks(const float* tile, int lane) {
     return shared_address(tile) + Padded::at(lane & 15, lane >> 4);
 }
@@ -109,8 +111,8 @@ __device__ __forceinline__ u32 right_blocks(const float* tile, int lane) {
     return shared_address(tile) + Padded::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 }
 
-// s[m][n] += a (16 rows from 16 m) b^T (8 rows from 8 n), over HEAD_DIM columns; a and b as left_blocks and
-// right_blocks give them.
+// s[m][n] += a (16 rows from 16 m) b^T (8 rows from 8 n), over HEAD_DIM columns. a and b are results of left_blocks and
+// right_blocks.
 template <int M, int N> __device__ __forceinline__ void multiply_rows(float (&s)[M][N][4], u32 a, u32 b) {
 #pragma unroll 4
     for (int d = 0; d < HEAD_DIM; d += 8) {
@@ -124,7 +126,7 @@ template <int M, int N> __device__ __forceinline__ void multiply_rows(float (&s)
         }
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            u32 blocks[4]; // two
+            u32 blocks[4]; // two blocks
             load_matrices(blocks, b + Padded::at(n * 8, 0) + d * 4);
             Factor<2> right[2];
 #pragma unroll
@@ -137,14 +139,13 @@ template <int M, int N> __device__ __forceinline__ void multiply_rows(float (&s)
     }
 }
 
-// Columns of a right factor stored by rows are taken GROUP blocks at a time: block i of a group has columns i, GROUP +
-// i, 2 GROUP + i and so on, so that a lane reads its GROUP numbers of a row at once, and has 2 GROUP neighbours of the
-// result.
+// A right operand stored by rows is read GROUP blocks at a time. Block i of a group has columns i, GROUP + i, 2 GROUP +
+// i and so on, so a lane reads its GROUP elements of a row together, and has 2 GROUP adjacent columns of the result.
 constexpr int GROUP = HEAD_DIM >= 32 ? 4 : 2, GROUP_DIMS = GROUP * 8;
 static_assert(HEAD_DIM % GROUP_DIMS == 0, "whole groups");
 
-// The blocks of a group, of 8 rows: `row` is the lane's first, 2 (lane % 4), at its first column, GROUP (lane / 4). The
-// rows go in the order in which a lane has the columns of a result: 0, 2, 4, 6, 1, 3, 5, 7.
+// Reads the blocks of a group, of 8 rows. `row` points to the lane's first row, 2 (lane % 4), at its first column,
+// GROUP (lane / 4). Rows have the order of a lane's columns of a result: 0, 2, 4, 6, 1, 3, 5, 7.
 __device__ __forceinline__ void read_group(Factor<2> (&b)[GROUP], const float* row) {
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
@@ -159,8 +160,8 @@ __device__ __forceinline__ void read_group(Factor<2> (&b)[GROUP], const float* r
     }
 }
 
-// o[m][n] += p[m] v, where v has 8 STEPS rows and p is a result in registers, rounded; `v` as read_group's row, of the
-// first group.
+// o[m][n] += p[m] v, where v has 8 STEPS rows and p is a rounded result in registers. `v` is the `row` of read_group
+// for the first group.
 template <int M, int STEPS, int N>
 __device__ __forceinline__ void multiply_result(float (&o)[M][N][4], const float (&p)[M][STEPS][4], const float* v) {
 #pragma unroll
@@ -186,7 +187,8 @@ __device__ __forceinline__ void multiply_result(float (&o)[M][N][4], const float
     }
 }
 
-// Hands `store(column, x)` what a lane has of one row of a group (`half` 1: of the row 8 below), in fours.
+// Calls `store(column, x)` for each four elements that a lane has of one row of a group, or of the row 8 below if
+// `half` is 1.
 template <typename STORE>
 __device__ __forceinline__ void each_four(const float (&c)[GROUP][4], int half, int lane, STORE store) {
     const int column = lane % 4 * (2 * GROUP), i = half * 2;

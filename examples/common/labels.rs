@@ -1,0 +1,42 @@
+//! The labels that tell runs apart.
+
+use serde::Serialize;
+use tallow::attention::Algorithm;
+use tallow::bench::Execution;
+use tallow::memory::Mode;
+use tallow::nn::Checkpointing;
+use tallow::precision::Precision;
+use tallow::report::{Column, Fields};
+
+/// The labels of a run of a model.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Labels {
+    pub size: String,
+    pub batch_size: usize,
+    pub context_length: usize,
+    pub attention: Algorithm,
+    pub checkpointing: Checkpointing,
+    pub precision: Precision,
+    pub execution: Execution,
+    pub mode: Mode,
+}
+
+impl Labels {
+    pub fn fields(&self) -> Fields {
+        Fields::of(self).unwrap_or_default() // a struct always has fields
+    }
+}
+
+/// The columns of [`Labels`].
+pub fn label_columns() -> Vec<Column> {
+    vec![
+        Column::text("size", "Model"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
+        Column::text("attention", "Attention"),
+        Column::text("checkpointing", "Checkpointing"),
+        Column::text("precision", "Precision"),
+        Column::text("execution", "Execution"),
+        Column::text("mode", "Mode"),
+    ]
+}

@@ -1,0 +1,497 @@
+//! The end-to-end benchmark of models, shared by `e2e_benchmark`, `compiled_benchmark` and `mixed_precision_benchmark`:
+//! the sweep, its table and its answers. The programs differ in the defaults of their flags.
+
+mod answers;
+mod configuration;
+mod isolated;
+mod reasons;
+mod table;
+mod warmup;
+
+use crate::common::models::{Model, describe};
+use crate::common::modes::{
+    CompileFlag, check_planned_flags, is_any, not_planned, optimizer_words,
+};
+use crate::common::runs::{GridFlags, Run};
+use crate::common::{self, Common, Effects, Output, Sweep, stdout, values, words};
+use answers::{measured, of_runs, of_values};
+use candle_core::{DType, Device};
+use clap::{Command, Parser, ValueEnum};
+use configuration::Configuration;
+use reasons::Counted;
+use std::process::ExitCode;
+use table::{By, Compared, Row, grouped};
+use tallow::bench::{EndToEnd, EndToEndRow, Execution, alternate};
+use tallow::memory::Mode;
+use tallow::model::flops;
+use tallow::optim::{AdamWConfig, Moments};
+use tallow::precision::Precision;
+use tallow::report::{Answer, Fields, Format, Report, counted, list_in_note};
+use tallow::{Result, hardware};
+
+/// The flags of the three programs.
+#[derive(Parser)]
+#[command(version, next_help_heading = "Model")]
+#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 256]")))]
+pub struct Flags {
+    #[command(flatten)]
+    grid: GridFlags,
+
+    /// Models as batch, tokens, width, layers, heads; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H", help_heading = "Model")]
+    config: Vec<Configuration>,
+
+    /// Unmeasured steps before the measured ones; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "5", value_name = "N", value_parser = values::count_from_0(), help_heading = "Run")]
+    warmup_steps: Vec<usize>,
+
+    /// Measured steps
+    #[arg(long, default_value_t = 10, value_name = "N", value_parser = values::count(), alias = "iterations", help_heading = "Run")]
+    steps: usize,
+
+    /// Rounds in which compared runs take turns
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::count(), help_heading = "Run")]
+    rounds: usize,
+
+    /// Run each configuration in a new process
+    #[arg(long, conflicts_with = "per_step", help_heading = "Run")]
+    isolate: bool,
+
+    /// The number of the run of such a process
+    #[arg(long, hide = true)]
+    isolated_run: Option<usize>,
+
+    /// adamw, or adamw-bf16 with running means in bf16
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        default_value = "adamw",
+        value_name = "NAME",
+        help_heading = "Run"
+    )]
+    optimizer: OptimizerFlag,
+
+    /// Planned steps too, or alone with =only
+    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
+    compile: Option<CompileFlag>,
+
+    /// Most memory of a planned step's arena
+    #[arg(long, requires = "compile", value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
+    memory_budget_gib: Option<f64>,
+
+    /// Planned steps update parameters in backward
+    #[arg(long, requires = "compile", help_heading = "Run")]
+    optimizer_in_backward: bool,
+
+    /// summary, or phases: all statistics of each phase
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        default_value = "summary",
+        value_name = "NAME",
+        help_heading = "Output"
+    )]
+    view: View,
+
+    /// Print the time of each step
+    #[arg(long, help_heading = "Output")]
+    per_step: bool,
+
+    #[command(flatten, next_help_heading = "Output")]
+    output: Output,
+
+    #[command(flatten, next_help_heading = "Environment")]
+    common: Common,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum OptimizerFlag {
+    Adamw,
+    AdamwBf16,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum View {
+    Summary,
+    Phases,
+}
+
+/// The settings in which the programs differ.
+#[derive(Clone, Copy, Default)]
+pub struct Program {
+    /// The models that are measured if no flag names one.
+    pub models: &'static [&'static str],
+    /// Whether f32 is always measured, and kept casts in addition to dropped casts.
+    pub compares_precisions: bool,
+    /// Whether calls, memory traffic and allocations of training steps are counted.
+    pub counts: bool,
+}
+
+/// Runs a program with its help texts and its defaults, which are listed by the flags' ids.
+pub fn main(
+    program: Program,
+    about: &'static str,
+    examples: &'static str,
+    defaults: &'static [(&'static str, &'static [&'static str])],
+) -> ExitCode {
+    let command = move |command: Command| {
+        let command = command.about(about).after_help(examples);
+        defaults.iter().fold(command, |command, (id, values)| {
+            command.mut_arg(id, |arg| arg.default_values(*values))
+        })
+    };
+    let mut flags = Flags::effects(command).parse();
+    let grid = &mut flags.grid;
+    grid.models.fill_context(&mut grid.context_length, &[256]);
+    if flags.config.is_empty() && !grid.models.names_a_model() {
+        let models = program.models.iter().filter_map(|name| name.parse().ok());
+        flags.config.extend(models);
+    }
+    common::run(|| flags.common.around(|| flags.run(program)))
+}
+
+impl Flags {
+    fn effects(command: impl Fn(Command) -> Command + 'static) -> Effects<Self> {
+        let runs_grid =
+            |flags: &Self| flags.config.is_empty() || flags.grid.models.names_a_preset();
+        Effects::<Self>::new()
+            .with_command(command)
+            .of_output(|flags| &flags.output)
+            .only(
+                "without --config, or with a preset too",
+                &["batch-size", "context-length"],
+                runs_grid,
+            )
+            .only("in a training step", &["optimizer"], |flags| {
+                flags.grid.modes().contains(&Mode::TrainStep)
+            })
+            .only(
+                "where a step can be planned: in f32, or f32 parameters with kept copies",
+                &["compile"],
+                |flags| {
+                    is_any(
+                        &flags.grid.precision,
+                        flags.compile,
+                        &flags.grid.modes(),
+                        true,
+                    )
+                },
+            )
+    }
+
+    fn run(&self, program: Program) -> Result<()> {
+        if self.compile == Some(CompileFlag::Only) {
+            common::take_blocks_from_the_system();
+        }
+        self.output.check_with([])?;
+        let device = self.common.device()?;
+        let precisions = self.precisions(program)?;
+        let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
+        check_planned_flags(is_any_given, self.compile, &self.grid.modes(), &precisions)?;
+        let (models, mut runs) = self.runs(&precisions)?;
+        if let Some(index) = self.isolated_run {
+            runs = runs.into_iter().skip(index).take(1).collect();
+        }
+        if !self.isolate {
+            let all = runs.iter_mut().map(|run| &mut run.run);
+            self.grid.give_memory(all, &device)?;
+        }
+        if self.isolated_run.is_some() {
+            let runs: Vec<EndToEnd> = runs.into_iter().map(|run| run.run).collect();
+            let rows = alternate(&runs, self.rounds, &device, |_, _, _| ())?;
+            return isolated::answer(&rows.concat());
+        }
+        let compared = self.compared(&runs);
+        let columns = compared.columns(models.len() > 1, self.is_about_warmup());
+        self.output.check_columns([columns.clone()])?;
+        let mut report = Report {
+            environment: self.common.environment(&device),
+            configuration: self.configuration(&models),
+            columns,
+            ..Default::default()
+        };
+        // New processes must not find the machine warmed up by this measurement.
+        let measure_peak = || hardware::measure_peak_flops(&device, DType::F32);
+        let mut peak_flops = if self.isolate { None } else { measure_peak() };
+        runs.iter_mut()
+            .for_each(|run| run.run.peak_flops = peak_flops);
+        let groups = groups(&runs, &compared);
+        let mut sweep = Sweep::new(groups.len())?;
+        let (mut rows, mut counted): (Vec<Row>, Vec<(Row, Counted)>) = Default::default();
+        for group in &groups {
+            if !sweep.begins(title(&runs[group[0]])) {
+                break;
+            }
+            let measured = match self.isolate {
+                true => group
+                    .iter()
+                    .map(|&i| isolated::run(i))
+                    .collect::<Result<_>>()?,
+                false => self.measure(&runs, group, &device)?,
+            };
+            for (&i, own) in group.iter().zip(measured) {
+                let named = own.into_iter().map(|row| Row {
+                    size: runs[i].size.clone(),
+                    device: self.common.device.clone(),
+                    row,
+                });
+                let named: Vec<Row> = named.collect();
+                let step = named
+                    .iter()
+                    .find(|row| row.phase == "train step" && row.time.is_some());
+                if let Some(step) = step.filter(|_| program.counts && compared.is_any()) {
+                    counted.push((step.clone(), reasons::count(&runs[i].run, step, &device)?));
+                }
+                rows.extend(named);
+            }
+            compared.show(&rows, &mut report);
+            self.output.save_so_far(&report)?;
+        }
+        if self.isolate {
+            peak_flops = measure_peak();
+            let times = rows.iter_mut().filter_map(|row| row.row.time.as_mut());
+            times.for_each(|time| {
+                let mfu = time.flops_per_s.zip(peak_flops);
+                time.mfu_percent = mfu.map(|(rate, peak)| 100.0 * rate / peak);
+            });
+            compared.show(&rows, &mut report);
+        }
+        let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
+        report.configuration.insert("peak for MFU", peak);
+        report
+            .environment
+            .insert("reference ops", common::fallbacks());
+        report.notes = self.notes(&precisions, &rows, &report.rows);
+        report.notes.extend(sweep.note());
+        let comparisons = compared.comparisons(&rows);
+        let counted = counted.into_iter().map(|(row, counted)| Counted {
+            configuration: compared.name_of(&row, &comparisons),
+            ..counted
+        });
+        let counted: Vec<Counted> = counted.collect();
+        report.answers = self.answers(&measured(&rows, &compared));
+        let of_values = of_values(&comparisons, &compared.values, compared.by, &counted);
+        report.answers.extend(of_values);
+        if !counted.is_empty() {
+            report.details.push(reasons::table(&device, &counted)?);
+        }
+        self.output.publish(&report)
+    }
+
+    /// Measures compared runs in turns.
+    fn measure(
+        &self,
+        runs: &[Run],
+        group: &[usize],
+        device: &Device,
+    ) -> Result<Vec<Vec<EndToEndRow>>> {
+        let own: Vec<EndToEnd> = group.iter().map(|&i| runs[i].run.clone()).collect();
+        let mut shown = None;
+        alternate(&own, self.rounds, device, |i, step, ms| {
+            if !self.per_step {
+                return;
+            }
+            if shown != Some(i) {
+                self.per_step_line(&title(&runs[group[i]]));
+                shown = Some(i);
+            }
+            self.per_step_line(&format!("    {step}: {ms:.2} ms"));
+        })
+    }
+
+    fn is_about_warmup(&self) -> bool {
+        self.isolate || self.warmup_steps.len() > 1
+    }
+
+    /// Returns the precisions of the flags. If the program compares precisions, f32 comes first, and each precision
+    /// that drops casts follows the one that keeps them.
+    fn precisions(&self, program: Program) -> Result<Vec<Precision>> {
+        let named = self.grid.precision.precisions()?;
+        if !program.compares_precisions {
+            return Ok(named);
+        }
+        let mut all = vec![Precision::F32];
+        for precision in named {
+            for one in [precision.with_dropped_casts(false), precision] {
+                if !all.contains(&one) {
+                    all.push(one);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn compared(&self, runs: &[Run]) -> Compared {
+        let (mut executions, mut precisions) = (Vec::new(), Vec::new());
+        for Run { run, .. } in runs {
+            let labels = [
+                (run.execution.name(), &mut executions),
+                (run.precision.name(), &mut precisions),
+            ];
+            for (name, names) in labels {
+                if !names.contains(&name) {
+                    names.push(name);
+                }
+            }
+        }
+        Compared::new(executions, precisions, self.view == View::Phases)
+    }
+
+    /// Returns the notes on how to read the table, and on its rows.
+    fn notes(&self, precisions: &[Precision], rows: &[Row], fields: &[Fields]) -> Vec<String> {
+        let modes = self.grid.modes();
+        let mut notes = vec![format!(
+            "Times are mean ± standard deviation of {}. Speed-ups and ratios are ratios of means; unclear: their two \
+             standard errors exceed 20%.",
+            counted(self.steps * self.rounds, "step")
+        )];
+        if modes.iter().any(|mode| *mode != Mode::Forward) {
+            notes.push(
+                "Forward alone computes no loss and records no graph; in the other modes it does both. F+B is forward, loss and backward. B+O is backward and optimizer."
+                    .into(),
+            );
+        }
+        if modes.len() > 1 {
+            notes.push(
+                "Memory and tokens/s are of the longest mode in the line, for instance of the training step."
+                    .into(),
+            );
+        }
+        if precisions.iter().any(|p| *p != Precision::F32) {
+            notes.push("MFU is relative to the peak in f32, whatever the precision.".into());
+        }
+        notes.extend(not_planned(self.compile, precisions));
+        let is_skipped = |row: &Row| {
+            row.loss_scaling
+                .as_ref()
+                .is_some_and(|own| own.skipped_steps > 0)
+        };
+        let names = words::names(fields).into_iter().zip(rows);
+        let skipped: Vec<String> = names
+            .filter(|(_, row)| is_skipped(row))
+            .map(|(name, _)| name)
+            .collect();
+        if !skipped.is_empty() {
+            let start =
+                "f16 gradients overflowed at the loss scale, so these made steps without an update";
+            notes.push(list_in_note(start, &skipped));
+        }
+        if rows.iter().any(|row| row.time.is_none()) {
+            notes.extend(words::out_of_memory(fields));
+        }
+        notes.extend(words::noisy(fields));
+        notes
+    }
+
+    /// Returns the answers about single runs.
+    fn answers(&self, all: &[answers::Measured]) -> Vec<Answer> {
+        let mut answers = of_runs(all);
+        if self.is_about_warmup() {
+            answers.extend(warmup::answers(all, self.isolate));
+        }
+        answers
+    }
+
+    /// Returns the models, and every combination of the flags' lists.
+    fn runs(&self, precisions: &[Precision]) -> Result<(Vec<Model>, Vec<Run>)> {
+        let mut models = match self.config.is_empty() || self.grid.models.names_a_preset() {
+            true => self.grid.models()?,
+            false => Vec::new(),
+        };
+        let mut runs = self.grid.runs(&models, precisions, self.compile);
+        for own in &self.config {
+            let grid = GridFlags {
+                batch_size: vec![own.batch_size],
+                context_length: vec![own.model.context_length],
+                ..self.grid.clone()
+            };
+            let config = grid.models.resized(own.model.clone());
+            config.validate()?;
+            models.push(Model {
+                name: own.name.clone(),
+                config,
+            });
+            runs.extend(grid.runs(&models[models.len() - 1..], precisions, self.compile));
+        }
+        let with_flags = |run: Run, warmup_steps: usize| {
+            let is_planned = run.run.execution.is_planned_step(run.run.mode);
+            let budget = self.memory_budget_gib.map(common::gib_bytes);
+            Run {
+                run: EndToEnd {
+                    warmup_steps,
+                    steps: self.steps,
+                    optimizer: self.optimizer(),
+                    optimizer_in_backward: self.optimizer_in_backward && is_planned,
+                    memory_budget_bytes: budget.filter(|_| is_planned),
+                    seed: self.common.seed,
+                    ..run.run
+                },
+                ..run
+            }
+        };
+        let runs = runs.into_iter().flat_map(|run| {
+            let warmups = self.warmup_steps.iter();
+            warmups
+                .map(move |warmup| with_flags(run.clone(), *warmup))
+                .collect::<Vec<_>>()
+        });
+        Ok((models, runs.collect()))
+    }
+
+    fn optimizer(&self) -> AdamWConfig {
+        let seed = self.common.seed;
+        AdamWConfig {
+            moments: match self.optimizer {
+                OptimizerFlag::Adamw => Moments::Wide,
+                OptimizerFlag::AdamwBf16 => Moments::Bf16 { seed },
+            },
+            ..Default::default()
+        }
+    }
+
+    fn configuration(&self, models: &[Model]) -> Fields {
+        let name = match self.optimizer {
+            OptimizerFlag::Adamw => "adamw",
+            OptimizerFlag::AdamwBf16 => "adamw-bf16",
+        };
+        let optimizer = optimizer_words(name, self.optimizer_in_backward);
+        let mut fields = describe(models);
+        fields
+            .insert("optimizer", optimizer)
+            .insert("steps", self.steps)
+            .insert("rounds", self.rounds)
+            .insert("FLOPs", flops::FORMULA);
+        fields
+    }
+
+    /// Prints a line to stdout with the text report. In other formats it goes to stderr: stdout holds only the
+    /// document.
+    fn per_step_line(&self, line: &str) {
+        if self.output.format != Format::Text {
+            return common::say_aside(line);
+        }
+        let written = stdout::or_files(stdout::line(line), self.output.output.is_some());
+        if let Err(error) = written {
+            common::end(&error);
+        }
+    }
+}
+
+/// Groups the indices of runs that differ only in the compared label.
+fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
+    grouped(0..runs.len(), |i| {
+        let mut labels = runs[*i].labels();
+        match compared.by {
+            By::Execution => labels.execution = Execution::Eager,
+            By::Precision => labels.precision = Precision::F32,
+        }
+        (labels, runs[*i].run.warmup_steps)
+    })
+}
+
+/// Returns a run's name for progress messages and above its steps.
+fn title(run: &Run) -> String {
+    format!("{}, warm-up {}", run.title(), run.run.warmup_steps)
+}

@@ -1,0 +1,193 @@
+//! Counts of a training step: calls, bytes that they read and write, allocations.
+
+use super::answers::Pair;
+use super::words::{self, compared};
+use candle_core::Device;
+use serde::Serialize;
+use tallow::bench::{EndToEnd, EndToEndRow, Execution, Step, time_once};
+use tallow::memory::{self, RecordConfig, Recorder};
+use tallow::profile::{Profiler, Recording, Span};
+use tallow::report::{Column, Fields, Report, Verdict, counted, format_mib, group_digits};
+use tallow::{Error, Result};
+
+/// The counts of a training step, its memory, and the time of planning.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Counted {
+    /// The name of the configuration and its training step.
+    pub configuration: String,
+    pub execution: &'static str,
+    pub calls: usize,
+    pub operand_bytes: f64,
+    pub allocations: Option<usize>,
+    pub allocated_bytes: Option<u64>,
+    pub peak_bytes: Option<u64>,
+    pub resident_peak_bytes: Option<u64>,
+    pub reserved_peak_bytes: Option<u64>,
+    pub estimate_bytes: u64,
+    pub plan_ms: Option<f64>,
+}
+
+/// Returns the table of counts, a row for each execution of a model.
+pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
+    // The memory of the process, which includes more than tensors; on a GPU, that of its pool.
+    let held = match device.is_cpu() {
+        true => Column::mib("resident_peak_bytes", "Resident peak"),
+        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
+    };
+    Ok(Report {
+        title: "What a training step does".into(),
+        columns: vec![
+            Column::text("configuration", "Run"),
+            Column::text("execution", "Step"),
+            Column::count("calls", "Calls"),
+            Column::mib("operand_bytes", "Operands"),
+            Column::count("allocations", "Allocations"),
+            Column::mib("allocated_bytes", "Allocated"),
+            Column::mib("peak_bytes", "Peak"),
+            Column::ms("plan_ms", "Plan").minor(1),
+            Column::mib("estimate_bytes", "Predicted").minor(2),
+            held.minor(3),
+        ],
+        rows: counted.iter().map(Fields::of).collect::<Result<_>>()?,
+        notes: vec![
+            "Calls are ops of an eager step, kernel calls of a planned one. Operands are the bytes that they read and \
+             write; of eager steps what candle's graph adds between ops is not counted."
+                .into(),
+            "Allocations are the blocks that a step allocates. Allocated is the sum of those from 4 KiB up.".into(),
+        ],
+        ..Default::default()
+    })
+}
+
+/// The number of steps that a profiler records.
+const PROFILED: usize = 3;
+
+/// The smallest block that counts towards allocated bytes.
+const COUNTED_FROM_BYTES: u64 = 4096;
+
+/// Counts calls, bytes and allocations of the training step of `row`, in a separate run. The third step is recorded
+/// block by block, and the next [`PROFILED`] are profiled. Without recorded blocks on a GPU, allocations are `None`.
+pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Counted> {
+    let counting = EndToEnd {
+        warmup_steps: 0,
+        steps: 3 + PROFILED,
+        ..run.clone()
+    };
+    let mut counted = Counted {
+        execution: run.execution.name(),
+        peak_bytes: row.peak_bytes(),
+        resident_peak_bytes: row.memory.as_ref().and_then(|own| own.resident_peak_bytes),
+        reserved_peak_bytes: row.memory.as_ref().and_then(|own| own.reserved_peak_bytes),
+        estimate_bytes: row.estimate_bytes,
+        ..Default::default()
+    };
+    let mut recorder: Option<Recorder> = None;
+    let mut profiler = None;
+    let mut problem: Option<Error> = None;
+    counting.run(device, |step: Step, _| match step.index + 1 {
+        2 => {
+            let every = RecordConfig {
+                threshold_bytes: 1,
+                ..Default::default()
+            };
+            match memory::record_on(device, every) {
+                Ok(started) => recorder = Some(started),
+                Err(error) if device.is_cpu() => problem = Some(error),
+                Err(_) => {}
+            }
+        }
+        3 => {
+            if let Some(recording) = recorder.take().map(Recorder::finish) {
+                let taken = recording.blocks().iter().filter(|b| b.taken_at.is_some());
+                let bytes: Vec<u64> = taken.map(|block| block.bytes).collect();
+                counted.allocations = Some(bytes.len());
+                let large = bytes.into_iter().filter(|b| *b >= COUNTED_FROM_BYTES);
+                counted.allocated_bytes = Some(large.sum());
+            }
+            match Profiler::start() {
+                Ok(started) => profiler = Some(started),
+                Err(error) => problem = Some(error),
+            }
+        }
+        _ => {}
+    })?;
+    if let Some(problem) = problem {
+        return Err(problem);
+    }
+    let recording = profiler.map_or(Ok(Recording::default()), Profiler::finish)?;
+    let ops = || recording.spans.iter().filter(|span| span.is_op());
+    counted.calls = ops().count() / PROFILED;
+    let costs = ops().filter_map(Span::cost);
+    counted.operand_bytes = costs.map(|cost| cost.bytes()).sum::<f64>() / PROFILED as f64;
+    if run.execution == Execution::Planned {
+        let (plan, plan_ms) = time_once(device, || run.plan(device))?;
+        let calls = plan.calls().iter().enumerate();
+        let bytes = calls.filter_map(|(i, call)| {
+            Some(plan.runs_per_step(i) as f64 * plan.bytes_moved(call)? as f64)
+        });
+        counted.operand_bytes = bytes.sum();
+        counted.plan_ms = Some(plan_ms);
+    }
+    Ok(counted)
+}
+
+/// Describes what a planned training step does less of than an eager one, and whether it is faster.
+pub fn reasons(eager: &Counted, planned: &Counted, step: &Pair) -> String {
+    let mut less = Vec::new();
+    let mut not_less = Vec::new();
+    let mut compare = |what: &str, pair: Option<(f64, f64)>, is_mib: bool| {
+        let Some((eager, planned)) = pair else {
+            return;
+        };
+        let show = |x: f64| match is_mib {
+            true => format_mib(x as u64),
+            false => group_digits(x as u64),
+        };
+        let text = format!("{what} {} instead of {}", show(planned), show(eager));
+        match planned / eager {
+            ratio if ratio < 0.98 => less.push(text),
+            ratio if ratio > 1.02 => not_less.push(text),
+            _ => {}
+        }
+    };
+    let both = |of: fn(&Counted) -> Option<f64>| of(eager).zip(of(planned));
+    // Traffic of candle's graph between eager ops is not counted, so more traffic in a planned step proves nothing.
+    let traffic = both(|c| Some(c.operand_bytes)).filter(|(eager, planned)| planned < eager);
+    compare("memory traffic", traffic, true);
+    compare("allocations", both(|c| Some(c.allocations? as f64)), false);
+    compare(
+        "bytes allocated",
+        both(|c| Some(c.allocated_bytes? as f64)),
+        true,
+    );
+    compare("peak memory", both(|c| Some(c.peak_bytes? as f64)), true);
+    let mut text = format!("{}: ", step.name);
+    text += &match step.speedup {
+        Some(speedup) => compared("a planned step", "an eager one", speedup),
+        None => "the steps' times cannot be compared".into(),
+    };
+    text += ".";
+    if !less.is_empty() {
+        text += &format!(" Less in a planned step: {}.", less.join(", "));
+    }
+    if !not_less.is_empty() {
+        text += &format!(" Not less: {}.", not_less.join(", "));
+    }
+    let is_faster = step.speedup.map(|speedup| speedup.verdict()) == Some(Verdict::Faster);
+    text += match (is_faster, less.is_empty()) {
+        (true, false) => {
+            " This agrees with a faster step; the counts do not tell how much each contributes."
+        }
+        (true, true) => " These counts do not explain the faster step.",
+        (false, _) => "",
+    };
+    let gain_ms = step.before_ms - step.after_ms;
+    if let Some(plan_ms) = planned.plan_ms.filter(|_| is_faster) {
+        text += &format!(
+            " Planning took {} ms: the gain of {}.",
+            words::ms(plan_ms),
+            counted((plan_ms / gain_ms).ceil() as usize, "step")
+        );
+    }
+    text
+}

@@ -1,0 +1,170 @@
+//! Rows of measured steps.
+
+use super::Execution;
+use super::first_step::FirstStep;
+use crate::Result;
+use crate::attention::Algorithm;
+use crate::memory::Mode;
+use crate::nn::Checkpointing;
+use crate::precision::Precision;
+use crate::report::{Fields, Statistics};
+use serde::{Deserialize, Serialize};
+
+/// One phase of a measured [`EndToEnd`](super::EndToEnd) run, or a run that is out of memory.
+///
+/// [`fields`](Self::fields) converts it to a row of a [`Report`](crate::report::Report). Nested structs are flattened,
+/// and those that were not measured are absent.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EndToEndRow {
+    /// D, the width of the residual stream.
+    pub d_model: usize,
+    /// Width of the feed-forward network.
+    pub d_ff: usize,
+    /// L, the number of layers.
+    pub num_layers: usize,
+    /// H, the number of attention heads.
+    pub num_heads: usize,
+    /// V, the vocabulary size.
+    pub vocab_size: usize,
+    /// Number of parameters.
+    pub parameters: usize,
+    /// B, the batch size.
+    pub batch_size: usize,
+    /// T, the number of tokens in a sequence.
+    pub context_length: usize,
+    /// The algorithm of attention.
+    pub attention: Algorithm,
+    /// The precision of forward, loss and parameters.
+    pub precision: Precision,
+    /// The checkpointing strategy.
+    pub checkpointing: Checkpointing,
+    /// Eager or planned.
+    pub execution: Execution,
+    /// Whether parameters are updated during backward.
+    pub optimizer_in_backward: bool,
+    /// The limit of a planned step's arena, in bytes.
+    pub memory_budget_bytes: Option<u64>,
+    /// Half-precision copies of the weights, in bytes, which are part of the peak; `None` if autocast keeps none.
+    pub weight_cast_bytes: Option<u64>,
+    /// Steps before the measured ones.
+    pub warmup_steps: usize,
+    /// How much of a training step is run.
+    pub mode: Mode,
+    /// `forward`, `backward`, `optimizer`, [`UPDATE`], or the whole step of its mode: `forward` alone,
+    /// `forward+backward`, `train step`.
+    pub phase: String,
+    /// Whether the run was measured.
+    pub status: Status,
+    /// Times and rates; `None` if the run is out of memory.
+    #[serde(flatten)]
+    pub time: Option<PhaseTime>,
+    /// Costs of the first step, warm-up or not.
+    #[serde(flatten)]
+    pub first_step: FirstStep,
+    /// The memory of the whole mode.
+    #[serde(flatten)]
+    pub memory: Option<StepMemory>,
+    /// The predicted peak, in bytes.
+    pub estimate_bytes: u64,
+    /// The memory available to the run, in bytes.
+    pub available_bytes: Option<u64>,
+    /// The loss scale of training in f16.
+    #[serde(flatten)]
+    pub loss_scaling: Option<LossScaling>,
+    /// Details of an out-of-memory row.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub reason: Option<String>,
+}
+
+/// The phase of backward and optimizer together. Its samples are the sums of theirs, step by step.
+pub const UPDATE: &str = "backward+optimizer";
+
+/// Whether a run was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Status {
+    /// All steps ran.
+    #[default]
+    #[serde(rename = "ok")]
+    Ok,
+    /// The run needs more memory than is available.
+    #[serde(rename = "OOM")]
+    OutOfMemory,
+}
+
+/// Times of one phase, and rates at its median.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PhaseTime {
+    /// Statistics of the measured steps.
+    #[serde(flatten)]
+    pub statistics: Statistics,
+    /// The measured steps, in ms.
+    pub samples_ms: Vec<f64>,
+    /// The warm-up steps, in ms.
+    pub warmup_ms: Vec<f64>,
+    /// Whether the interquartile range exceeds 10% of the median.
+    pub noisy: bool,
+    /// B T over the median; `None` for [`UPDATE`].
+    pub tokens_per_s: Option<f64>,
+    /// FLOPs of the phase's matmuls; `None` for the optimizer.
+    pub flops: Option<f64>,
+    /// FLOP/s at the median.
+    pub flops_per_s: Option<f64>,
+    /// Model FLOPs utilization: percent of the peak FLOP/s; `None` if the peak is unknown.
+    pub mfu_percent: Option<f64>,
+}
+
+/// The memory of a run's steps, in bytes; `None` if the device or system does not report it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMemory {
+    /// Memory allocated after the last step, including what is kept between steps.
+    pub allocated_bytes: Option<u64>,
+    /// The peak of allocated memory, for the model and its steps.
+    pub peak_bytes: Option<u64>,
+    /// The peak size of the GPU's memory pool.
+    pub reserved_peak_bytes: Option<u64>,
+    /// The peak resident memory of the process.
+    pub resident_peak_bytes: Option<u64>,
+}
+
+/// The loss scale of a run in f16.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LossScaling {
+    /// The scale after the last step.
+    pub loss_scale: f64,
+    /// Steps with an overflow, which made no update.
+    pub skipped_steps: usize,
+}
+
+impl EndToEndRow {
+    /// Returns the row of a report.
+    ///
+    /// # Errors
+    /// [`Error::Data`](crate::Error::Data) if serialization fails.
+    pub fn fields(&self) -> Result<Fields> {
+        Fields::of(self)
+    }
+
+    /// Returns whether the row is of the whole step of its mode.
+    pub fn is_whole_step(&self) -> bool {
+        self.phase == whole_phase(self.mode)
+    }
+
+    /// Returns the statistics of the measured steps, if there are any.
+    pub fn statistics(&self) -> Option<&Statistics> {
+        self.time.as_ref().map(|time| &time.statistics)
+    }
+
+    /// Returns the measured peak of the run in bytes.
+    pub fn peak_bytes(&self) -> Option<u64> {
+        self.memory.as_ref()?.peak_bytes
+    }
+}
+
+/// Returns the name of the whole step of a mode.
+pub(super) fn whole_phase(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Forward | Mode::ForwardKeepingGraph => "forward",
+        Mode::ForwardBackward => "forward+backward",
+        Mode::TrainStep => "train step",
+    }
+}

@@ -1,0 +1,160 @@
+//! Several hosts: a job on two hosts with eight NVIDIA GPUs each.
+//!
+//! **Several hosts are untried.** tallow's collectives and steps have run on two GPUs of one host. Rendezvous, secret
+//! and failures are tested on one host. Everything below follows from the code of
+//! [`distributed`](crate::distributed); nobody has run it on two hosts yet.
+//!
+//! # The program
+//!
+//! One process per GPU runs the same program: 16 ranks. [`init`](crate::distributed::init) reads the rank from the
+//! environment, waits for all ranks, and returns a [`Communicator`](crate::distributed::Communicator). Without a
+//! launcher's variables it is a job of one rank, so the same program runs alone.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use tallow::data::Tokens;
+//! use tallow::distributed::{self, DistConfig, ReplicatedConfig};
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::train::{TrainConfig, Trainer};
+//!
+//! fn main() -> tallow::Result<()> {
+//!     let ranks = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
+//!     let (train, validation) = Tokens::bytes("/shared/input.txt")?.split(0.1)?;
+//!     let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::small() };
+//!     let config = TrainConfig {
+//!         sequence_length: 256,
+//!         accumulation: 16, // batches of a step on all ranks together, a multiple of their number
+//!         ..Default::default()
+//!     };
+//!     let path = Path::new("/shared/run.safetensors");
+//!     let mut trainer = if path.exists() {
+//!         Trainer::resume(path, &size, config, train, validation, ranks.device())?
+//!     } else {
+//!         Trainer::new(TransformerLM::new(&size, 0, ranks.device())?, config, train, validation)?
+//!     };
+//!     trainer.replicate(&ranks, ReplicatedConfig::default())?;
+//!     while let Some(step) = trainer.step()? {
+//!         if trainer.evaluation_is_due() {
+//!             let loss = trainer.evaluate()?; // every rank calls this, and save
+//!             trainer.save(path)?;
+//!             if ranks.rank() == 0 {
+//!                 println!("{}: {loss:.3} nats", step.step);
+//!             }
+//!         }
+//!     }
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # What each process needs in its environment
+//!
+//! | variable | value | here |
+//! |---|---|---|
+//! | `RANK` | number of the process in the job, from 0 | 0 to 15 |
+//! | `LOCAL_RANK` | number of the process on its host, which is the index of its GPU | 0 to 7 |
+//! | `WORLD_SIZE` | number of processes | 16 |
+//! | `MASTER_ADDR` | host of rank 0, by a name or address that the other host can reach | `host-0` |
+//! | `MASTER_PORT` | a free TCP port of that host | 29500 |
+//! | `TALLOW_JOB_TOKEN` | secret of the job, at least 16 bytes, the same for all | from `openssl rand -hex 16` |
+//! | `TALLOW_NCCL_LIBRARY` | path of `libnccl.so.2`, unless the system finds it (`LD_LIBRARY_PATH`) | |
+//!
+//! torchrun sets the first five. Under Slurm's `srun` the first three come from Slurm's own variables, and you set
+//! `MASTER_ADDR` and `MASTER_PORT`. [`Ranks::from_env`](crate::distributed::Ranks::from_env) lists the variables of
+//! each launcher. Variables that contradict each other are an error.
+//!
+//! The secret is required as soon as rank 0 listens on another address than loopback. Rank 0 refuses every process that
+//! does not send it. It is sent unencrypted: it keeps other users of the network out, but not those who can read its
+//! traffic.
+//!
+//! # With torchrun
+//!
+//! On each of the two hosts, with `N` 0 on the first and 1 on the second:
+//!
+//! ```sh
+//! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` printed once, the same on both hosts
+//! torchrun --nnodes 2 --node-rank $N --master-addr host-0 --master-port 29500 --nproc-per-node 8 --no-python \
+//!     target/release/my-program
+//! ```
+//!
+//! # With Slurm
+//!
+//! ```sh
+//! #!/bin/bash
+//! #SBATCH --nodes=2
+//! #SBATCH --ntasks-per-node=8
+//! #SBATCH --gpus-per-node=8
+//! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
+//! export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500
+//! srun target/release/my-program
+//! ```
+//!
+//! `MASTER_ADDR` must be the host of rank 0. All GPUs of a host must be visible to each of its ranks. If each rank sees
+//! only one GPU (`--gpus-per-task=1`), set `LOCAL_RANK=0` for all of them: `srun env LOCAL_RANK=0
+//! target/release/my-program`.
+//!
+//! # Without a launcher
+//!
+//! [`launch`](crate::distributed::launch()) starts ranks on its own host only. For two hosts a shell loop is enough, on
+//! each host with `N` as above:
+//!
+//! ```sh
+//! export TALLOW_JOB_TOKEN=... MASTER_ADDR=host-0 MASTER_PORT=29500 WORLD_SIZE=16
+//! for i in 0 1 2 3 4 5 6 7; do
+//!     RANK=$((8 * N + i)) LOCAL_RANK=$i target/release/my-program &
+//! done
+//! wait
+//! ```
+//!
+//! # Ports
+//!
+//! - Rank 0 listens on `MASTER_PORT`, on all interfaces, and every other rank connects there. Under torchrun, if its
+//!   agent has a store on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next one. Open both.
+//! - A rank whose rank 0 does not answer tries again until [`DistConfig::timeout`](crate::distributed::DistConfig),
+//!   ten minutes by default.
+//! - NCCL opens its own connections between the hosts.
+//!
+//! # NCCL's variables
+//!
+//! NCCL is loaded when ranks join; version 2.19 or later is required. It reads its own environment variables:
+//!
+//! | variable | use |
+//! |---|---|
+//! | `NCCL_DEBUG=INFO` | makes NCCL log what it does; `WARN` logs less |
+//! | `NCCL_NVLS_ENABLE=0` | disables NVLink's multicast, which does not work on every machine |
+//!
+//! Which network interfaces it uses is also set by its variables; NCCL's documentation lists them.
+//!
+//! [`DistConfig::nccl_max_ctas`](crate::distributed::DistConfig::nccl_max_ctas) limits the multiprocessors that
+//! collectives use. tallow sets no variable of NCCL.
+//!
+//! # A folder for checkpoints
+//!
+//! Put data and checkpoints in a folder that both hosts see under the same path.
+//!
+//! - Every rank opens the training and validation data. Ranks with other data are refused: their fingerprints are
+//!   compared, as are configuration, model and step.
+//! - [`Trainer::save`](crate::train::Trainer::save): every rank calls it. With
+//!   [`replicate`](crate::train::Trainer::replicate), with or without
+//!   [`shard_optimizer`](crate::train::Trainer::shard_optimizer), rank 0 writes one file. With
+//!   [`fully_sharded`](crate::train::Trainer::fully_sharded) each rank writes its part to a file of its own
+//!   (`run.safetensors.part-...`) in the same folder, and rank 0 then writes the file that lists the parts. Until that
+//!   file is renamed to its place the earlier save is valid.
+//! - [`Trainer::resume`](crate::train::Trainer::resume): every rank reads the file. Any number of ranks may resume a
+//!   run, if their number divides [`accumulation`](crate::train::TrainConfig::accumulation). That must stay the same.
+//! - The file `run.safetensors.lock` keeps a second run from writing to the same path. On a file system without locks
+//!   nothing prevents that.
+//!
+//! # Failures
+//!
+//! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process ends, or
+//! others wait for it for longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names
+//! the rank. Weights are then undefined: start all ranks again and resume from the checkpoint. A run does not restart
+//! ranks by itself; a launcher may restart the program.
+//!
+//! # Before the first run
+//!
+//! 1. Run the program alone, then with `torchrun --nproc-per-node 2` on one host with two GPUs.
+//! 2. Estimate the step of 16 ranks: `distributed_benchmark --part paper --world-size 16` with measured rates. On two
+//!    GPUs it was off by at most 10% (`benches/RESULTS.md`); for more GPUs nothing has been compared.
+//! 3. Measure the collectives on both hosts: start the example `distributed_benchmark` as above, with `--device cuda
+//!    --part collectives`.
