@@ -14,19 +14,19 @@ mod grid;
 mod measured;
 
 use candle_core::{DType, Device};
-use clap::Parser;
+use clap::{Args, Parser};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
 use common::{Common, Effects, Output, Sweep, values, words};
 use grid::Implementation;
 use measured::Measured;
-use serde::Deserialize;
+use serde_json::Value;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::attention::Mask;
-use tallow::bench::{Execution, Sampling};
+use tallow::bench::Sampling;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report, format_mib};
 
@@ -90,40 +90,10 @@ struct Flags {
     #[command(flatten)]
     precision: PrecisionFlags,
 
-    /// Steps that are measured
-    #[arg(
-        long,
-        default_value_t = 100,
-        value_parser = values::count(),
-        value_name = "N",
-        alias = "iterations",
-        help_heading = MEASUREMENT
-    )]
-    steps: usize,
+    #[command(flatten)]
+    sampling: SamplingFlags,
 
-    /// Steps before the measured ones
-    #[arg(
-        long,
-        default_value_t = 5,
-        value_parser = values::count_from_0(),
-        value_name = "N",
-        help_heading = MEASUREMENT
-    )]
-    warmup_steps: usize,
-
-    /// Time for each run, or none [default: 5000; full: 60000]
-    #[arg(long, value_parser = values::time_budget, value_name = "MS", help_heading = MEASUREMENT)]
-    time_budget_ms: Option<TimeBudget>,
-
-    /// Memory for a run [default: 5/6 of what is available]
-    #[arg(long, value_parser = values::gib, value_name = "GIB", help_heading = MEASUREMENT)]
-    memory_limit_gib: Option<f64>,
-
-    /// The assignment's whole grid: hours on a CPU
-    #[arg(long, help_heading = MEASUREMENT)]
-    full: bool,
-
-    #[command(flatten, next_help_heading = MEASUREMENT)]
+    #[command(flatten, next_help_heading = "Measurement")]
     common: Common,
 
     /// Draw time and memory over T: .svg or .png
@@ -134,7 +104,29 @@ struct Flags {
     output: Output,
 }
 
-const MEASUREMENT: &str = "Measurement";
+#[derive(Args)]
+#[command(next_help_heading = "Measurement")]
+struct SamplingFlags {
+    /// Steps that are measured
+    #[arg(long, default_value_t = 100, value_parser = values::count(), value_name = "N", alias = "iterations")]
+    steps: usize,
+
+    /// Steps before the measured ones
+    #[arg(long, default_value_t = 5, value_parser = values::count_from_0(), value_name = "N")]
+    warmup_steps: usize,
+
+    /// Time for each run, or none [default: 5000; full: 60000]
+    #[arg(long, value_parser = values::time_budget, value_name = "MS")]
+    time_budget_ms: Option<TimeBudget>,
+
+    /// Memory for a run [default: 5/6 of what is available]
+    #[arg(long, value_parser = values::gib, value_name = "GIB")]
+    memory_limit_gib: Option<f64>,
+
+    /// The assignment's whole grid: hours on a CPU
+    #[arg(long)]
+    full: bool,
+}
 
 fn main() -> ExitCode {
     let flags = Flags::effects().parse();
@@ -142,7 +134,7 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
+    /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -163,14 +155,9 @@ impl Flags {
                         false => &flags.head_dim,
                     };
                     let is_default = [&flags.context_length, widths].map(Vec::is_empty);
-                    is_default.contains(&true) || flags.time_budget_ms.is_none()
+                    is_default.contains(&true) || flags.sampling.time_budget_ms.is_none()
                 },
             )
-    }
-
-    fn is_any_planned(&self) -> bool {
-        let is_planned = |one: &Implementation| one.execution() == Execution::Planned;
-        self.compare.iter().any(is_planned)
     }
 
     fn run(&self) -> Result<()> {
@@ -180,68 +167,68 @@ impl Flags {
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let sampling = self.sampling(&device);
+        let (_, letter) = measured::width(self.module);
         let runs = self.runs(&precisions, &sampling);
         let mut sweep = Sweep::new(runs.len())?;
-        let (mut rows, mut measured) = (Vec::new(), Vec::new());
+        let mut all = Vec::new();
         for run in &runs {
             if !sweep.begins(run.title()) {
                 break;
             }
-            let of_run = run.run(&device)?;
-            measured.extend(Measured::of(&of_run, run.variant.clone()));
-            rows.push(of_run);
+            all.extend(Measured::of(run.rows(&device)?, run.variant.clone()));
         }
 
-        let (_, letter) = measured::width(self.module);
-        let growth = measured::growth(&measured);
-        let limits = grid::limits(&runs[..rows.len()], &device);
-        let mut tables = measured::tables(&rows, &measured, self.module);
-        let rows = rows.concat();
-        let mut notes = measured::notes(self.module, self.is_any_planned());
-        notes.extend(self.unmeasured(&rows));
+        let limits = grid::limits(&runs[..all.len()], &device);
+        let rows: Vec<Fields> = all.iter().flat_map(|m| m.rows.clone()).collect();
+        let mut tables = measured::tables(&all, self.module).into_iter();
+        let first = tables.next().unwrap_or_default();
+        let mut notes = measured::notes(&all, self.module, self.sampling.steps);
         notes.extend(words::noisy(&rows));
         notes.extend(sweep.note());
-        let first = (!tables.is_empty()).then(|| tables.remove(0));
-        let mut details = tables;
-        details.push(measured::extremes(&measured, letter));
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
-        let published = self.output.publish(&Report {
+        let report = Report {
             environment,
             configuration: self.configuration(&sampling, &precisions),
-            answers: answers::answers(&measured, &growth, &limits, letter),
+            answers: answers::answers(&all, &limits, letter),
             rows,
             notes,
-            details,
-            ..first.unwrap_or_default()
-        });
+            details: tables.collect(),
+            ..first
+        };
+        let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
-            figure::figure(&measured, letter).save(path)?;
+            figure::figure(&all, letter, self.caption(&report)).save(path)?;
             common::wrote(path);
         }
         published
     }
 
     fn sampling(&self, device: &Device) -> Sampling {
-        let default_ms = if self.full { 60_000.0 } else { 5_000.0 };
-        let TimeBudget(time_budget_ms) =
-            self.time_budget_ms.unwrap_or(TimeBudget(Some(default_ms)));
-        let limit_bytes = self.memory_limit_gib.map(common::gib_bytes);
+        let flags = &self.sampling;
+        let default_ms = if flags.full { 60_000.0 } else { 5_000.0 };
+        let time_budget = flags.time_budget_ms;
+        // On the CPU a sixth is left: the allocator keeps some of the pages that earlier runs freed.
+        let usable_bytes = || {
+            let bytes = tallow::hardware::available_bytes_on(device)?;
+            Some(bytes - if device.is_cpu() { bytes / 6 } else { 0 })
+        };
+        let limit_bytes = flags.memory_limit_gib.map(common::gib_bytes);
         Sampling {
-            warmup_steps: self.warmup_steps,
-            iterations: self.steps,
-            time_budget_ms,
+            warmup_steps: flags.warmup_steps,
+            iterations: flags.steps,
+            time_budget_ms: time_budget.map_or(Some(default_ms), |TimeBudget(ms)| ms),
             seed: self.common.seed,
             peak_flops: tallow::hardware::measure_peak_flops(device, DType::F32),
-            available_bytes: limit_bytes.or_else(|| usable_bytes(device)),
+            available_bytes: limit_bytes.or_else(usable_bytes),
         }
     }
 
     fn mask(&self) -> Mask {
-        match (self.window, self.causal || self.module) {
-            (Some(keys), _) => Mask::Window(keys),
-            (None, true) => Mask::Causal,
-            (None, false) => Mask::Full,
+        match self.window {
+            Some(keys) => Mask::Window(keys),
+            None if self.causal || self.module => Mask::Causal,
+            None => Mask::Full,
         }
     }
 
@@ -268,38 +255,23 @@ impl Flags {
         fields
     }
 
-    /// Notes on the runs that were not measured, or in fewer steps than asked for.
-    fn unmeasured(&self, rows: &[Fields]) -> Vec<String> {
-        #[derive(Deserialize)]
-        struct Row {
-            status: String,
-            reason: Option<String>,
-            n: Option<usize>,
-        }
-        let mut notes: Vec<String> = Vec::new();
-        for row in rows.iter().filter_map(Fields::read::<Row>) {
-            let note = match (row.status.as_str(), row.n, row.reason) {
-                ("ok", Some(n), _) if n < self.steps => {
-                    let budget = "the time budget ended them (column n)";
-                    format!("Some rows have fewer than {} steps: {budget}.", self.steps)
-                }
-                ("ok" | "OOM", ..) => continue,
-                (status, _, reason) => format!("{status}: {}.", reason.unwrap_or_default()),
-            };
-            if !notes.contains(&note) {
-                notes.push(note);
-            }
-        }
-        notes
+    /// Returns the lines below the picture: what was measured, and where.
+    fn caption(&self, report: &Report) -> Vec<String> {
+        let text = |fields: &Fields, key: &str| match fields.get(key) {
+            Some(Value::String(text)) => text.clone(),
+            other => other.map_or(String::new(), Value::to_string),
+        };
+        let of = |key: &str| text(&report.configuration, key);
+        let heads = match (&self.num_heads[..], self.module) {
+            ([], true) => "of width 64 at most".into(),
+            ([], false) => "1".into(),
+            (heads, _) => format!("{heads:?}").replace(['[', ']'], ""),
+        };
+        let (batch, mask, precision) = (of("batch size"), of("mask"), of("precision"));
+        let [device, hardware] = ["device", "hardware"].map(|key| text(&report.environment, key));
+        vec![
+            of("measured"),
+            format!("B {batch}, heads {heads}, mask {mask}, {precision}; {device}: {hardware}"),
+        ]
     }
-}
-
-/// The memory that runs may use: what is available now. On the CPU a sixth of it is left, because the allocator keeps
-/// some of the pages that earlier runs freed.
-fn usable_bytes(device: &Device) -> Option<u64> {
-    let available_bytes = tallow::hardware::available_bytes_on(device)?;
-    Some(match device.is_cpu() {
-        true => available_bytes - available_bytes / 6,
-        false => available_bytes,
-    })
 }

@@ -58,7 +58,7 @@ impl Flags {
             ]),
             columns: columns(),
             rows: rows.iter().map(Fields::of).collect::<Result<_>>()?,
-            answers: rows::answers(&rows),
+            answers: rows::answers(&rows).into(),
             notes: vec![
                 "The error is that of the terms (the value rounded to their dtype) plus that of the additions (rounded \
                  to the accumulator's dtype)."

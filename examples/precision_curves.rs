@@ -13,13 +13,13 @@ mod compared;
 
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
+use common::models::TrainedModelFlags;
 use common::precision::PrecisionFlags;
 use common::{Common, Effects, Output, Sweep, values};
-use compared::{Run, STEPS_A_POINT};
+use compared::{Run, STEPS_A_POINT, percent};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
-use tallow::attention::Algorithm;
 use tallow::data::{RandomBatches, SequentialBatches, Tokens};
 use tallow::memory::{self, Kernels, Workload};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -52,38 +52,8 @@ const EXAMPLES: &str = "Examples:
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("precision", |arg| arg.default_values(["f32", "bf16", "f16"])))]
 struct Flags {
-    /// A preset, tiny to 10b, instead of the sizes below
-    #[arg(long, value_name = "NAME")]
-    size: Option<String>,
-
-    /// Width of the residual stream [default: 128]
-    #[arg(long, value_name = "N")]
-    d_model: Option<usize>,
-
-    /// Width of the feed-forward network [default: 320]
-    #[arg(long, value_name = "N")]
-    d_ff: Option<usize>,
-
-    /// Number of blocks [default: 4]
-    #[arg(long, value_name = "N")]
-    num_layers: Option<usize>,
-
-    /// Number of attention heads [default: 4]
-    #[arg(long, value_name = "N", alias = "heads")]
-    num_heads: Option<usize>,
-
-    /// naive or flash
-    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
-    attention: Algorithm,
-
-    /// Tokens in a sequence
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 64,
-        alias = "sequence-length"
-    )]
-    context_length: usize,
+    #[command(flatten)]
+    model: TrainedModelFlags,
 
     /// A text or a folder; each byte is a token [default: this crate]
     #[arg(long, value_name = "PATH", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true, help_heading = "Training")]
@@ -136,7 +106,7 @@ impl Flags {
             false => Tokens::bytes(&self.data)?,
         };
         let (train, validation) = tokens.split(VALIDATION_FRACTION)?;
-        let config = self.config(train.vocab_size())?;
+        let config = self.model.config(train.vocab_size())?;
         let mut runs = Vec::new();
         let mut sweep = Sweep::new(precisions.len())?;
         for precision in precisions {
@@ -148,7 +118,6 @@ impl Flags {
         let mut environment = self.common.environment(&self.common.device()?);
         environment.insert("reference ops", common::fallbacks());
         let exact = runs.iter().find(|run| run.precision == "f32");
-        let rows = runs.iter().map(|run| Fields::of(&run.row(exact)));
         let mut notes = vec![
             format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
             "All runs start from the same weights (rounded with --full-half) and see the same batches."
@@ -159,7 +128,7 @@ impl Flags {
             environment,
             configuration: self.configuration(&config, [&train, &validation]),
             columns: columns(),
-            rows: rows.collect::<Result<_>>()?,
+            rows: runs.iter().map(|run| run.row(exact)).collect(),
             answers: compared::answer(&runs).into_iter().collect(),
             notes,
             ..Default::default()
@@ -171,31 +140,6 @@ impl Flags {
         published
     }
 
-    fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        let base = match &self.size {
-            Some(name) => TransformerConfig::preset(name)?,
-            None => TransformerConfig {
-                d_model: 128,
-                d_ff: 320,
-                num_layers: 4,
-                num_heads: 4,
-                ..Default::default()
-            },
-        };
-        let config = TransformerConfig {
-            vocab_size,
-            context_length: self.context_length,
-            d_model: self.d_model.unwrap_or(base.d_model),
-            d_ff: self.d_ff.unwrap_or(base.d_ff),
-            num_layers: self.num_layers.unwrap_or(base.num_layers),
-            num_heads: self.num_heads.unwrap_or(base.num_heads),
-            attention: self.attention,
-            ..base
-        };
-        config.validate()?;
-        Ok(config)
-    }
-
     /// Trains eagerly: a planned step has f32 parameters, which not every precision has.
     fn train(
         &self,
@@ -205,11 +149,26 @@ impl Flags {
         validation: &Tokens,
     ) -> Result<Run> {
         let (device, seed) = (self.common.device()?, self.common.seed);
-        self.check_memory(config, precision, &device)?;
-        let model = match precision.parameter_dtype() {
-            DType::F32 => TransformerLM::new(config, seed, &device)?,
-            half => TransformerLM::from_var_builder(config, nn::seeded(seed, half, &device))?,
+        let step = Workload {
+            batch_size: self.batch_size,
+            sequence_length: self.model.context_length,
+            attention: config.attention,
+            precision,
+            kernels: Kernels::of(&device),
+            ..Default::default()
         };
+        let wanted_bytes = memory::estimate(config, &step)?.peak_bytes;
+        if let Some(available_bytes) = tallow::hardware::available_bytes_on(&device)
+            && wanted_bytes > available_bytes
+        {
+            return Err(Error::OutOfMemory {
+                what: "the training step".into(),
+                wanted_bytes,
+                available_bytes,
+            });
+        }
+        let vb = nn::seeded(seed, precision.parameter_dtype(), &device);
+        let model = TransformerLM::from_var_builder(config, vb)?;
         let parameters = model.parameters();
         let optimizer = AdamWConfig {
             betas: (0.9, 0.99),
@@ -228,8 +187,9 @@ impl Flags {
             enabled: is_scaled,
             ..Default::default()
         })?;
-        let batches = RandomBatches::new(train, self.batch_size, self.context_length, seed)?;
-        let held_out = SequentialBatches::new(validation, self.batch_size, self.context_length)?;
+        let batches = RandomBatches::new(train, self.batch_size, self.model.context_length, seed)?;
+        let held_out =
+            SequentialBatches::new(validation, self.batch_size, self.model.context_length)?;
         let mut run = Run {
             precision: precision.name().into(),
             ..Default::default()
@@ -242,14 +202,11 @@ impl Flags {
             let scaled = scaler.scale(&loss)?;
             drop(loss); // it holds the graph
             let mut gradients = backward(scaled)?;
-            match is_scaled {
-                true => {
-                    scaler.unscale(&mut gradients, &parameters)?;
-                    clip_grad_norm(&mut gradients, &parameters, 1.0)?; // an overflow is skipped below
-                }
-                false => {
-                    clip_grad_norm_checked(&mut gradients, &parameters, 1.0)?;
-                }
+            if is_scaled {
+                scaler.unscale(&mut gradients, &parameters)?;
+                clip_grad_norm(&mut gradients, &parameters, 1.0)?; // an overflow is skipped below
+            } else {
+                clip_grad_norm_checked(&mut gradients, &parameters, 1.0)?;
             }
             optimizer.set_learning_rate(schedule.learning_rate(step));
             let is_stepped = scaler.step(&mut optimizer, &mut gradients)?;
@@ -258,14 +215,13 @@ impl Flags {
             }
             scaler.update()?;
             run.skipped_steps += usize::from(!is_stepped);
-            let taken = step + 1;
-            if taken.is_multiple_of(STEPS_A_POINT) {
-                let loss = run.losses[step];
+            if (step + 1).is_multiple_of(STEPS_A_POINT) {
+                let (taken, loss) = (step + 1, run.losses[step]);
                 common::progress(format!("{precision}: step {taken}, loss {loss:.4}"));
             }
         }
         run.seconds = begun.elapsed().as_secs_f64();
-        run.tokens = self.steps * self.batch_size * self.context_length;
+        run.tokens = self.steps * self.batch_size * self.model.context_length;
         run.loss_scale = is_scaled.then(|| scaler.loss_scale());
         let (mut sum, mut count) = (0.0, 0);
         for batch in held_out.iter(&device) {
@@ -282,44 +238,14 @@ impl Flags {
         }
     }
 
-    /// Refuses a training step that does not fit, instead of being killed for it.
-    fn check_memory(
-        &self,
-        config: &TransformerConfig,
-        precision: Precision,
-        device: &Device,
-    ) -> Result<()> {
-        let step = Workload {
-            batch_size: self.batch_size,
-            sequence_length: self.context_length,
-            attention: self.attention,
-            precision,
-            kernels: Kernels::of(device),
-            ..Default::default()
-        };
-        let wanted_bytes = memory::estimate(config, &step)?.peak_bytes;
-        match tallow::hardware::available_bytes_on(device) {
-            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-            _ => Ok(()),
-        }
-    }
-
     fn configuration(
         &self,
         config: &TransformerConfig,
         [train, validation]: [&Tokens; 2],
     ) -> Fields {
-        let count = |n: usize| group_digits(n as u64);
-        let data = format!(
-            "{} to train, {} to evaluate (bytes of {})",
-            count(train.len()),
-            count(validation.len()),
-            self.data.display()
-        );
+        let [train, validation] = [train, validation].map(|all| group_digits(all.len() as u64));
+        let path = self.data.display();
+        let data = format!("{train} to train, {validation} to evaluate (bytes of {path})");
         let sizes = format!(
             "d_model {}, d_ff {}, layers {}, heads {}, context {}",
             config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
@@ -349,33 +275,31 @@ fn value(loss: &Tensor) -> Result<f64> {
     Ok(loss.to_dtype(DType::F64)?.to_scalar()?)
 }
 
-/// The curves, and their distance from f32's.
+/// Draws the curves, and their distance from f32's.
 fn figure(runs: &[Run]) -> Figure {
-    let chart = |title: String, y_label: &str, series: Vec<Series>| LineChart {
+    let chart = |title: String, y_label: &str, of: &dyn Fn(&Run) -> Vec<(f64, f64)>| LineChart {
         title,
         x_label: "step".into(),
         y_label: y_label.into(),
-        series,
+        series: runs
+            .iter()
+            .map(|run| Series::new(run.precision.as_str(), of(run)))
+            .collect(),
         ..Default::default()
     };
-    let curve = |run: &Run| Series::new(run.precision.as_str(), run.points());
-    let curves = runs.iter().map(curve).collect();
     let title = format!("Loss (mean of {STEPS_A_POINT} steps)");
-    let mut charts = vec![chart(title, "loss (nats a token)", curves)];
+    let mut charts = vec![chart(title, "loss (nats a token)", &Run::points)];
     if let Some(exact) = runs.iter().find(|run| run.precision == "f32") {
         let exact = exact.points();
         let distance = |run: &Run| {
-            let both = run.points().into_iter().zip(&exact);
-            let points =
-                both.map(|((step, loss), (_, exact))| (step, (loss / exact - 1.0) * 100.0));
-            Series::new(run.precision.as_str(), points.collect())
+            let mut points = run.points();
+            for (own, exact) in points.iter_mut().zip(&exact) {
+                own.1 = percent(own.1, exact.1);
+            }
+            points
         };
-        let distances = runs.iter().map(distance).collect();
-        charts.push(chart(
-            "Distance from f32".into(),
-            "loss over f32's (%)",
-            distances,
-        ));
+        let title = "Distance from f32".into();
+        charts.push(chart(title, "loss over f32's (%)", &distance));
     }
     Figure { charts }
 }

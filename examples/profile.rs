@@ -1,5 +1,4 @@
-//! Where the time of a step goes: kernels on a GPU as nsys lists them, ops on the CPU, and the answers to the
-//! handout's questions.
+//! Profiles a step: kernels on a GPU as nsys lists them, ops on the CPU, and the answers to the handout's questions.
 //!
 //! On NVIDIA GPUs kernels are recorded by CUPTI, a library of the CUDA toolkit, and no op waits for the GPU. A planned
 //! step is replayed as CUDA graphs, as without a profiler; each kernel is assigned to the call that launched it.
@@ -14,20 +13,21 @@ mod common;
 #[path = "profile/figures.rs"]
 mod figures;
 
-use clap::{Parser, ValueEnum};
+use candle_core::Device;
+use clap::Parser;
 use common::effects::names_gpu;
 use common::labels::label_columns;
-use common::models::{Model, describe};
+use common::models::describe;
 use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::Step;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::profile::{self, Grouping, Profiler, Recording, Selection};
+use tallow::profile::{Grouping, ProfileReport, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
 use tallow::{Error, Result};
 
@@ -66,14 +66,8 @@ struct Flags {
     no_kernels: bool,
 
     /// Rows by name, path, layer or kernel
-    #[arg(
-        long,
-        value_enum,
-        hide_possible_values = true,
-        value_name = "NAME",
-        help_heading = "Output"
-    )]
-    by: Option<ByFlag>,
+    #[arg(long, value_parser = grouping, value_name = "NAME", help_heading = "Output")]
+    by: Option<Grouping>,
 
     /// Only ops of forward, backward or optimizer
     #[arg(long, value_parser = ["forward", "backward", "optimizer"], hide_possible_values = true, value_name = "NAME", help_heading = "Output")]
@@ -94,14 +88,6 @@ struct Flags {
     common: Common,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum ByFlag {
-    Name,
-    Path,
-    Layer,
-    Kernel,
-}
-
 fn main() -> ExitCode {
     let mut flags = Flags::effects().parse();
     let grid = &mut flags.grid;
@@ -115,7 +101,7 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    /// What the flags' effects depend on.
+    /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
@@ -134,13 +120,18 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
-        self.output.check_columns([
-            summary_columns(true),
-            ops::columns(),
-            ops::kernel_columns(),
-        ])?;
+        let tables = [summary_columns(true), ops::columns(), ops::kernel_columns()];
+        self.output.check_columns(tables)?;
         let device = self.common.device()?;
-        self.check_grouping(&device)?;
+        if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
+            return Err(Error::Config {
+                config: common::PROGRAM,
+                field: "--by",
+                expected: "name, path or layer, where no kernels are recorded".into(),
+                got: "kernel".into(),
+                hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
+            });
+        }
         let precisions = self.grid.precision.precisions()?;
         let models = self.grid.models()?;
         let mut runs = self.grid.runs(&models, &precisions, self.compile);
@@ -151,9 +142,14 @@ impl Flags {
         }
         let all = runs.iter_mut().map(|run| &mut run.run);
         self.grid.give_memory(all, &device)?;
+        let mut configuration = describe(&models);
+        configuration.insert("optimizer", "adamw");
+        configuration.insert("warm-up steps", self.warmup_steps);
+        configuration.insert("steps", self.steps);
+        configuration.insert("phase", self.phase.clone());
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&models),
+            configuration,
             columns: summary_columns(device.is_cuda()),
             ..Default::default()
         };
@@ -164,16 +160,35 @@ impl Flags {
             if !sweep.begins(run.title()) {
                 break;
             }
-            match self.profiled(run, &device)? {
-                Ok(profiled) => {
-                    let own = self.add(&mut report, run, &profiled)?;
-                    answers.push((run, own));
-                    kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
-                }
-                Err(refusal) => add_oom(&mut report, run, &refusal),
+            let stopwatch = run.run.run(&device, |_, _| ())?;
+            let stopwatch = stopwatch.iter().map(|row| row.fields());
+            let stopwatch = stopwatch.collect::<Result<Vec<Fields>>>()?;
+            if stopwatch[0].get("status") == Some(&"ok".into()) {
+                let recording = self.record(run, &device)?;
+                kept = kept.and(self.save_pictures(run, &recording, runs.len()));
+                let profiled = Profiled {
+                    recording,
+                    stopwatch,
+                };
+                answers.push((run, self.add(&mut report, run, &profiled)?));
+            } else {
+                let keys = ["estimate_bytes", "available_bytes"].into_iter();
+                let bytes = keys.map(|key| (key, stopwatch[0].get(key).cloned()));
+                let row = labelled(run, "OOM", bytes.collect());
+                report.lines.push(row.clone());
+                report.rows.push(row);
             }
         }
-        report.answers = named_answers(answers);
+        let names = runs::names(answers.iter().map(|(run, _)| *run));
+        let is_one = answers.len() == 1;
+        for ((_, own), name) in answers.into_iter().zip(names) {
+            report
+                .answers
+                .extend(own.into_iter().map(|own| match is_one {
+                    true => own,
+                    false => Answer::new(format!("{} ({name})", own.question), own.answer),
+                }));
+        }
         report.notes.extend(not_planned(self.compile, &precisions));
         report.notes.extend(general_notes(self.reference_ops));
         report.notes.extend(words::out_of_memory(&report.rows));
@@ -187,102 +202,48 @@ impl Flags {
         kept.and(published)
     }
 
-    /// Refuses kernels where none are recorded.
-    fn check_grouping(&self, device: &candle_core::Device) -> Result<()> {
-        let has_kernels = device.is_cuda() && !self.no_kernels;
-        match self.by {
-            Some(ByFlag::Kernel) if !has_kernels => Err(Error::Config {
-                config: common::PROGRAM,
-                field: "--by",
-                expected: "name, path or layer, where no kernels are recorded".into(),
-                got: "kernel".into(),
-                hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
-            }),
-            _ => Ok(()),
-        }
-    }
-
-    fn start(&self, device: &candle_core::Device) -> Result<Profiler> {
-        match self.no_kernels {
+    /// Runs with a profiler, which starts once the warm-up is over.
+    fn record(&self, run: &Run, device: &Device) -> Result<Recording> {
+        let start = || match self.no_kernels {
             true => Profiler::start_waiting_for(device),
             false => Profiler::start_on(device),
-        }
-    }
-
-    fn grouping(&self, recording: &Recording) -> Grouping {
-        match self.by {
-            Some(ByFlag::Name) => Grouping::Name,
-            Some(ByFlag::Path) => Grouping::Path,
-            Some(ByFlag::Layer) => Grouping::Layer,
-            Some(ByFlag::Kernel) => Grouping::Kernel,
-            None if recording.kernels.is_empty() => Grouping::Name,
-            None => Grouping::Kernel,
-        }
-    }
-
-    /// Times the run without a profiler, then with one; the row that says so if memory does not hold it.
-    fn profiled(
-        &self,
-        run: &Run,
-        device: &candle_core::Device,
-    ) -> Result<std::result::Result<Profiled, Fields>> {
-        let stopwatch = run.run.run(device, |_, _| ())?;
-        let stopwatch = stopwatch.iter().map(|row| row.fields());
-        let stopwatch = stopwatch.collect::<Result<Vec<Fields>>>()?;
-        if stopwatch[0].get("status") != Some(&"ok".into()) {
-            return Ok(Err(stopwatch[0].clone()));
-        }
-        // Started once the warm-up is over, in the middle of the run.
-        let mut profiler = match self.warmup_steps {
-            0 => Some(self.start(device)),
-            _ => None,
         };
+        let mut profiler = (self.warmup_steps == 0).then(start);
         run.run.run(device, |step: Step, _| {
             if step.warmup && step.index + 1 == step.count {
-                profiler = Some(self.start(device));
+                profiler = Some(start());
             }
         })?;
-        let Some(profiler) = profiler else {
-            return Err(candle_core::Error::msg("profile: no warm-up step was reported").into());
-        };
-        Ok(Ok(Profiled {
-            recording: profiler?.finish()?,
-            stopwatch,
-        }))
+        profiler.unwrap_or_else(start)?.finish()
     }
 
-    /// Adds the run's rows, and what follows from them.
+    /// Adds the run's rows, and returns what they answer.
     fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<Vec<Answer>> {
+        let recording = &profiled.recording;
         let selection = Selection {
             phase: self.phase.clone(),
             ..Default::default()
         };
-        let grouping = self.grouping(&profiled.recording);
-        let summary = match profile::ProfileReport::new(&profiled.recording, &selection, grouping) {
-            Ok(summary) => summary,
+        let grouping = self.by.unwrap_or(match recording.kernels.is_empty() {
+            true => Grouping::Name,
+            false => Grouping::Kernel,
+        });
+        let summary = match ProfileReport::new(recording, &selection, grouping) {
             // One mode has no backward, another has.
             Err(error @ Error::Data { .. }) => {
                 report.notes.push(format!("{}: {error}.", run.title()));
                 return Ok(Vec::new());
             }
-            Err(error) => return Err(error),
+            summary => summary?,
         };
-        let rows = summary
-            .fields()
-            .into_iter()
-            .map(|row| labelled(run, "ok", row));
-        report.rows.extend(rows);
+        for row in summary.fields() {
+            report.rows.push(labelled(run, "ok", row));
+        }
         let figures = profiled.figures()?;
-        let line = Fields::of(&figures.line)?;
-        report.lines.push(labelled(run, "ok", line));
-        report.details.push(Self::table(run, &summary));
-        Ok(answers::answers(&figures))
-    }
-
-    /// A run's ops for people, the longest first.
-    fn table(run: &Run, summary: &profile::ProfileReport) -> Report {
-        let (lines, inside) = ops::lines(&shown(summary));
-        Report {
+        let line = labelled(run, "ok", figures.line.clone());
+        report.lines.push(line);
+        let (lines, inside) = ops::lines(&shortened(&summary));
+        report.details.push(Report {
             title: run.title(),
             columns: match summary.rows.iter().any(|row| row.launches.is_some()) {
                 true => ops::kernel_columns(),
@@ -291,41 +252,42 @@ impl Flags {
             lines,
             notes: inside.into_iter().collect(),
             ..Default::default()
-        }
+        });
+        Ok(answers::answers(&figures))
     }
 
     fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
-        let own = |path: &Path| named(path, &run.title(), runs);
-        if let Some(path) = &self.trace {
-            recording.save_trace(own(path))?;
-            wrote(&own(path));
+        let own = |path: &PathBuf| named(path, &run.title(), runs);
+        if let Some(path) = self.trace.as_ref().map(own) {
+            recording.save_trace(&path)?;
+            wrote(&path);
         }
-        if let Some(path) = &self.flame_graph {
-            recording.save_flame_graph(own(path))?;
-            wrote(&own(path));
+        if let Some(path) = self.flame_graph.as_ref().map(own) {
+            recording.save_flame_graph(&path)?;
+            wrote(&path);
         }
         Ok(())
     }
+}
 
-    fn configuration(&self, models: &[Model]) -> Fields {
-        let mut fields = describe(models);
-        fields.insert("optimizer", "adamw");
-        fields.insert("warm-up steps", self.warmup_steps);
-        fields.insert("steps", self.steps);
-        fields.insert("phase", self.phase.clone());
-        fields
+/// Parses the value of `--by`.
+fn grouping(name: &str) -> std::result::Result<Grouping, &'static str> {
+    match name {
+        "name" => Ok(Grouping::Name),
+        "path" => Ok(Grouping::Path),
+        "layer" => Ok(Grouping::Layer),
+        "kernel" => Ok(Grouping::Kernel),
+        _ => Err("expected name, path, layer or kernel"),
     }
 }
 
-/// The ops that a run's table shows.
-const SHOWN: usize = 12;
-
-/// The longest rows and the lines without ops; the other rows in one.
-fn shown(summary: &profile::ProfileReport) -> profile::ProfileReport {
+/// Returns the longest ops, the other ops in one row, and the lines without ops.
+fn shortened(summary: &ProfileReport) -> ProfileReport {
+    const SHOWN: usize = 12;
     let ops = summary.rows.iter().filter(|row| !row.is_gap()).count();
     let mut shown = summary.clone();
     if ops > SHOWN + 1 {
-        let others = profile::ProfileReport {
+        let others = ProfileReport {
             rows: shown.rows.drain(SHOWN..ops).collect(),
             ..Default::default()
         };
@@ -336,39 +298,18 @@ fn shown(summary: &profile::ProfileReport) -> profile::ProfileReport {
     shown
 }
 
-/// A row of the run.
+/// Returns a row of the run.
 fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
     let mut row = run.labels().fields();
     row.insert("status", status).merge(rest);
     row
 }
 
-/// Adds a run that does not fit.
-fn add_oom(report: &mut Report, run: &Run, refusal: &Fields) {
-    let keys = ["estimate_bytes", "available_bytes"].into_iter();
-    let bytes = keys.map(|key| (key, refusal.get(key).cloned()));
-    let row = labelled(run, "OOM", bytes.collect());
-    report.lines.push(row.clone());
-    report.rows.push(row);
-}
-
-/// The answers of all runs, each with its run's name if there are several.
-fn named_answers(all: Vec<(&Run, Vec<Answer>)>) -> Vec<Answer> {
-    let names = runs::names(all.iter().map(|(run, _)| *run));
-    let is_one = all.len() == 1;
-    let named = all.into_iter().zip(names).flat_map(|((_, own), name)| {
-        own.into_iter().map(move |own| match is_one {
-            true => own,
-            false => Answer::new(format!("{} ({name})", own.question), own.answer),
-        })
-    });
-    named.collect()
-}
-
-/// A line for each run.
+/// The columns of the summary, which has a line for each run.
 fn summary_columns(on_gpu: bool) -> Vec<Column> {
-    let percent = |key, title| Column::number(key, title, "", 1);
-    let of_step = |key, title| percent(key, title).under("% of a step");
+    let percent = |key, title, under| Column::number(key, title, "", 1).under(under);
+    let of_step = |key, title| percent(key, title, "% of a step");
+    let of_forward = |key, title| percent(key, title, "% of forward").minor(1);
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
@@ -380,12 +321,8 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
         of_step("ops_percent", "ops").minor(3),
         of_step("candle_percent", "between").minor(4),
         of_step("unexplained_percent", "unexplained").minor(5),
-        percent("matmul_percent_of_forward", "matmul")
-            .under("% of forward")
-            .minor(1),
-        percent("softmax_percent_of_forward", "softmax")
-            .under("% of forward")
-            .minor(1),
+        of_forward("matmul_percent_of_forward", "matmul"),
+        of_forward("softmax_percent_of_forward", "softmax"),
         Column::text("longest", "Longest").minor(2),
     ]);
     columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
@@ -395,17 +332,13 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
 fn general_notes(reference_ops: bool) -> Vec<String> {
     let mut notes = vec![
         "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and \
-         std are of one call; the total is over all steps."
-            .to_string(),
-        "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.".into(),
-        "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.".into(),
+         std are of one call; the total is over all steps.",
+        "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.",
+        "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.",
     ];
-    if reference_ops {
-        notes.push(
-            "References' backward is candle's own and has no ranges: it counts as between. Memory estimates are those of \
-             the kernels."
-                .into(),
-        );
-    }
-    notes
+    notes.extend(reference_ops.then_some(
+        "References' backward is candle's own and has no ranges: it counts as between. Memory estimates are those of the \
+         kernels.",
+    ));
+    notes.into_iter().map(String::from).collect()
 }

@@ -1,4 +1,4 @@
-//! Which dtype each tensor of a small model has under autocast, and why layer norm is computed in f32: CS336's
+//! Prints the dtype of each tensor of a small model under autocast, and why layer norm is computed in f32: CS336's
 //! exercise "benchmarking_mixed_precision" (a) and (b), for f16 and bf16 and both of PyTorch's policies.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
@@ -71,13 +71,9 @@ impl Flags {
 }
 
 fn dtype_columns() -> Vec<Column> {
-    let policies = table::policies();
-    let policies = policies
-        .iter()
-        .map(|(key, title, _)| Column::text(*key, *title));
-    std::iter::once(Column::text("tensor", "Tensor"))
-        .chain(policies)
-        .collect()
+    let mut columns = vec![Column::text("tensor", "Tensor")];
+    columns.extend(table::policies().map(|(key, title, _)| Column::text(key, title)));
+    columns
 }
 
 fn layer_norm_columns() -> Vec<Column> {

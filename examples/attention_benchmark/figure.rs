@@ -1,46 +1,48 @@
 //! Time and memory over T as a picture.
 
-use super::measured::{BOTH, Measured, by_name};
+use super::measured::{BOTH, Measured, groups};
 use tallow::report::bytes_to_mib;
 use tallow::report::plot::{Figure, LineChart, Series};
 
-/// Time of forward and backward, and peak memory, over T, double logarithmic: a line for each implementation and width,
-/// a colour for each width, a dash for each implementation. Memory is left out where none was measured. A figure
-/// without a point cannot be drawn.
-pub fn figure(all: &[Measured], letter: &str) -> Figure {
-    let mut widths: Vec<u64> = Vec::new();
-    for own in all {
-        if !widths.contains(&own.width) {
-            widths.push(own.width);
-        }
-    }
-    let names = by_name(all);
+/// Draws time of forward and backward, and peak memory where it was measured, over T, double logarithmic. Each
+/// implementation has a colour and each width a dash; crosses mark the sizes that ran out of memory.
+pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Figure {
+    let (names, widths) = (groups(all, Measured::name), groups(all, |m| m.width));
     let chart = |title: &str, y_label: &str, of: fn(&Measured) -> Option<f64>| {
-        let series = names.iter().flat_map(|(name, own)| {
-            widths.iter().map(move |width| {
-                let own = own.iter().filter(|m| m.width == *width);
-                let points = own.filter_map(|m| Some((m.context_length as f64, of(m)?)));
-                Series::new(format!("{name}, {letter} {width}"), points.collect())
-            })
-        });
+        let mut series = Vec::new();
+        for (width, _) in &widths {
+            for (name, own) in &names {
+                let own = || own.iter().filter(|m| m.width == *width);
+                let x = |m: &Measured| m.context_length as f64;
+                series.push(Series {
+                    name: format!("{name}, {letter} {width}"),
+                    points: own().filter_map(|m| Some((x(m), of(m)?))).collect(),
+                    crosses: own().filter(|m| m.is_oom()).map(|m| x(m)).collect(),
+                });
+            }
+        }
         LineChart {
             title: title.into(),
             x_label: "sequence length T".into(),
             y_label: y_label.into(),
             log_x: true,
             log_y: true,
-            series: series.collect(),
-            colours: Some(widths.len()),
+            series,
+            colours: Some(names.len()),
+            ..Default::default()
         }
     };
-    let time = chart("Forward and backward", "mean time (ms)", |m| {
-        Some(m.times[BOTH]?.mean_ms)
-    });
-    let memory = chart("Peak memory", "peak (MiB)", |m| {
-        m.peak_bytes.map(bytes_to_mib)
-    });
-    let is_measured = memory.series.iter().any(|line| !line.points.is_empty());
-    let mut charts = vec![time];
-    charts.extend(is_measured.then_some(memory));
+    let mut charts = vec![chart("Forward and backward", "mean time (ms)", |m| {
+        m.mean_ms(BOTH)
+    })];
+    if all.iter().any(|m| m.peak_bytes.is_some()) {
+        charts.push(chart("Peak memory", "peak (MiB)", |m| {
+            m.peak_bytes.map(bytes_to_mib)
+        }));
+    }
+    if all.iter().any(Measured::is_oom) {
+        caption.push("A cross marks a size that runs out of memory.".into());
+    }
+    charts.last_mut().unwrap().caption = caption;
     Figure { charts }
 }

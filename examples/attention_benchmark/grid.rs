@@ -1,11 +1,11 @@
 //! The runs: every combination of the flags' lists.
 
-use super::Flags;
+use super::{Flags, measured};
 use candle_core::Device;
 use clap::ValueEnum;
 use tallow::Result;
 use tallow::attention::Algorithm;
-use tallow::bench::{AttentionRun, Execution, Limit, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, AttentionTask, Execution, Limit, Sampling};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
 use tallow::precision::Precision;
 use tallow::report::{Fields, counted};
@@ -24,94 +24,66 @@ pub enum Implementation {
 }
 
 impl Implementation {
-    fn algorithm(self) -> Algorithm {
+    fn parts(self) -> (Algorithm, Execution) {
         match self {
-            Self::Naive | Self::Planned => Algorithm::Naive,
-            Self::Flash | Self::PlannedFlash => Algorithm::Flash,
-        }
-    }
-
-    pub fn execution(self) -> Execution {
-        match self {
-            Self::Naive | Self::Flash => Execution::Eager,
-            Self::Planned | Self::PlannedFlash => Execution::Planned,
+            Self::Naive => (Algorithm::Naive, Execution::Eager),
+            Self::Flash => (Algorithm::Flash, Execution::Eager),
+            Self::Planned => (Algorithm::Naive, Execution::Planned),
+            Self::PlannedFlash => (Algorithm::Flash, Execution::Planned),
         }
     }
 }
 
-/// The width of a layer's heads where their number is not given: one that every implementation supports.
+/// The width of a layer's heads where their number is not given: every implementation supports it.
 const HEAD_DIM: usize = 64;
 
 /// One measurement.
 pub struct Run {
+    pub run: AttentionRun,
     precision: Precision,
-    /// What tells it from other runs of its implementation and size; empty if nothing does.
+    /// The values that vary apart from implementation and size; empty if there are none.
     pub variant: String,
-    what: What,
-}
-
-enum What {
-    Attention(AttentionRun),
-    Layer(SelfAttentionRun),
 }
 
 impl Run {
+    /// Returns the run's name in progress.
     pub fn title(&self) -> String {
-        let (execution, by, size) = match &self.what {
-            What::Attention(run) => {
-                let w = &run.workload;
-                let size = format!("T {}, d {}", w.sequence_length, w.head_dim);
-                (run.execution, w.algorithm, size)
-            }
-            What::Layer(run) => {
-                let (w, heads) = (&run.workload, counted(run.workload.heads, "head"));
-                let size = format!("{heads}, T {}, D {}", w.sequence_length, w.d_model);
-                (run.execution, w.algorithm, size)
-            }
-        };
-        format!("{}, {} {by}, {size}", self.precision, execution.name())
+        let (precision, implementation) = (self.precision, self.run.implementation());
+        let [_, (_, heads), (_, length), (_, width)] = self.run.task.sizes();
+        let heads = counted(heads, "head");
+        format!("{precision}, {implementation}, {heads}, T {length}, width {width}")
     }
 
-    /// The rows of the phases, each with its precision first.
-    pub fn run(&self, device: &Device) -> Result<Vec<Fields>> {
-        let rows = match &self.what {
-            What::Attention(run) => run.run(device, |_, _| ()),
-            What::Layer(run) => run.run(device, |_, _| ()),
-        }?;
-        let named = rows.into_iter().map(|row| {
-            let mut named = Fields::from_iter([("precision", self.precision.name())]);
-            named.merge(row);
-            named
-        });
-        Ok(named.collect())
-    }
-
-    fn limit(&self, device: &Device) -> Option<Limit> {
-        match &self.what {
-            What::Attention(run) => run.limit(device),
-            What::Layer(run) => run.limit(device),
+    /// Returns the rows of the phases, each with its precision first.
+    pub fn rows(&self, device: &Device) -> Result<Vec<Fields>> {
+        let mut named = Vec::new();
+        for row in self.run.run(device, |_, _| ())? {
+            let mut fields = Fields::from_iter([("precision", self.precision.name())]);
+            fields.merge(row);
+            named.push(fields);
         }
+        Ok(named)
     }
 }
 
 impl Flags {
-    /// Every run; those of one size next to each other.
+    /// Returns every run; those of one size next to each other.
     pub fn runs(&self, precisions: &[Precision], sampling: &Sampling) -> Vec<Run> {
         const LARGE: [usize; 5] = [256, 1024, 4096, 8192, 16_384];
+        const SMALL: [usize; 4] = [16, 32, 64, 128];
         let given = |list: &[usize], quick: &[usize], full: &[usize]| match list {
-            [] if self.full => full.to_vec(),
+            [] if self.sampling.full => full.to_vec(),
             [] => quick.to_vec(),
             list => list.to_vec(),
         };
-        let short = [16, 32, 64, 128];
         let (lengths, widths) = match self.module {
             true => (
-                given(&self.context_length, &short, &short),
+                given(&self.context_length, &SMALL, &SMALL),
                 given(&self.d_model, &LARGE[..3], &LARGE),
             ),
             false => (
                 given(&self.context_length, &LARGE[..3], &LARGE),
-                given(&self.head_dim, &[16, 64], &short),
+                given(&self.head_dim, &[16, 64], &SMALL),
             ),
         };
         let mut runs = Vec::new();
@@ -122,21 +94,24 @@ impl Flags {
                 (heads, _) => heads.to_vec(),
             };
             for &length in &lengths {
-                for &heads_of_run in &heads {
+                for &of_run in &heads {
                     for &precision in precisions {
-                        let several = [precisions.len() > 1, heads.len() > 1];
-                        let parts = [precision.to_string(), counted(heads_of_run, "head")];
-                        let parts = parts.into_iter().zip(several);
-                        let parts: Vec<_> = parts.filter_map(|(p, is)| is.then_some(p)).collect();
-                        runs.extend(self.compare.iter().map(|implementation| Run {
-                            precision,
-                            variant: parts.join(", "),
-                            what: self.one(
-                                (*implementation, precision, heads_of_run),
-                                (length, width),
-                                sampling.clone(),
-                            ),
-                        }));
+                        let (is_mixed, has_heads) = (precisions.len() > 1, heads.len() > 1);
+                        let mut variant = Vec::new();
+                        variant.extend(is_mixed.then(|| precision.to_string()));
+                        variant.extend(has_heads.then(|| counted(of_run, "head")));
+                        for implementation in &self.compare {
+                            let (algorithm, execution) = implementation.parts();
+                            runs.push(Run {
+                                run: AttentionRun {
+                                    task: self.task(algorithm, precision, [of_run, length, width]),
+                                    sampling: sampling.clone(),
+                                    execution,
+                                },
+                                precision,
+                                variant: variant.join(", "),
+                            });
+                        }
                     }
                 }
             }
@@ -144,15 +119,14 @@ impl Flags {
         runs
     }
 
-    fn one(
+    fn task(
         &self,
-        (implementation, precision, heads): (Implementation, Precision, usize),
-        (sequence_length, width): (usize, usize),
-        sampling: Sampling,
-    ) -> What {
-        let (algorithm, execution) = (implementation.algorithm(), implementation.execution());
+        algorithm: Algorithm,
+        precision: Precision,
+        [heads, sequence_length, width]: [usize; 3],
+    ) -> AttentionTask {
         if self.module {
-            let workload = SelfAttentionWorkload {
+            let layer = SelfAttentionWorkload {
                 algorithm,
                 batch_size: self.batch_size,
                 sequence_length,
@@ -160,42 +134,34 @@ impl Flags {
                 heads,
                 ..Default::default()
             };
-            return What::Layer(SelfAttentionRun {
-                workload: workload.with_precision(precision),
-                sampling,
-                execution,
-            });
+            return AttentionTask::Layer(layer.with_precision(precision));
         }
-        What::Attention(AttentionRun {
-            workload: AttentionWorkload {
-                algorithm,
-                batch_size: self.batch_size,
-                heads,
-                sequence_length,
-                head_dim: width,
-                mask: self.mask(),
-                documents: self.documents,
-                dropout: 0.0,
-                dtype: precision.dtype(),
-            },
-            sampling,
-            execution,
+        AttentionTask::Alone(AttentionWorkload {
+            algorithm,
+            batch_size: self.batch_size,
+            heads,
+            sequence_length,
+            head_dim: width,
+            mask: self.mask(),
+            documents: self.documents,
+            dropout: 0.0,
+            dtype: precision.dtype(),
         })
     }
 }
 
-/// The first size that does not fit, for each implementation of the first run's variant.
+/// Returns the first size that does not fit, for each implementation of the first run's variant.
 pub fn limits(runs: &[Run], device: &Device) -> Vec<(String, Limit)> {
     let mut limits: Vec<(String, Limit)> = Vec::new();
     for run in runs.iter().filter(|run| run.variant == runs[0].variant) {
-        let Some(limit) = run.limit(device) else {
+        let Some(limit) = run.run.limit(device) else {
             continue;
         };
-        let name = match run.variant.is_empty() {
-            true => limit.implementation.to_string(),
-            false => format!("{} ({})", limit.implementation, run.variant),
+        let name = measured::name(limit.implementation, &run.variant);
+        let key = |limit: &Limit| {
+            let length = limit.attention.sequence_length;
+            (length, limit.breakdown.peak_bytes())
         };
-        let key = |limit: &Limit| (limit.context_length, limit.breakdown.peak_bytes());
         match limits.iter_mut().find(|(other, _)| *other == name) {
             Some((_, least)) if key(&limit) < key(least) => *least = limit,
             Some(_) => {}

@@ -70,6 +70,57 @@ impl SizeFlags {
     }
 }
 
+/// Flags of the model that an example trains.
+#[derive(Args, Clone, Debug)]
+pub struct TrainedModelFlags {
+    /// tiny to 10b [default: width 128, 4 layers, 4 heads]
+    #[arg(long, value_name = "NAME")]
+    size: Option<String>,
+
+    #[command(flatten)]
+    sizes: SizeFlags,
+
+    /// naive or flash
+    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
+    attention: Algorithm,
+
+    /// Tokens in a sequence
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 64,
+        alias = "sequence-length"
+    )]
+    pub context_length: usize,
+}
+
+impl TrainedModelFlags {
+    /// Returns the model's configuration.
+    ///
+    /// # Errors
+    /// A preset that does not exist, and sizes that do not fit together.
+    pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
+        };
+        let config = TransformerConfig {
+            vocab_size,
+            context_length: self.context_length,
+            attention: self.attention,
+            ..self.sizes.apply(base)
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
 /// An edition of CS336's second assignment. Both have a model `xl`, of different sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Handout {

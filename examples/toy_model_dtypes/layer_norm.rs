@@ -1,4 +1,4 @@
-//! Layer norm's statistics in few bits: the figures, and what they answer. The tests read both.
+//! Layer norm's statistics in few bits.
 
 use candle_core::FloatDType;
 use half::{bf16, f16};
@@ -18,7 +18,7 @@ const ACTIVATIONS: [(&str, f64, f64); 4] = [
     ("small", 0.0, 1e-4),
 ];
 
-/// Layer norm of one kind of activations in one arithmetic, compared with f64 on the same stored numbers.
+/// The error of layer norm of one kind of activations in one arithmetic, from f64 on the same stored numbers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Norm {
     pub activations: &'static str,
@@ -33,35 +33,32 @@ pub struct Norm {
     pub output_error_percent: f64,
 }
 
-/// Each kind of activations, stored in f16 and in bf16, computed in that dtype, with sums in f32, and in f32.
+/// Returns a row for each kind of activations, stored in f16 and in bf16, and computed in that dtype, in that dtype
+/// with sums in f32, and in f32.
 pub fn rows() -> Vec<Norm> {
-    let rows = ACTIVATIONS.into_iter().flat_map(|(name, mean, std)| {
+    let mut rows = Vec::new();
+    for (name, mean, std) in ACTIVATIONS {
         let values = normal(mean, std);
-        let rows = [
-            stored_as::<f16>(name, &values),
-            stored_as::<bf16>(name, &values),
-        ];
-        rows.into_iter().flatten()
-    });
-    rows.collect()
+        rows.extend(stored_as::<f16>(name, &values));
+        rows.extend(stored_as::<bf16>(name, &values));
+    }
+    rows
 }
 
-fn stored_as<T: FloatDType>(name: &'static str, values: &[f64]) -> [Norm; 3] {
+fn stored_as<T: FloatDType>(activations: &'static str, values: &[f64]) -> [Norm; 3] {
     let stored: Vec<T> = values.iter().map(|value| T::from_f64(*value)).collect();
-    let single: Vec<f32> = stored.iter().map(|value| value.to_f64() as f32).collect();
     let double: Vec<f64> = stored.iter().map(|value| value.to_f64()).collect();
+    let single: Vec<f32> = double.iter().map(|value| *value as f32).collect();
     let (exact, exact_y) = layer_norm::<f64, f64>(&double);
     let dtype = T::DTYPE.as_str();
+    let sums_in_f32 = format!("{dtype}, sums in f32");
     [
         (dtype.to_string(), layer_norm::<T, T>(&stored)),
-        (
-            format!("{dtype}, sums in f32"),
-            layer_norm::<T, f32>(&stored),
-        ),
+        (sums_in_f32, layer_norm::<T, f32>(&stored)),
         ("f32".to_string(), layer_norm::<f32, f32>(&single)),
     ]
     .map(|(computed, (variance, y))| Norm {
-        activations: name,
+        activations,
         stored: dtype,
         computed,
         variance: digits(variance),
@@ -78,7 +75,7 @@ fn digits(value: f64) -> String {
     }
 }
 
-/// The variance, and `(x - mean) / sqrt(variance + eps)`: every result is rounded to `T`, sums are in `S`.
+/// Returns the variance, and `(x - mean) / sqrt(variance + eps)`. Results are rounded to `T`, sums are in `S`.
 fn layer_norm<T: FloatDType, S: FloatDType>(x: &[T]) -> (f64, Vec<f64>) {
     let mean_of = |x: &[T]| T::from_f64(running_sum::<S, T>(x).to_f64() / x.len() as f64);
     let mean = mean_of(x);
@@ -97,7 +94,7 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     norm(&mut a.iter().zip(b).map(|(a, b)| a - b)) / norm(&mut b.iter().copied())
 }
 
-/// Normally distributed numbers, the same every time: Box and Muller's on a lattice of low discrepancy.
+/// Returns fixed, normally distributed numbers: Box and Muller's on a lattice of low discrepancy.
 fn normal(mean: f64, std: f64) -> Vec<f64> {
     const GOLDEN: f64 = 0.618_033_988_749_894_9;
     let values = (0..WIDTH).map(|i| {
@@ -108,21 +105,6 @@ fn normal(mean: f64, std: f64) -> Vec<f64> {
     values.collect()
 }
 
-/// What the exercise asks about layer norm, from [`rows`]; nothing where one of the rows is missing.
-pub fn answers(rows: &[Norm]) -> Vec<Answer> {
-    sensitive_parts(rows)
-        .into_iter()
-        .chain(bf16_too(rows))
-        .collect()
-}
-
-fn find<'r>(rows: &'r [Norm], activations: &str, stored: &str, computed: &str) -> Option<&'r Norm> {
-    let is_it = |row: &&Norm| {
-        (row.activations, row.stored, row.computed.as_str()) == (activations, stored, computed)
-    };
-    rows.iter().find(is_it)
-}
-
 fn percent(value: f64) -> String {
     match value.abs() {
         small if small < 0.01 => "less than 0.01%".into(),
@@ -130,15 +112,28 @@ fn percent(value: f64) -> String {
     }
 }
 
-fn sensitive_parts(rows: &[Norm]) -> Option<Answer> {
-    let of = |activations, computed| find(rows, activations, "f16", computed);
-    let large = of("large", "f16, sums in f32")?;
-    let small = of("small", "f16, sums in f32")?;
-    let wide = ["large", "small"].map(|activations| of(activations, "f32"));
-    let worst = wide
-        .iter()
-        .flatten()
-        .map(|row| row.variance_error_percent.abs());
+/// Returns what the exercise asks about layer norm, from [`rows`].
+pub fn answers(rows: &[Norm]) -> [Answer; 2] {
+    let of = |activations: &str, stored: &str, computed: &str| {
+        let mut own = rows
+            .iter()
+            .filter(|row| row.activations == activations && row.stored == stored);
+        own.find(|row| row.computed == computed)
+            .expect("rows have every combination")
+    };
+    let [large, small, half] =
+        ["large", "small", "offset"].map(|activations| of(activations, "f16", "f16, sums in f32"));
+    let [bf16_large, bf16_small, brain] = ["large", "small", "offset"]
+        .map(|activations| of(activations, "bf16", "bf16, sums in f32"));
+    let [wide_large, wide_small] =
+        ["large", "small"].map(|activations| of(activations, "f16", "f32"));
+    let wide = of("offset", "bf16", "f32");
+    let sums = of("ordinary", "bf16", "bf16");
+    let worst = |a: &Norm, b: &Norm| {
+        let [a, b] = [a, b].map(|row| row.variance_error_percent.abs());
+        a.max(b)
+    };
+
     let overflow = match large.variance.as_str() {
         "inf" => format!(
             "are over its largest number, {}: the variance is inf and the output is off by {}",
@@ -147,49 +142,43 @@ fn sensitive_parts(rows: &[Norm]) -> Option<Answer> {
         ),
         variance => format!("still fit: the variance is {variance}"),
     };
-    let text = format!(
+    let sensitive = format!(
         "The variance, because it is a sum of squares. In f16, activations with a standard deviation of 300 have squares \
          near 90,000, which {overflow}. Activations near 1e-4 have squares near 1e-8, under f16's smallest number: the \
          variance is off by {}. Computed in f32 from the same f16 activations, both variances are off by at most {}.",
         percent(small.variance_error_percent),
-        percent(worst.fold(0.0, f64::max)).replace("less than ", ""),
+        percent(worst(wide_large, wide_small)).replace("less than ", ""),
     );
-    let question = "Which parts of layer norm are sensitive to mixed precision?";
-    Some(Answer::new(question, text))
-}
 
-fn bf16_too(rows: &[Norm]) -> Option<Answer> {
-    let of =
-        |activations, dtype: &str| find(rows, activations, dtype, &format!("{dtype}, sums in f32"));
-    let range = ["large", "small"].map(|activations| of(activations, "bf16"));
-    let in_range = range
-        .iter()
-        .flatten()
-        .all(|row| row.variance_error_percent.abs() < 1.0);
-    let [brain, half] = ["bf16", "f16"].map(|dtype| of("offset", dtype));
-    let [brain, half] = [brain?, half?].map(|row| row.output_error_percent);
-    let sums = find(rows, "ordinary", "bf16", "bf16")?.variance_error_percent;
-    let wide = find(rows, "offset", "bf16", "f32")?.output_error_percent;
-    let start = match in_range {
+    let range = match worst(bf16_large, bf16_small) < 1.0 {
         true => {
             "For its range, no: bf16 has the exponents of f32, so that these squares neither overflow nor vanish."
         }
         false => "Yes: with these activations the variance is wrong in bf16 as well.",
     };
-    let accuracy = match wide < brain {
+    let accuracy = match wide.output_error_percent < brain.output_error_percent {
         true => "For its accuracy, yes",
         false => "For its accuracy, these figures show no need",
     };
-    let text = format!(
-        "{start} {accuracy}: bf16 has 8 significant bits and f16 has 11. For activations with mean 100.2 the output is \
+    let bf16_too = format!(
+        "{range} {accuracy}: bf16 has 8 significant bits and f16 has 11. For activations with mean 100.2 the output is \
          off by {} in bf16, {} in f16 (sums in f32), and {} when layer norm computes in f32 from the bf16 numbers. With \
          sums in bf16 as well, the variance of ordinary activations is off by {}. PyTorch's policy for CUDA therefore \
          computes layer norm in f32 for both dtypes.",
-        percent(brain),
-        percent(half),
-        percent(wide),
-        percent(sums),
+        percent(brain.output_error_percent),
+        percent(half.output_error_percent),
+        percent(wide.output_error_percent),
+        percent(sums.variance_error_percent),
     );
-    let question = "Does layer norm need to be treated differently with bf16?";
-    Some(Answer::new(question, text))
+    [
+        (
+            "Which parts of layer norm are sensitive to mixed precision?",
+            sensitive,
+        ),
+        (
+            "Does layer norm need to be treated differently with bf16?",
+            bf16_too,
+        ),
+    ]
+    .map(|(question, answer)| Answer::new(question, answer))
 }

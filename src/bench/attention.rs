@@ -1,19 +1,23 @@
 //! Attention, alone or in its layer, timed by phase, with its memory.
 
 use super::stopwatch::settled_meter;
-use super::{Execution, Lap, LapTimings, Step, Stopwatch};
-use crate::compile::{self, Batch, Plan};
-use crate::memory::{AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, smallest_beyond};
+use super::{Execution, LapTimings, Step, Stopwatch};
+use crate::attention::{Algorithm, flash};
+use crate::memory::{AttentionWorkload, MemoryBreakdown, smallest_beyond};
 use crate::report::{Fields, format_mib};
 use crate::{Error, Result, backward};
-use candle_core::backprop::GradStore;
-use candle_core::{Device, Tensor};
-use serde::Serialize;
+use candle_core::Device;
 
 mod workload;
-use workload::Measurable;
+pub use workload::AttentionTask;
+use workload::Pass;
 
-/// How a forward and backward is measured: how often, for how long, within what.
+/// The phases, in the order of their rows.
+const FORWARD: &str = "forward";
+const BACKWARD: &str = "backward";
+const WHOLE: &str = "forward+backward";
+
+/// The number of steps, their time limit and their memory limit.
 ///
 /// [`AttentionRun`] has an example.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,15 +26,15 @@ pub struct Sampling {
     pub warmup_steps: usize,
     /// Measured steps.
     pub iterations: usize,
-    /// Take fewer steps where they take longer than this together, as
-    /// [`Stopwatch::time_budget_ms`](super::Stopwatch::time_budget_ms) does. What could not take even one step in it
-    /// at the peak rate is not tried.
+    /// Fewer steps are measured where all of them take longer than this, as in
+    /// [`Stopwatch::time_budget_ms`](super::Stopwatch::time_budget_ms). A run is skipped if one step at the peak rate
+    /// takes longer.
     pub time_budget_ms: Option<f64>,
     /// The seed of inputs and weights.
     pub seed: u64,
-    /// The most FLOP/s that the device can do; `None` where it is not known.
+    /// The most FLOP/s that the device can do; `None` if unknown.
     pub peak_flops: Option<f64>,
-    /// Bytes that may be used; what wants more is a row `OOM`. `None` asks nothing.
+    /// The memory limit: a run that needs more is a row `OOM`. `None` for no limit.
     pub available_bytes: Option<u64>,
 }
 
@@ -48,15 +52,15 @@ impl Default for Sampling {
     }
 }
 
-/// One measurement of an attention algorithm on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v` and its
-/// gradients.
+/// One measurement of attention, alone or in its layer, and of its gradients.
 ///
 /// ```
-/// use tallow::bench::{AttentionRun, Sampling};
+/// use tallow::bench::{AttentionRun, AttentionTask, Sampling};
 /// use tallow::memory::AttentionWorkload;
 ///
+/// let workload = AttentionWorkload { batch_size: 2, sequence_length: 32, head_dim: 8, ..Default::default() };
 /// let run = AttentionRun {
-///     workload: AttentionWorkload { batch_size: 2, sequence_length: 32, head_dim: 8, ..Default::default() },
+///     task: AttentionTask::Alone(workload),
 ///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },
 ///     ..Default::default()
 /// };
@@ -66,175 +70,149 @@ impl Default for Sampling {
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct AttentionRun<W = AttentionWorkload> {
-    /// What is computed.
-    pub workload: W,
-    /// How it is measured.
+pub struct AttentionRun {
+    /// The computation.
+    pub task: AttentionTask,
+    /// The number of steps and the limits.
     pub sampling: Sampling,
-    /// Eager, or planned for its shape by a [`compile::Step`]: on the CPU or a CUDA GPU; attention alone in f32, bf16
-    /// or f16, a layer with weights in f32.
+    /// Eager, or planned for its shape by a [`compile::Step`](crate::compile::Step) on the CPU or a CUDA GPU: attention
+    /// alone in f32, bf16 or f16, a layer with weights in f32.
     pub execution: Execution,
 }
 
-/// One measurement of a [`CausalSelfAttention`](crate::nn::CausalSelfAttention), with its four D x D projections, on
-/// random x (B, T, D).
-///
-/// ```
-/// use tallow::bench::{Sampling, SelfAttentionRun};
-/// use tallow::memory::SelfAttentionWorkload;
-///
-/// let run = SelfAttentionRun {
-///     workload: SelfAttentionWorkload { sequence_length: 16, d_model: 32, ..Default::default() },
-///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },
-///     ..Default::default()
-/// };
-/// let rows = run.run(&tallow::device("cpu")?, |_, _| ())?;
-/// assert_eq!(rows[0].get("phase"), Some(&"forward".into()));
-/// # Ok::<(), tallow::Error>(())
-/// ```
-pub type SelfAttentionRun = AttentionRun<SelfAttentionWorkload>;
-
-impl<W: Measurable> AttentionRun<W> {
-    /// Measures, and returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same
-    /// steps. Forward keeps its graph, as before a backward; backward starts from a gradient of ones.
+impl AttentionRun {
+    /// Returns a row each for `forward`, `backward` and `forward+backward`, all three timed in the same steps. Forward
+    /// keeps its graph; backward starts from a gradient of ones. `on_step` receives each step and its time in ms.
     ///
-    /// One row alone says what was not measured: `OOM`, decided from
-    /// [`attention_breakdown`](crate::memory::attention_breakdown) before anything is allocated, with the sum;
-    /// `unsupported`, for a head dimension that the algorithm does not take; `over time budget`. `reason` says why, and
-    /// also why a row has fewer samples than were asked for. `on_step` is called after every step with the whole step's
-    /// time in ms.
+    /// A run that was not measured is a single row with a `reason`. Its status is `OOM` (by
+    /// [`attention_breakdown`](crate::memory::attention_breakdown), before anything is allocated), `unsupported` (heads
+    /// too wide for the algorithm, or a dtype that is not planned) or `over time budget`.
     ///
-    /// FLOPs are 4 B H Dh for each pair of query and key that the mask leaves, and twice that backward, whatever the
-    /// algorithm does: flash's second look at the scores is not counted, nor is what naive spends on masked ones.
+    /// FLOPs do not depend on the algorithm. Attention counts 4 Dh for each head and each pair of query and key that
+    /// the mask leaves, and twice that in backward: flash's recomputation and naive's masked scores are not counted. A
+    /// layer adds 8 B T D^2 for the projections, and 10 B T D^2 in backward, since x gets no gradient.
     ///
     /// Memory is measured where a [`Tracker`](crate::memory::tracker::Tracker) is installed, on a GPU by its pool's
-    /// counters: `before_backward_bytes` is what is alive between forward and backward, `peak_bytes` the most in the
-    /// phase, q, k and v included in both.
+    /// counters. `before_backward_bytes` is alive between forward and backward, `peak_bytes` is the peak of the phase;
+    /// both include the inputs. A planned run counts its whole arena in `peak_bytes`, and in `before_backward_bytes`
+    /// the buffers that backward or the caller still reads.
     ///
-    /// What is planned has its arena from the beginning to the end: all of it counts in `peak_bytes`, and in
-    /// `before_backward_bytes` what of it backward or the caller reads. Out's gradient is one of its inputs, and its
-    /// rows call it the implementation `planned`, or `planned-flash`.
-    ///
-    /// A [`SelfAttentionRun`]'s rows have these bytes in addition:
-    ///
-    /// - `model_bytes`: the weights and x; `model_forward_bytes`: with the graph that forward leaves behind;
-    ///   `model_forward_backward_bytes`: after backward, the graph freed and the gradients allocated;
-    /// - `forward_bytes` and `backward_bytes`: what each adds. The second is negative where the freed graph is larger
-    ///   than the gradients.
-    ///
-    /// FLOPs of a layer: 8 B T D^2 for the projections and 4 B D for each pair of query and key that the causal mask
-    /// leaves; in backward 10 B T D^2, since x is an input and gets no gradient, and 8 B D.
+    /// A layer's rows also have `model_bytes` (weights and x), `model_forward_bytes` (with the graph),
+    /// `model_forward_backward_bytes` (with the gradients, after the graph is freed) and the differences
+    /// `forward_bytes` and `backward_bytes`. The last is negative where the graph is larger than the gradients.
     ///
     /// # Errors
-    /// A size of 0; heads that do not divide D; what cannot be planned; the ops' errors.
+    /// A size of 0; heads that do not divide D; the ops' errors.
     pub fn run(&self, device: &Device, on_step: impl FnMut(Step, f64)) -> Result<Vec<Fields>> {
-        let sizes = self.workload.sizes().into_iter();
-        let mut sizes = sizes.chain([("iterations", self.sampling.iterations)]);
-        if let Some((field, _)) = sizes.find(|(_, size)| *size == 0) {
-            return Err(Error::config(W::NAME, field, "0")
+        let mut sizes = self.task.sizes().to_vec();
+        sizes.push(("iterations", self.sampling.iterations));
+        if let Some((field, _)) = sizes.iter().find(|(_, size)| *size == 0) {
+            return Err(Error::config("attention benchmark", field, "0")
                 .must_be("at least 1", "there is nothing to measure"));
         }
-        self.workload.check(self.execution, device)?;
-        let refused = |breakdown, status, reason: String| {
-            let mut row = self.row(breakdown, WHOLE, status);
-            row.insert("reason", reason);
-            row.insert("breakdown", terms(breakdown));
-            vec![row]
-        };
-        if let Some(reason) = self.workload.unsupported(self.execution, device) {
-            return Ok(refused(None, "unsupported", reason));
+        if let Some(reason) = self.unsupported(&self.task, device) {
+            return Ok(vec![self.refused(None, "unsupported", reason)]);
         }
-        let breakdown = self.breakdown(device)?;
-        let breakdown = Some(&breakdown);
-        if let Some((status, reason)) = breakdown.and_then(|breakdown| self.refusal(breakdown)) {
-            return Ok(refused(breakdown, status, reason));
+        let breakdown = self.task.breakdown(self.execution, device)?;
+        if let Some((status, reason)) = self.refusal(&breakdown) {
+            return Ok(vec![self.refused(Some(&breakdown), status, reason)]);
         }
         let (timings, alive) = match self.measure(device, on_step) {
             Err(error) if error.is_out_of_memory() => {
-                let mut rows = refused(breakdown, "OOM", error.to_string());
-                // What is available once the run has freed its memory.
+                let mut row = self.refused(Some(&breakdown), "OOM", error.to_string());
+                // The bytes available once the run has freed its memory.
                 if let Some(bytes) = crate::hardware::available_bytes_on(device) {
-                    rows[0].insert("available_bytes", bytes);
+                    row.insert("available_bytes", bytes);
                 }
-                return Ok(rows);
+                return Ok(vec![row]);
             }
             measured => measured?,
         };
-        let [forward, backward] = self.workload.flops();
-        let [(_, batch_size), _, (_, length), _] = self.workload.sizes();
-        let tokens = batch_size as f64 * length as f64;
-        let phases = timings
-            .phases
-            .iter()
-            .map(|(phase, timing)| (*phase, timing));
-        let rows = phases
-            .chain([(WHOLE, &timings.whole)])
-            .map(|(phase, timing)| {
-                let flops = match phase {
-                    FORWARD => forward,
-                    BACKWARD => backward,
-                    _ => forward + backward,
-                };
-                let peak = |alive: &Alive| match phase {
-                    FORWARD => alive.forward_peak,
-                    BACKWARD => alive.backward_peak,
-                    _ => alive.forward_peak.max(alive.backward_peak),
-                };
-                let mut row = self.row(breakdown, phase, "ok");
-                if timing.samples_ms.len() < self.sampling.iterations {
-                    row.insert("reason", "the time budget is spent");
-                }
-                row.merge(timing.measured(tokens, Some(flops), self.sampling.peak_flops)?);
-                let before_backward = alive.map(|alive| alive.before_backward);
-                row.insert("before_backward_bytes", before_backward);
-                row.insert("peak_bytes", alive.as_ref().map(peak));
-                row.merge(alive.map_or_else(Fields::new, W::memory));
-                row.insert("breakdown", terms(breakdown));
-                Ok(row)
-            });
-        rows.collect()
+        let attention = self.task.attention();
+        let tokens = attention.batch_size as f64 * attention.sequence_length as f64;
+        let [forward, backward] = self.task.flops();
+        let mut rows = Vec::new();
+        for (phase, timing) in timings.phases.iter().chain([&(WHOLE, timings.whole)]) {
+            let (flops, peak) = match *phase {
+                FORWARD => (forward, alive.map(|alive| alive.forward_peak)),
+                BACKWARD => (backward, alive.map(|alive| alive.backward_peak)),
+                _ => (forward + backward, alive.map(|alive| alive.peak())),
+            };
+            let mut row = self.row(Some(&breakdown), phase, "ok");
+            if timing.samples_ms.len() < self.sampling.iterations {
+                row.insert("reason", "the time budget is spent");
+            }
+            row.merge(timing.measured(tokens, Some(flops), self.sampling.peak_flops)?);
+            row.insert(
+                "before_backward_bytes",
+                alive.map(|alive| alive.before_backward),
+            );
+            row.insert("peak_bytes", peak);
+            if let (AttentionTask::Layer(_), Some(alive)) = (&self.task, alive) {
+                row.merge(alive.fields());
+            }
+            row.insert("breakdown", terms(Some(&breakdown)));
+            rows.push(row);
+        }
+        Ok(rows)
     }
 
-    /// The first size, doubled from the smallest, that does not fit in the memory available on `device`: T of attention
-    /// alone, D of a layer. `None` if the memory is not known, or the algorithm does not support heads of this width.
+    /// Returns the first size, doubled from the smallest, that does not fit in the memory available on `device`: T of
+    /// attention alone, D of a layer. `None` if the memory is unknown, or the algorithm does not support such heads.
     pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
-        let at = |size| Self {
-            workload: self.workload.of_size(size),
-            ..self.clone()
-        };
         let (size, breakdown) = smallest_beyond(available_bytes, |size| {
-            let run = at(size);
-            let unsupported = run.workload.unsupported(run.execution, device);
-            unsupported.is_none().then(|| run.breakdown(device).ok())?
+            let task = self.task.of_size(size);
+            let unsupported = self.unsupported(&task, device);
+            let breakdown = || task.breakdown(self.execution, device).ok();
+            unsupported.is_none().then(breakdown)?
         })?;
-        let workload = at(size).workload;
-        let [_, _, (_, context_length), (_, width)] = workload.sizes();
+        let task = self.task.of_size(size);
+        let [.., (_, width)] = task.sizes();
         Some(Limit {
             implementation: self.implementation(),
-            context_length,
+            attention: task.attention(),
             width,
             breakdown,
             available_bytes,
-            composed_bytes: workload.composed_bytes(),
         })
     }
 
-    fn implementation(&self) -> &'static str {
-        workload::implementation(self.execution, self.workload.algorithm())
-    }
-
-    /// The memory of a run by its execution. A size too large to be planned is too large eagerly too.
-    fn breakdown(&self, device: &Device) -> Result<MemoryBreakdown> {
-        match self.workload.breakdown(self.execution, device) {
-            Err(error) if error.is_out_of_memory() && self.execution == Execution::Planned => {
-                self.workload.breakdown(Execution::Eager, device)
-            }
-            breakdown => breakdown,
+    /// Returns the algorithm's name, or `planned` and `planned-flash`.
+    pub fn implementation(&self) -> &'static str {
+        match (self.execution, self.task.attention().algorithm) {
+            (Execution::Eager, algorithm) => algorithm.name(),
+            (Execution::Planned, Algorithm::Naive) => "planned",
+            (Execution::Planned, Algorithm::Flash) => "planned-flash",
         }
     }
 
-    /// Status and reason of a run that does not fit in memory or in time, decided before anything is allocated.
+    /// Returns why the algorithm or the execution does not support a task.
+    fn unsupported(&self, task: &AttentionTask, device: &Device) -> Option<String> {
+        let attention = task.attention();
+        let (head_dim, most) = (attention.head_dim, flash::MAX_HEAD_DIM);
+        let multiple = 16 / attention.dtype.size_in_bytes();
+        let is_planned = self.execution == Execution::Planned;
+        let (is_plannable, rule) = task.is_plannable();
+        if is_planned && (!is_plannable || device.is_metal()) {
+            return Some(format!("{rule}, on the CPU or a CUDA GPU"));
+        }
+        match attention.algorithm {
+            Algorithm::Flash if head_dim > most => Some(format!(
+                "flash takes heads of at most {most}, not {head_dim}"
+            )),
+            Algorithm::Flash
+                if is_planned && device.is_cuda() && !head_dim.is_multiple_of(multiple) =>
+            {
+                Some(format!(
+                    "flash planned on a GPU takes heads of a multiple of {multiple}, not {head_dim}"
+                ))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns status and reason of a run over its limits of memory or time, before anything is allocated.
     fn refusal(&self, breakdown: &MemoryBreakdown) -> Option<(&'static str, String)> {
         if let Some(available_bytes) = self.sampling.available_bytes
             && breakdown.peak_bytes() > available_bytes
@@ -243,7 +221,7 @@ impl<W: Measurable> AttentionRun<W> {
             return Some(("OOM", format!("{breakdown}; {available} available")));
         }
         let budget_ms = self.sampling.time_budget_ms?;
-        let flops: f64 = self.workload.flops().iter().sum();
+        let flops: f64 = self.task.flops().iter().sum();
         let least_ms = 1e3 * flops / self.sampling.peak_flops?;
         (least_ms > budget_ms).then(|| {
             let reason = format!(
@@ -258,61 +236,71 @@ impl<W: Measurable> AttentionRun<W> {
         device: &Device,
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<Alive>)> {
-        let meter = settled_meter(device, self.workload.is_in_half())?;
-        let now = || meter.current_bytes();
+        let is_in_half = self.task.attention().dtype.size_in_bytes() == 2;
+        let meter = settled_meter(device, is_in_half)?;
+        let now = || meter.current_bytes().unwrap_or_default();
         let before = now();
-        let mut pass = self
-            .workload
-            .prepare(self.sampling.seed, self.execution, device)?;
-        let resident = now()
-            .zip(before)
-            .map(|(now, before)| now.saturating_sub(before));
-        let mut alive = None;
+        let Sampling { seed, .. } = self.sampling;
+        let mut pass = self.task.prepare(seed, self.execution, device)?;
+        let resident = now().saturating_sub(before);
+        let mut alive = Alive {
+            resident,
+            ..Default::default()
+        };
         let timings = Stopwatch::new(device)
             .warmup(self.sampling.warmup_steps)
             .time_budget_ms(self.sampling.time_budget_ms)
             .on_step(on_step)
             .measure_phases(self.sampling.iterations, |lap| {
-                // Beyond the start of the step, so that what kernels keep for later steps is of no kind.
+                // Relative to the start of the step: memory that kernels keep for later steps does not count.
                 let start = now();
-                let grown = |bytes: Option<u64>| {
-                    let (bytes, start) = bytes.zip(start)?;
-                    Some(resident? + bytes.saturating_sub(start))
-                };
+                let grown = |bytes: u64| resident + bytes.saturating_sub(start);
+                let peak = || grown(meter.peak_bytes().unwrap_or_default());
                 meter.reset_peak();
-                let mut after_forward = None;
-                let gradients = pass.step(lap, || {
-                    after_forward = Some((meter.peak_bytes(), now()));
-                    meter.reset_peak();
-                })?;
-                let at_end = (meter.peak_bytes(), now());
-                let (forward_peak, before_backward) = after_forward.unwrap_or(at_end);
-                alive = (|| {
-                    Some(Alive {
-                        resident: resident?,
-                        forward_peak: grown(forward_peak)?,
-                        before_backward: grown(before_backward)?,
-                        backward_peak: grown(at_end.0)?,
-                        after_backward: grown(at_end.1)?,
-                    })
-                })();
+                let gradients = match &mut pass {
+                    Pass::Eager(forward) => {
+                        let output = lap.time(FORWARD, forward)?;
+                        (alive.forward_peak, alive.before_backward) = (peak(), grown(now()));
+                        meter.reset_peak();
+                        Some(lap.time(BACKWARD, move || backward(output))?)
+                    }
+                    Pass::Planned(step, batch, d_output) => {
+                        step.forward_backward_from(&*batch, d_output)?;
+                        lap.add_phases(step.phase_times()?);
+                        alive.forward_peak = peak();
+                        None
+                    }
+                };
+                (alive.backward_peak, alive.after_backward) = (peak(), grown(now()));
                 Ok(gradients)
             })?;
-        let alive = match &pass {
-            Pass::Planned(step, ..) => alive.zip(step.plan()).map(|(a, plan)| a.of_planned(plan)),
-            Pass::Eager(_) => alive,
-        };
-        Ok((timings, alive))
+        if let Pass::Planned(step, ..) = &pass
+            && let Some(plan) = step.plan()
+        {
+            // The arena is allocated throughout; only the buffers still read count.
+            alive.resident = resident.saturating_sub(plan.peak_bytes());
+            alive.before_backward = alive.resident + plan.live_bytes_before(plan.backward_begins());
+            alive.after_backward = alive.resident + plan.live_bytes_before(plan.backward_ends());
+        }
+        Ok((timings, meter.current_bytes().map(|_| alive)))
     }
 
-    /// The fields of every row, measured or not.
+    /// Returns the row of a run that was not measured.
+    fn refused(&self, breakdown: Option<&MemoryBreakdown>, status: &str, reason: String) -> Fields {
+        let mut row = self.row(breakdown, WHOLE, status);
+        row.insert("reason", reason);
+        row.insert("breakdown", terms(breakdown));
+        row
+    }
+
+    /// Returns the fields of every row, measured or not.
     fn row(&self, breakdown: Option<&MemoryBreakdown>, phase: &str, status: &str) -> Fields {
         let mut row = Fields::from_iter([("implementation", self.implementation())]);
-        for (name, size) in self.workload.sizes() {
+        for (name, size) in self.task.sizes() {
             let is_length = name == "sequence_length";
             row.insert(if is_length { "context_length" } else { name }, size);
         }
-        row.merge(self.workload.labels());
+        row.merge(self.task.labels());
         row.insert("warmup_steps", self.sampling.warmup_steps);
         row.insert("iterations", self.sampling.iterations);
         row.insert("time_budget_ms", self.sampling.time_budget_ms);
@@ -331,88 +319,48 @@ fn terms(breakdown: Option<&MemoryBreakdown>) -> serde_json::Value {
     serde_json::to_value(breakdown).unwrap_or_default()
 }
 
-/// A forward and its backward, ready to run again and again.
-pub enum Pass {
-    /// A forward with candle's graph, and backward through it.
-    Eager(Box<dyn Fn() -> Result<Tensor>>),
-    /// A planned forward, and its backward from this gradient of the output.
-    Planned(Box<compile::Step<'static>>, Batch, Tensor),
-}
-
-impl Pass {
-    /// Plans it and runs it once.
-    pub fn planned(
-        mut step: compile::Step<'static>,
-        batch: Batch,
-        d_output: Tensor,
-    ) -> Result<Self> {
-        step.time_phases(true);
-        step.forward_backward_from(&batch, &d_output)?;
-        Ok(Self::Planned(Box::new(step), batch, d_output))
-    }
-
-    /// Runs both, each as a phase of `lap`, and returns what is alive after backward. `between` is called after an
-    /// eager forward.
-    fn step(&mut self, lap: &mut Lap<'_>, between: impl FnOnce()) -> Result<Option<GradStore>> {
-        match self {
-            Self::Eager(forward) => {
-                let output = lap.time(FORWARD, forward)?;
-                between();
-                lap.time(BACKWARD, move || backward(output)).map(Some)
-            }
-            Self::Planned(step, batch, d_output) => {
-                step.forward_backward_from(&*batch, d_output)?;
-                lap.add_phases(step.phase_times()?);
-                Ok(None)
-            }
-        }
-    }
-}
-
-/// The phases, in the order of their rows.
-const FORWARD: &str = "forward";
-const BACKWARD: &str = "backward";
-const WHOLE: &str = "forward+backward";
-
-/// Bytes alive at moments of one step, inputs and weights included.
-#[derive(Clone, Copy)]
-pub struct Alive {
+/// Bytes alive in one step, inputs and weights included.
+#[derive(Clone, Copy, Default)]
+struct Alive {
     /// Before forward: inputs and weights.
-    pub resident: u64,
-    pub forward_peak: u64,
-    pub before_backward: u64,
-    pub backward_peak: u64,
-    /// After backward, the graph gone and the gradients there.
-    pub after_backward: u64,
+    resident: u64,
+    forward_peak: u64,
+    before_backward: u64,
+    backward_peak: u64,
+    /// After backward: the graph is freed, the gradients are allocated.
+    after_backward: u64,
 }
 
 impl Alive {
-    /// Returns the memory that is used of a plan's, which is allocated all the time.
-    fn of_planned(self, plan: &Plan) -> Self {
-        let resident = self.resident.saturating_sub(plan.peak_bytes());
-        Self {
-            resident,
-            before_backward: resident + plan.live_bytes_before(plan.backward_begins()),
-            after_backward: resident + plan.live_bytes_before(plan.backward_ends()),
-            ..self
-        }
+    fn peak(&self) -> u64 {
+        self.forward_peak.max(self.backward_peak)
+    }
+
+    /// Returns the fields of a layer's row.
+    fn fields(&self) -> Fields {
+        let added = |after: u64, before: u64| after as i64 - before as i64;
+        let (before, after) = (self.before_backward, self.after_backward);
+        let mut fields = Fields::new();
+        fields.insert("model_bytes", self.resident);
+        fields.insert("model_forward_bytes", before);
+        fields.insert("model_forward_backward_bytes", after);
+        fields.insert("forward_bytes", added(before, self.resident));
+        fields.insert("backward_bytes", added(after, before));
+        fields
     }
 }
 
-/// The first size that does not fit in the memory available, as its breakdown predicts: nothing is run.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// The first size that does not fit in the memory available, by its predicted breakdown.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Limit {
-    /// The implementation, as the rows name it.
+    /// The implementation, as in the rows.
     pub implementation: &'static str,
-    /// T.
-    pub context_length: usize,
+    /// The attention of this size.
+    pub attention: AttentionWorkload,
     /// Dh or D.
     pub width: usize,
     /// The memory that it needs.
     pub breakdown: MemoryBreakdown,
     /// The memory available.
     pub available_bytes: u64,
-    /// Scores and probabilities, B H T^2 elements each, and the output, as CS336's handout counts them; of attention
-    /// alone.
-    pub composed_bytes: Option<u64>,
 }

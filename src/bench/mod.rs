@@ -1,8 +1,8 @@
 //! Benchmarks: repeated runs with time and memory.
 //!
 //! [`Stopwatch`] times steps on a device and their phases. [`EndToEnd`] times a whole model, [`AttentionRun`]
-//! attention, and [`SelfAttentionRun`] the layer around it; these also measure memory, and return an out-of-memory row
-//! instead of failing. [`alternate()`] measures runs in turns. [`report`](crate::report) has statistics and tables.
+//! attention, alone or in its layer; both also measure memory, and return an out-of-memory row instead of failing.
+//! [`alternate()`] measures runs in turns. [`report`](crate::report) has statistics and tables.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -30,7 +30,7 @@ mod stopwatch;
 mod update;
 
 pub use alternate::alternate;
-pub use attention::{AttentionRun, Limit, Sampling, SelfAttentionRun};
+pub use attention::{AttentionRun, AttentionTask, Limit, Sampling};
 pub use end_to_end::{EndToEnd, Execution};
 pub use environment::environment;
 pub use first_step::FirstStep;

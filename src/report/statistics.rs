@@ -106,18 +106,7 @@ impl Statistics {
 
     /// Returns the public fields under their own names, for a row of a [`Report`](super::Report).
     pub fn fields(&self) -> Fields {
-        let mut fields = Fields::new();
-        fields.insert("n", self.n);
-        fields.insert("mean_ms", self.mean_ms);
-        fields.insert("std_ms", self.std_ms);
-        fields.insert("min_ms", self.min_ms);
-        fields.insert("max_ms", self.max_ms);
-        fields.insert("median_ms", self.median_ms);
-        fields.insert("cv_percent", self.cv_percent);
-        fields.insert("p20_ms", self.p20_ms);
-        fields.insert("p80_ms", self.p80_ms);
-        fields.insert("iqr_ms", self.iqr_ms);
-        fields
+        Fields::of(self).unwrap_or_default()
     }
 }
 

@@ -4,7 +4,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::bench::{AttentionRun, EndToEnd, EndToEndRow, Execution, Sampling, alternate};
+use tallow::bench::{
+    AttentionRun, AttentionTask, EndToEnd, EndToEndRow, Execution, Sampling, alternate,
+};
 use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
@@ -46,11 +48,11 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
 
 fn attention(sequence_length: usize) -> AttentionRun {
     AttentionRun {
-        workload: AttentionWorkload {
+        task: AttentionTask::Alone(AttentionWorkload {
             algorithm: Algorithm::Naive,
             sequence_length,
             ..Default::default()
-        },
+        }),
         sampling: Sampling {
             warmup_steps: 0,
             iterations: 2,

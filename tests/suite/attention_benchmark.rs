@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use serde_json::Value;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{AttentionRun, Execution, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
 use tallow::memory::{AttentionWorkload, Kernels, SelfAttentionWorkload, attention_breakdown};
 use tallow::report::Fields;
 
@@ -24,31 +24,47 @@ fn quick() -> Sampling {
 
 fn attention(algorithm: Algorithm) -> AttentionRun {
     AttentionRun {
-        workload: AttentionWorkload {
+        task: AttentionTask::Alone(AttentionWorkload {
             algorithm,
             batch_size: 3,
             heads: 2,
             sequence_length: 37,
             head_dim: 24,
             ..Default::default()
-        },
+        }),
         sampling: quick(),
         ..Default::default()
     }
 }
 
-fn module(algorithm: Algorithm) -> SelfAttentionRun {
-    SelfAttentionRun {
-        workload: SelfAttentionWorkload {
+fn module(algorithm: Algorithm) -> AttentionRun {
+    AttentionRun {
+        task: AttentionTask::Layer(SelfAttentionWorkload {
             algorithm,
             batch_size: 3,
             sequence_length: 19,
             d_model: 40,
             heads: 2,
             ..Default::default()
-        },
+        }),
         sampling: quick(),
         ..Default::default()
+    }
+}
+
+/// Returns the workload of a run of attention alone.
+fn alone(run: &mut AttentionRun) -> &mut AttentionWorkload {
+    match &mut run.task {
+        AttentionTask::Alone(own) => own,
+        layer => panic!("{layer:?}"),
+    }
+}
+
+/// Returns the workload of a run of a layer.
+fn layer(run: &mut AttentionRun) -> &mut SelfAttentionWorkload {
+    match &mut run.task {
+        AttentionTask::Layer(own) => own,
+        alone => panic!("{alone:?}"),
     }
 }
 
@@ -126,7 +142,7 @@ fn attention_has_a_row_for_each_phase(
     #[values(DType::F32, DType::F64, DType::BF16, DType::F16)] dtype: DType,
 ) {
     let mut run = attention(algorithm);
-    (run.workload.mask, run.workload.dtype) = (mask, dtype);
+    (alone(&mut run).mask, alone(&mut run).dtype) = (mask, dtype);
     let rows = rows(&run);
     let pairs = match mask {
         Mask::Full => 37.0 * 37.0,
@@ -171,7 +187,7 @@ fn steps_are_reported() {
 #[test]
 fn what_does_not_fit_is_a_row_with_its_sum() {
     let mut run = attention(Algorithm::Naive);
-    run.workload.sequence_length = 16_384;
+    alone(&mut run).sequence_length = 16_384;
     run.sampling.available_bytes = Some(1 << 20);
     let rows = run
         .run(&Device::Cpu, |_, _| panic!("nothing may run"))
@@ -199,8 +215,8 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
     assert_eq!(number(row, "composed_bytes"), 4.0 * (2.0 * scores + out));
 
     // Flash attention needs far less.
-    run.workload.algorithm = Algorithm::Flash;
-    let flash = attention_breakdown(&run.workload, Kernels::Cpu)
+    alone(&mut run).algorithm = Algorithm::Flash;
+    let flash = attention_breakdown(alone(&mut run), Kernels::Cpu)
         .unwrap()
         .peak_bytes();
     assert!(50 * flash < sum as u64, "{flash}");
@@ -209,7 +225,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
 #[test]
 fn the_module_runs_out_of_memory_in_a_row_too() {
     let mut run = module(Algorithm::Naive);
-    run.workload.d_model = 16_384;
+    layer(&mut run).d_model = 16_384;
     let rows = run
         .run(&Device::Cpu, |_, _| panic!("nothing may run"))
         .unwrap();
@@ -222,9 +238,9 @@ fn the_module_runs_out_of_memory_in_a_row_too() {
 #[test]
 fn heads_too_wide_for_flash_are_a_row() {
     let mut run = attention(Algorithm::Flash);
-    run.workload.head_dim = 257;
+    alone(&mut run).head_dim = 257;
     let mut wide = module(Algorithm::Flash);
-    (wide.workload.d_model, wide.workload.heads) = (512, 1);
+    (layer(&mut wide).d_model, layer(&mut wide).heads) = (512, 1);
     let module = wide.run(&Device::Cpu, |_, _| ()).unwrap();
     let planned = AttentionRun {
         execution: Execution::Planned,
@@ -236,9 +252,9 @@ fn heads_too_wide_for_flash_are_a_row() {
         assert!(text(&rows[0], "reason").contains("at most 256"));
         assert!(is_missing(&rows[0], "mean_ms"));
     }
-    run.workload.head_dim = 256;
+    alone(&mut run).head_dim = 256;
     assert_eq!(rows(&run).len(), 3);
-    wide.workload.heads = 2;
+    layer(&mut wide).heads = 2;
     assert_eq!(wide.run(&Device::Cpu, |_, _| ()).unwrap().len(), 3);
 }
 
@@ -278,10 +294,10 @@ fn what_cannot_be_done_in_time_is_not_tried() {
 }
 
 #[rstest]
-#[case("batch_size", |run: &mut AttentionRun| run.workload.batch_size = 0)]
-#[case("heads", |run: &mut AttentionRun| run.workload.heads = 0)]
-#[case("sequence_length", |run: &mut AttentionRun| run.workload.sequence_length = 0)]
-#[case("head_dim", |run: &mut AttentionRun| run.workload.head_dim = 0)]
+#[case("batch_size", |run: &mut AttentionRun| alone(run).batch_size = 0)]
+#[case("heads", |run: &mut AttentionRun| alone(run).heads = 0)]
+#[case("sequence_length", |run: &mut AttentionRun| alone(run).sequence_length = 0)]
+#[case("head_dim", |run: &mut AttentionRun| alone(run).head_dim = 0)]
 #[case("iterations", |run: &mut AttentionRun| run.sampling.iterations = 0)]
 fn nothing_to_measure_is_an_error(#[case] field: &str, #[case] break_it: fn(&mut AttentionRun)) {
     let mut run = attention(Algorithm::Naive);
@@ -296,10 +312,10 @@ fn nothing_to_measure_is_an_error(#[case] field: &str, #[case] break_it: fn(&mut
 #[test]
 fn a_module_needs_heads_that_divide_it() {
     let mut run = module(Algorithm::Naive);
-    run.workload.heads = 3;
+    layer(&mut run).heads = 3;
     let error = run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
-    assert!(error.contains("divisible by the 3 heads"), "{error}");
-    run.workload.heads = 0;
+    assert!(error.contains("divisible by num_heads 3"), "{error}");
+    layer(&mut run).heads = 0;
     let error = run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
     assert!(error.contains("heads must be at least 1"), "{error}");
 }

@@ -151,7 +151,6 @@ fn answers_follow_the_figures() {
     ] {
         assert!(changed.contains(part), "{part}: {changed}");
     }
-    assert!(text(&[]).is_empty());
 }
 
 #[test]

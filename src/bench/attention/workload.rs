@@ -1,7 +1,7 @@
-//! The workloads of attention benchmarks: attention alone, and its layer.
+//! The workloads of attention benchmarks: attention alone, and the layer around it.
 
-use super::{Alive, Pass};
-use crate::attention::{Algorithm, AttentionConfig, Mask, flash};
+use crate::Result;
+use crate::attention::{AttentionConfig, Mask};
 use crate::bench::Execution;
 use crate::compile::{self, Batch, StepConfig};
 use crate::memory::{
@@ -9,9 +9,7 @@ use crate::memory::{
     planned_attention_breakdown, planned_self_attention_breakdown, self_attention_breakdown,
 };
 use crate::nn::{CausalSelfAttention, Layer, seeded};
-use crate::ops::Dropout;
 use crate::report::Fields;
-use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 
@@ -21,284 +19,224 @@ const INIT: Init = Init::Randn {
     stdev: 1.0,
 };
 
-/// A forward and its backward that an [`AttentionRun`](super::AttentionRun) measures.
-pub trait Measurable: Copy {
-    /// The benchmark's name in errors.
-    const NAME: &'static str;
+/// A forward and its backward, ready to run again and again.
+pub enum Pass {
+    /// A forward with candle's graph, and backward through it.
+    Eager(Box<dyn Fn() -> Result<Tensor>>),
+    /// A planned forward, and its backward from this gradient of the output.
+    Planned(Box<compile::Step<'static>>, Batch, Tensor),
+}
 
-    /// Returns the algorithm of attention.
-    fn algorithm(&self) -> Algorithm;
+impl Pass {
+    /// Plans a step and runs it once.
+    fn planned(mut step: compile::Step<'static>, batch: Batch, d_output: Tensor) -> Result<Self> {
+        step.time_phases(true);
+        step.forward_backward_from(&batch, &d_output)?;
+        Ok(Self::Planned(Box::new(step), batch, d_output))
+    }
+}
 
-    /// Batch, heads, length and width, each with the name of its field.
-    fn sizes(&self) -> [(&'static str, usize); 4];
+/// The computation of an [`AttentionRun`](super::AttentionRun).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum AttentionTask {
+    /// Attention on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v`.
+    Alone(AttentionWorkload),
+    /// A [`CausalSelfAttention`], with its four D x D projections, on random x (B, T, D).
+    Layer(SelfAttentionWorkload),
+}
 
-    /// Returns the workload with this T, or for a layer with heads of this width.
-    fn of_size(&self, size: usize) -> Self;
+impl Default for AttentionTask {
+    fn default() -> Self {
+        Self::Alone(AttentionWorkload::default())
+    }
+}
 
-    /// Returns an error for a configuration that cannot run.
-    fn check(&self, execution: Execution, device: &Device) -> Result<()>;
+impl AttentionTask {
+    /// Returns the attention that it computes.
+    pub(super) fn attention(&self) -> AttentionWorkload {
+        match self {
+            Self::Alone(own) => *own,
+            Self::Layer(layer) => layer.attention(),
+        }
+    }
 
-    /// The reason why such heads or dtypes are not supported, if they are not.
-    fn unsupported(&self, execution: Execution, device: &Device) -> Option<String>;
+    /// Returns the sizes, each with its field.
+    pub fn sizes(&self) -> [(&'static str, usize); 4] {
+        let attention = self.attention();
+        let width = match self {
+            Self::Alone(own) => ("head_dim", own.head_dim),
+            Self::Layer(layer) => ("d_model", layer.d_model),
+        };
+        [
+            ("batch_size", attention.batch_size),
+            ("heads", attention.heads),
+            ("sequence_length", attention.sequence_length),
+            width,
+        ]
+    }
 
-    /// The memory that it needs.
-    fn breakdown(&self, execution: Execution, device: &Device) -> Result<MemoryBreakdown>;
+    /// Returns the task with this T, or for a layer with heads of this width.
+    pub(super) fn of_size(mut self, size: usize) -> Self {
+        match &mut self {
+            Self::Alone(own) => own.sequence_length = size,
+            Self::Layer(layer) => layer.d_model = size.saturating_mul(layer.heads),
+        }
+        self
+    }
 
-    /// FLOPs of forward and of backward.
-    fn flops(&self) -> [f64; 2];
+    /// Returns whether it can be planned in its dtype, and the rule in words.
+    pub(super) fn is_plannable(&self) -> (bool, &'static str) {
+        match self {
+            Self::Alone(own) => (
+                matches!(own.dtype, DType::F32 | DType::BF16 | DType::F16),
+                "attention is planned in f32, bf16 or f16",
+            ),
+            Self::Layer(layer) => (
+                layer.dtype == DType::F32,
+                "a layer is planned with weights in f32",
+            ),
+        }
+    }
 
-    /// Whether matmuls are in half precision.
-    fn is_in_half(&self) -> bool;
+    /// Predicts the memory. A size too large to be planned is too large eagerly too.
+    pub(super) fn breakdown(
+        &self,
+        execution: Execution,
+        device: &Device,
+    ) -> Result<MemoryBreakdown> {
+        let kernels = Kernels::of(device);
+        let breakdown = match (self, execution) {
+            (Self::Alone(own), Execution::Eager) => attention_breakdown(own, kernels),
+            (Self::Alone(own), Execution::Planned) => planned_attention_breakdown(own, kernels),
+            (Self::Layer(layer), Execution::Eager) => self_attention_breakdown(layer),
+            (Self::Layer(layer), Execution::Planned) => {
+                planned_self_attention_breakdown(layer, device)
+            }
+        };
+        match breakdown {
+            Err(error) if error.is_out_of_memory() && execution == Execution::Planned => {
+                self.breakdown(Execution::Eager, device)
+            }
+            breakdown => breakdown,
+        }
+    }
+
+    /// Returns the FLOPs of forward and of backward.
+    pub(super) fn flops(&self) -> [f64; 2] {
+        let attention = self.attention();
+        let documents = attention.document_lengths().into_iter();
+        let pairs = documents.map(|(length, count)| count as f64 * pairs(attention.mask, length));
+        let pairs = attention.batch_size as f64 * pairs.sum::<f64>();
+        match self {
+            Self::Alone(own) => {
+                let forward = 4.0 * pairs * own.heads as f64 * own.head_dim as f64;
+                [forward, 2.0 * forward]
+            }
+            Self::Layer(layer) => {
+                let d = layer.d_model as f64;
+                let projections = layer.batch_size as f64 * layer.sequence_length as f64 * d * d;
+                let attention = 4.0 * pairs * d;
+                [
+                    8.0 * projections + attention,
+                    10.0 * projections + 2.0 * attention,
+                ]
+            }
+        }
+    }
 
     /// Draws inputs and weights, and plans the step of a planned execution.
-    fn prepare(&self, seed: u64, execution: Execution, device: &Device) -> Result<Pass>;
-
-    /// Fields of each row in addition to the sizes.
-    fn labels(&self) -> Fields;
-
-    /// Fields of the memory that was measured, in addition to peaks.
-    fn memory(_: Alive) -> Fields {
-        Fields::new()
-    }
-
-    /// [`AttentionWorkload::composed_bytes`], of attention alone.
-    fn composed_bytes(&self) -> Option<u64> {
-        None
-    }
-}
-
-impl Measurable for AttentionWorkload {
-    const NAME: &'static str = "attention benchmark";
-
-    fn algorithm(&self) -> Algorithm {
-        self.algorithm
-    }
-
-    fn sizes(&self) -> [(&'static str, usize); 4] {
-        [
-            ("batch_size", self.batch_size),
-            ("heads", self.heads),
-            ("sequence_length", self.sequence_length),
-            ("head_dim", self.head_dim),
-        ]
-    }
-
-    fn of_size(&self, sequence_length: usize) -> Self {
-        Self {
-            sequence_length,
-            ..*self
+    pub(super) fn prepare(&self, seed: u64, execution: Execution, device: &Device) -> Result<Pass> {
+        match self {
+            Self::Alone(own) => prepare_alone(own, seed, execution, device),
+            Self::Layer(layer) => prepare_layer(layer, seed, execution, device),
         }
     }
 
-    fn check(&self, execution: Execution, device: &Device) -> Result<()> {
-        let (expected, got) = match execution {
-            Execution::Eager => return Ok(()),
-            _ if !matches!(self.dtype, DType::F32 | DType::BF16 | DType::F16) => {
-                ("the dtype is not f32, bf16 or f16", self.dtype.as_str())
+    /// Returns the fields of each row in addition to the sizes.
+    pub(super) fn labels(&self) -> Fields {
+        let mut row = Fields::new();
+        row.insert("mask", self.attention().mask.to_string());
+        match self {
+            Self::Alone(own) => {
+                row.insert("documents", (own.documents > 1).then_some(own.documents));
+                row.insert("dropout", (own.dropout != 0.0).then_some(own.dropout));
+                row.insert("dtype", own.dtype.as_str());
+                row.insert("composed_bytes", own.composed_bytes());
             }
-            _ if device.is_metal() => (
-                "the device is neither the CPU nor a CUDA GPU",
-                "another device",
-            ),
-            _ => return Ok(()),
-        };
-        let got = format!("planned, {got}");
-        Err(Error::config(Self::NAME, "execution", got).must_be(
-            format!("eager, where {expected}"),
-            "run it eagerly, or in f32, bf16 or f16 on the CPU or a CUDA GPU",
-        ))
-    }
-
-    fn unsupported(&self, execution: Execution, device: &Device) -> Option<String> {
-        unsupported(self, execution, device)
-    }
-
-    fn breakdown(&self, execution: Execution, device: &Device) -> Result<MemoryBreakdown> {
-        match execution {
-            Execution::Eager => attention_breakdown(self, Kernels::of(device)),
-            Execution::Planned => planned_attention_breakdown(self, Kernels::of(device)),
+            Self::Layer(layer) => {
+                let region = layer.precision.policy().map(|_| layer.precision.name());
+                row.insert("dtype", layer.dtype.as_str());
+                row.insert("autocast", region);
+            }
         }
-    }
-
-    fn flops(&self) -> [f64; 2] {
-        let matrices = self.batch_size as f64 * self.heads as f64;
-        let documents = self.document_lengths().into_iter();
-        let pairs = documents.map(|(length, count)| count as f64 * pairs(self.mask, length));
-        let forward = 4.0 * matrices * self.head_dim as f64 * pairs.sum::<f64>();
-        [forward, 2.0 * forward]
-    }
-
-    fn is_in_half(&self) -> bool {
-        matches!(self.dtype, DType::F16 | DType::BF16)
-    }
-
-    fn prepare(&self, seed: u64, execution: Execution, device: &Device) -> Result<Pass> {
-        let config = config_on(self, device)?;
-        let builder = seeded(seed, self.dtype, device);
-        let shape = (
-            self.batch_size,
-            self.heads,
-            self.sequence_length,
-            self.head_dim,
-        );
-        let draw = |name| Var::from_tensor(&builder.get_with_hints(shape, name, INIT)?);
-        let (q, k, v) = (draw("q")?, draw("k")?, draw("v")?);
-        let parameters = [("q", &q), ("k", &k), ("v", &v)];
-        let parameters = parameters.map(|(name, x)| (name.to_string(), x.clone()));
-        let algorithm = self.algorithm;
-        let attend = move || algorithm.attend(&q, &k, &v, &config);
-        if execution == Execution::Eager {
-            return Ok(Pass::Eager(Box::new(attend)));
-        }
-        let d_out = Tensor::ones(shape, self.dtype, device)?;
-        let (parameters, step_config) = (parameters.into(), StepConfig::default());
-        let step =
-            compile::Step::without_optimizer(device, parameters, &step_config, move |_| attend())?;
-        Pass::planned(step, Batch::new([]), d_out)
-    }
-
-    fn labels(&self) -> Fields {
-        let mut row = Fields::new();
-        row.insert("mask", mask_name(self.mask));
-        row.insert("documents", (self.documents > 1).then_some(self.documents));
-        row.insert("dropout", (self.dropout != 0.0).then_some(self.dropout));
-        row.insert("dtype", self.dtype.as_str());
-        row.insert("composed_bytes", AttentionWorkload::composed_bytes(self));
         row
-    }
-
-    fn composed_bytes(&self) -> Option<u64> {
-        Some(AttentionWorkload::composed_bytes(self))
     }
 }
 
-impl Measurable for SelfAttentionWorkload {
-    const NAME: &'static str = "self-attention benchmark";
-
-    fn algorithm(&self) -> Algorithm {
-        self.algorithm
+fn prepare_alone(
+    own: &AttentionWorkload,
+    seed: u64,
+    execution: Execution,
+    device: &Device,
+) -> Result<Pass> {
+    let (config, algorithm) = (config_on(own, device)?, own.algorithm);
+    let builder = seeded(seed, own.dtype, device);
+    let shape = (own.batch_size, own.heads, own.sequence_length, own.head_dim);
+    let draw = |name| Var::from_tensor(&builder.get_with_hints(shape, name, INIT)?);
+    let [q, k, v] = [draw("q")?, draw("k")?, draw("v")?];
+    let parameters = [("q", &q), ("k", &k), ("v", &v)];
+    let parameters = parameters.map(|(name, x)| (name.to_string(), x.clone()));
+    let attend = move || algorithm.attend(&q, &k, &v, &config);
+    if execution == Execution::Eager {
+        return Ok(Pass::Eager(Box::new(attend)));
     }
-
-    fn sizes(&self) -> [(&'static str, usize); 4] {
-        [
-            ("batch_size", self.batch_size),
-            ("heads", self.heads),
-            ("sequence_length", self.sequence_length),
-            ("d_model", self.d_model),
-        ]
-    }
-
-    fn of_size(&self, head_dim: usize) -> Self {
-        Self {
-            d_model: head_dim.saturating_mul(self.heads),
-            ..*self
-        }
-    }
-
-    fn check(&self, _: Execution, _: &Device) -> Result<()> {
-        match self.d_model.is_multiple_of(self.heads) {
-            true => Ok(()),
-            false => Err(Error::config(Self::NAME, "d_model", self.d_model).must_be(
-                format!("divisible by the {} heads", self.heads),
-                "each head gets d_model / heads elements",
-            )),
-        }
-    }
-
-    fn unsupported(&self, execution: Execution, device: &Device) -> Option<String> {
-        let is_planned = execution == Execution::Planned;
-        if is_planned && (self.dtype != DType::F32 || device.is_metal()) {
-            let reason = "a layer is planned with weights in f32, on the CPU or a CUDA GPU";
-            return Some(reason.into());
-        }
-        unsupported(&self.attention(), execution, device)
-    }
-
-    fn breakdown(&self, execution: Execution, device: &Device) -> Result<MemoryBreakdown> {
-        match execution {
-            Execution::Eager => self_attention_breakdown(self),
-            Execution::Planned => planned_self_attention_breakdown(self, device),
-        }
-    }
-
-    fn flops(&self) -> [f64; 2] {
-        let [b, t, d] = [self.batch_size, self.sequence_length, self.d_model].map(|n| n as f64);
-        let attention = 4.0 * b * d * pairs(self.attention().mask, self.sequence_length);
-        let projections = b * t * d * d;
-        [
-            8.0 * projections + attention,
-            10.0 * projections + 2.0 * attention,
-        ]
-    }
-
-    fn is_in_half(&self) -> bool {
-        matches!(self.precision.dtype(), DType::F16 | DType::BF16)
-    }
-
-    fn prepare(&self, seed: u64, execution: Execution, device: &Device) -> Result<Pass> {
-        let builder = seeded(seed, self.dtype, device);
-        let shape = (self.batch_size, self.sequence_length, self.d_model);
-        let x = builder.get_with_hints(shape, "x", INIT)?.detach();
-        let layer = CausalSelfAttention::new(self.d_model, self.heads, None, builder)?
-            .with_attention(self.algorithm);
-        let precision = self.precision;
-        if execution == Execution::Eager {
-            let forward = move || precision.run(|| layer.forward(&x));
-            return Ok(Pass::Eager(Box::new(forward)));
-        }
-        let d_out = x.ones_like()?.to_dtype(self.compute_dtype())?;
-        let config = StepConfig {
-            precision,
-            ..Default::default()
-        };
-        let parameters = layer.parameters();
-        let step = compile::Step::without_optimizer(device, parameters, &config, move |inputs| {
-            layer.forward(&inputs.get("x")?)
-        })?;
-        Pass::planned(step, [("x", &x)].into(), d_out)
-    }
-
-    fn labels(&self) -> Fields {
-        let mut row = Fields::new();
-        row.insert("mask", "causal");
-        row.insert("dtype", self.dtype.as_str());
-        let region = self.precision.policy().map(|_| self.precision.name());
-        row.insert("autocast", region);
-        row
-    }
-
-    fn memory(alive: Alive) -> Fields {
-        let added = |after: u64, before: u64| after as i64 - before as i64;
-        let (before, after) = (alive.before_backward, alive.after_backward);
-        let mut fields = Fields::new();
-        fields.insert("model_bytes", alive.resident);
-        fields.insert("model_forward_bytes", before);
-        fields.insert("model_forward_backward_bytes", after);
-        fields.insert("forward_bytes", added(before, alive.resident));
-        fields.insert("backward_bytes", added(after, before));
-        fields
-    }
+    let (parameters, config) = (parameters.into(), StepConfig::default());
+    let step = compile::Step::without_optimizer(device, parameters, &config, move |_| attend())?;
+    let d_output = Tensor::ones(shape, own.dtype, device)?;
+    Pass::planned(step, Batch::new([]), d_output)
 }
 
-/// The workload's configuration, with its tensors on `device`.
+fn prepare_layer(
+    own: &SelfAttentionWorkload,
+    seed: u64,
+    execution: Execution,
+    device: &Device,
+) -> Result<Pass> {
+    let builder = seeded(seed, own.dtype, device);
+    let shape = (own.batch_size, own.sequence_length, own.d_model);
+    let x = builder.get_with_hints(shape, "x", INIT)?.detach();
+    let layer = CausalSelfAttention::new(own.d_model, own.heads, None, builder)?
+        .with_attention(own.algorithm);
+    let precision = own.precision;
+    if execution == Execution::Eager {
+        let forward = move || precision.run(|| layer.forward(&x));
+        return Ok(Pass::Eager(Box::new(forward)));
+    }
+    let d_output = x.ones_like()?.to_dtype(own.compute_dtype())?;
+    let config = StepConfig {
+        precision,
+        ..Default::default()
+    };
+    let parameters = layer.parameters();
+    let step = compile::Step::without_optimizer(device, parameters, &config, move |inputs| {
+        layer.forward(&inputs.get("x")?)
+    })?;
+    Pass::planned(step, [("x", &x)].into(), d_output)
+}
+
+/// Returns the workload's configuration with its tensors on `device`.
 fn config_on(workload: &AttentionWorkload, device: &Device) -> Result<AttentionConfig> {
-    let config = workload.config()?;
-    let first_keys = config.first_keys.as_ref();
-    let first_keys = first_keys.map(|first_keys| first_keys.to_device(device));
-    let dropout = config.dropout.as_ref().map(|dropout| {
-        Ok::<_, Error>(Dropout {
-            key: dropout.key.to_device(device)?,
-            ..*dropout
-        })
-    });
-    Ok(AttentionConfig {
-        first_keys: first_keys.transpose()?,
-        dropout: dropout.transpose()?,
-        ..config
-    })
+    let mut config = workload.config()?;
+    if let Some(first_keys) = &mut config.first_keys {
+        *first_keys = first_keys.to_device(device)?;
+    }
+    if let Some(dropout) = &mut config.dropout {
+        dropout.key = dropout.key.to_device(device)?;
+    }
+    Ok(config)
 }
 
-/// How many pairs of query and key a mask leaves.
+/// Returns how many pairs of query and key a mask leaves.
 fn pairs(mask: Mask, length: usize) -> f64 {
     let t = length as f64;
     match mask {
@@ -308,41 +246,5 @@ fn pairs(mask: Mask, length: usize) -> f64 {
             let keys = (keys.get() as f64).min(t);
             keys * t - keys * (keys - 1.0) / 2.0
         }
-    }
-}
-
-/// Why such heads cannot be attended with, if they cannot.
-fn unsupported(w: &AttentionWorkload, execution: Execution, device: &Device) -> Option<String> {
-    let (head_dim, most) = (w.head_dim, flash::MAX_HEAD_DIM);
-    if w.algorithm == Algorithm::Naive {
-        return None;
-    }
-    if head_dim > most {
-        return Some(format!(
-            "flash takes heads of at most {most}, not {head_dim}"
-        ));
-    }
-    let multiple = 16 / w.dtype.size_in_bytes();
-    let is_refused =
-        execution == Execution::Planned && device.is_cuda() && !head_dim.is_multiple_of(multiple);
-    is_refused.then(|| {
-        format!("flash planned on a GPU takes heads of a multiple of {multiple}, not {head_dim}")
-    })
-}
-
-pub(super) fn implementation(execution: Execution, algorithm: Algorithm) -> &'static str {
-    match (execution, algorithm) {
-        (Execution::Eager, algorithm) => algorithm.name(),
-        (Execution::Planned, Algorithm::Naive) => execution.name(),
-        (Execution::Planned, Algorithm::Flash) => "planned-flash",
-    }
-}
-
-fn mask_name(mask: Mask) -> String {
-    match mask {
-        Mask::Full => "full".into(),
-        Mask::Causal => "causal".into(),
-        Mask::CausalEnd => "causal-end".into(),
-        Mask::Window(keys) => format!("window {keys}"),
     }
 }

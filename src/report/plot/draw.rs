@@ -12,6 +12,8 @@ pub(super) const TICK_SIZE: i32 = 15;
 const TITLE_HEIGHT: i32 = 44;
 const LEGEND_HEIGHT: i32 = 24;
 const BOTTOM_HEIGHT: i32 = 62;
+/// Height of a line of the caption, in pixels.
+pub(super) const CAPTION_HEIGHT: i32 = 22;
 /// The left edge of the plot, the title and the legend.
 pub(super) const LEFT: i32 = 90;
 pub(super) const RIGHT: i32 = WIDTH - 34;
@@ -50,7 +52,9 @@ impl Look {
                 let dash = match round {
                     0 => "",
                     1 => " stroke-dasharray=\"8 4\"",
-                    _ => " stroke-dasharray=\"3 4\"",
+                    2 => " stroke-dasharray=\"3 4\"",
+                    3 => " stroke-dasharray=\"12 4 3 4\"",
+                    _ => " stroke-dasharray=\"1 6\"",
                 };
                 svg.line(points, colour, 2.0, dash);
             }
@@ -66,6 +70,14 @@ impl Look {
         } = self
         {
             svg.marker(at, colour);
+        }
+    }
+
+    /// Draws a cross in the line's colour.
+    pub fn cross(self, svg: &mut Svg, (x, y): Point) {
+        if let Self::Line { colour, .. } = self {
+            svg.line(&[(x - 5, y - 5), (x + 5, y + 5)], colour, 2.0, "");
+            svg.line(&[(x - 5, y + 5), (x + 5, y - 5)], colour, 2.0, "");
         }
     }
 
@@ -155,6 +167,11 @@ impl Plot {
             self.x.pixel(x, LEFT, RIGHT),
             self.y.pixel(y, self.bottom, self.top),
         )
+    }
+
+    /// Returns the point at the top of the plot over `x`, in the row `row`.
+    pub fn below_top(&self, x: f64, row: i32) -> Point {
+        (self.x.pixel(x, LEFT, RIGHT), self.top + 12 + 14 * row)
     }
 
     pub fn points(&self, points: impl IntoIterator<Item = (f64, f64)>) -> Vec<Point> {

@@ -32,7 +32,7 @@ use crate::report::picture;
 use crate::report::svg::Svg;
 use crate::{Error, Result};
 use axis::Axis;
-use draw::{COLOURS, Frame, Look, WIDTH};
+use draw::{CAPTION_HEIGHT, COLOURS, Frame, LEFT, Look, TICK_SIZE, WIDTH};
 
 /// The largest number of points at which a line has markers.
 const MAX_MARKERS: usize = 40;
@@ -46,13 +46,18 @@ pub struct Series {
     pub name: String,
     /// Points (x, y) in drawing order; points with a coordinate that is NaN or infinite are left out.
     pub points: Vec<(f64, f64)>,
+    /// Each x that has no y, such as a size that ran out of memory: a cross at the top of the chart.
+    pub crosses: Vec<f64>,
 }
 
 impl Series {
     /// Creates a named line.
     pub fn new(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
-        let name = name.into();
-        Self { name, points }
+        Self {
+            name: name.into(),
+            points,
+            ..Self::default()
+        }
     }
 
     fn finite_points(&self) -> impl Iterator<Item = (f64, f64)> {
@@ -97,6 +102,8 @@ pub struct LineChart {
     /// The number of lines after which colours repeat, dashed; `None` for all seven. For two methods at four sizes
     /// each, 4 gives each size a colour and each method a dash pattern.
     pub colours: Option<usize>,
+    /// Lines of small text below the chart: what was measured, and where.
+    pub caption: Vec<String>,
 }
 
 /// Several charts in one picture, one below the other.
@@ -141,8 +148,17 @@ impl LineChart {
             let (look, points) = (self.look(index), plot.points(series.finite_points()));
             look.draw(svg, &points);
             points.iter().for_each(|point| look.mark(svg, *point));
+            for x in &series.crosses {
+                let earlier = self.series[..index].iter();
+                let above = earlier.filter(|other| other.crosses.contains(x)).count();
+                look.cross(svg, plot.below_top(*x, above as i32));
+            }
         }
-        Ok(plot.end)
+        for (line, text) in (0..).zip(&self.caption) {
+            let at = (LEFT, plot.end + CAPTION_HEIGHT * line);
+            svg.text(at, TICK_SIZE, "start", text);
+        }
+        Ok(plot.end + CAPTION_HEIGHT * self.caption.len() as i32)
     }
 
     fn look(&self, index: usize) -> Look {
@@ -172,6 +188,7 @@ impl LineChart {
             }
         }
         let points = || self.series.iter().flat_map(Series::finite_points);
+        let crosses = self.series.iter().flat_map(|one| one.crosses.clone());
         if points().next().is_none() {
             return Err(refuse(format!(
                 " has no finite point in its {} series; measure something first",
@@ -179,7 +196,7 @@ impl LineChart {
             )));
         }
         Ok([
-            Axis::fit(points().map(|(x, _)| x), self.log_x, false),
+            Axis::fit(points().map(|(x, _)| x).chain(crosses), self.log_x, false),
             Axis::fit(points().map(|(_, y)| y), self.log_y, true),
         ])
     }

@@ -12,25 +12,26 @@ mod measured;
 use crate::words;
 use answers::*;
 use approx::assert_relative_eq;
-use measured::{Measured, Times, growth};
+use measured::Measured;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::Limit;
 use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
-use tallow::report::{Fields, Layout};
+use tallow::report::{Fields, Statistics};
 
 const QUIET: f64 = 0.01;
 const NOISY: f64 = 2.0;
 
 /// Returns times of `ms` for forward and twice that for backward, with a standard deviation of `spread` times the mean.
-fn times(ms: f64, spread: f64) -> [Option<Times>; 3] {
-    [1.0, 2.0, 3.0].map(|part| {
-        Some(Times {
-            mean_ms: part * ms,
-            std_ms: Some(part * ms * spread),
-            n: 10,
-        })
-    })
+fn times(ms: f64, spread: f64) -> [Option<Statistics>; 3] {
+    [1.0, 2.0, 3.0].map(|part| Some(statistics(part * ms, part * ms * spread)))
+}
+
+/// Returns the statistics of ten samples with this mean and standard deviation.
+fn statistics(mean_ms: f64, std_ms: f64) -> Statistics {
+    let distance = std_ms * 0.9f64.sqrt();
+    let samples = [[mean_ms - distance; 5], [mean_ms + distance; 5]];
+    Statistics::new(&samples.concat()).unwrap()
 }
 
 /// Returns a measurement with `bytes` before backward and four times that at the peak.
@@ -80,11 +81,10 @@ fn limit() -> (String, Limit) {
     };
     let limit = Limit {
         implementation: "naive",
-        context_length: 16_384,
+        attention: workload,
         width: 64,
         breakdown: attention_breakdown(&workload, Kernels::Cuda).unwrap(),
         available_bytes: 4 << 30,
-        composed_bytes: Some(workload.composed_bytes()),
     };
     ("naive".into(), limit)
 }
@@ -111,7 +111,7 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
     // 8 x 16,384^2 x 4 bytes: scores and probabilities, and an output of 32 MiB.
     let [(name, limit)] = &limits;
     assert_says(
-        &accounting(name, limit),
+        &accounting(name, limit, "d"),
         &[
             "naive attention with B 8, H 1, T 16384, Dh 64, 4 bytes an element: q, k, v 3BHTDh 96.0 MiB",
             "probabilities BHT^2 8,192.0 MiB",
@@ -123,7 +123,7 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
         implementation: Algorithm::Flash.name(),
         ..limit.clone()
     };
-    assert!(!accounting("flash", &flash).contains("PyTorch"));
+    assert!(!accounting("flash", &flash, "d").contains("PyTorch"));
     assert_eq!(
         to_account_for(&[("flash".into(), flash), limits[0].clone()]),
         Some(&limits[0])
@@ -133,29 +133,15 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
 #[test]
 fn growth_is_fitted_at_the_largest_width_with_three_lengths() {
     let all: Vec<Measured> = grid().into_iter().filter(|m| m.width == 16).collect();
-    let laws = growth(&all);
-    let of: Vec<_> = laws
-        .iter()
-        .map(|g| (g.name.as_str(), g.width, g.shortest, g.longest))
-        .collect();
-    assert_eq!(of, [("naive", 16, 256, 4096), ("flash", 16, 256, 4096)]);
-    for (law, memory) in laws.iter().zip([2.0, 1.0]) {
-        assert_relative_eq!(law.time.unwrap().exponent, 2.0, epsilon = 1e-9);
-        assert_relative_eq!(
-            law.before_backward.unwrap().exponent,
-            memory,
-            epsilon = 1e-9
-        );
-    }
     assert_says(
-        &saved_memory(&laws, &[limit()], "d").unwrap(),
+        &saved_memory(&all, &[limit()], "d").unwrap(),
         &[
             "naive: memory T^2.00 (R^2 1.000), time T^2.00 (R^2 1.000), d 16, T 256 to 4096.",
-            "flash: memory T^1.00 (R^2 1.000)",
+            "flash: memory T^1.00 (R^2 1.000), time T^2.00 (R^2 1.000), d 16, T 256 to 4096.",
             "naive saves probabilities, BHT^2 elements",
         ],
     );
-    assert_eq!(saved_memory(&growth(&all[..2]), &[], "d"), None);
+    assert_eq!(saved_memory(&all[..2], &[], "d"), None);
 }
 
 #[test]
@@ -164,7 +150,7 @@ fn times_that_follow_no_power_of_t_have_no_exponent() {
     let all = [256, 1024, 4096].into_iter().zip(ms);
     let all: Vec<Measured> = all.map(|(t, ms)| measured("naive", t, 16, ms, t)).collect();
     assert_says(
-        &saved_memory(&growth(&all), &[], "d").unwrap(),
+        &saved_memory(&all, &[], "d").unwrap(),
         &["time unclear (R^2 0.00)", "longer sequences would decide"],
     );
 }
@@ -225,7 +211,7 @@ fn implementations_are_compared_as_the_figures_are() {
         ],
     );
     for m in &mut all {
-        m.times = [None; 3];
+        m.times = [None, None, None];
     }
     assert!(compared_with_naive(&all).is_empty());
 }
@@ -276,36 +262,33 @@ fn a_mean_of_speedups_needs_half_of_them_clear(#[case] spreads: &[f64], #[case] 
 
 /// Returns the rows of a run as the benchmark does.
 fn rows(m: &Measured) -> Vec<Fields> {
-    let phases = measured::PHASES.iter().zip(m.times);
-    let phases = phases.filter(|(phase, times)| times.is_some() || **phase == "forward+backward");
+    let phases = measured::PHASES.iter().zip(&m.times);
+    let phases = phases.map(|((phase, _), times)| (*phase, times));
+    let phases = phases.filter(|(phase, times)| times.is_some() || *phase == "forward+backward");
     let rows = phases.map(|(phase, times)| {
         let mut row = Fields::from_iter([("implementation", m.implementation.as_str())]);
         row.insert("context_length", m.context_length);
         row.insert("head_dim", m.width);
-        row.insert("phase", *phase);
+        row.insert("precision", m.precision.as_str());
+        row.insert("phase", phase);
         row.insert("status", m.status.as_str());
         row.insert("before_backward_bytes", m.before_backward_bytes);
         row.insert("peak_bytes", m.peak_bytes);
-        row.merge(
-            times
-                .map(|times| Fields::of(&times).unwrap())
-                .unwrap_or_default(),
-        );
+        row.merge(times.as_ref().map(Statistics::fields).unwrap_or_default());
         row
     });
     rows.collect()
 }
 
 #[test]
-fn rows_become_lines_with_speedups_and_extremes() {
-    let rows: Vec<Vec<Fields>> = grid().iter().map(rows).collect();
+fn rows_become_lines_with_speedups() {
+    let rows = grid().iter().map(rows).collect::<Vec<_>>().into_iter();
     let all: Vec<Measured> = rows
-        .iter()
         .map(|rows| Measured::of(rows, String::new()).unwrap())
         .collect();
     assert_eq!(all.len(), 13);
     assert_eq!(all[0].times, grid()[0].times);
-    let tables = measured::tables(&rows, &all, false);
+    let tables = measured::tables(&all, false);
     assert_eq!(tables.len(), 1);
     let cell = |line: usize, key: &str| tables[0].lines[line].get(key).cloned().unwrap();
     assert_eq!(cell(0, "speedup"), 1.0);
@@ -318,42 +301,41 @@ fn rows_become_lines_with_speedups_and_extremes() {
     assert!(cell(11, "speedup").is_null());
     assert_eq!(cell(12, "forward"), "unsupported");
 
-    let extremes = measured::extremes(&all, "d").to_text(&Layout::default());
-    for cell in [
-        "1 of 6",
-        "65.54 (T 256, d 16)",
-        "16,777 (T 4096, d 16)",
-        "64.0 MiB (T 4096, d 16)",
-    ] {
-        assert!(extremes.contains(cell), "{cell} in {extremes}");
-    }
-    let of_layers = measured::tables(&rows, &all, true);
+    let of_layers = measured::tables(&all, true);
     assert_eq!(of_layers[1].title, "Memory of the layer");
 }
 
 #[test]
-fn the_figure_has_a_line_for_each_implementation_and_width() {
-    let figure = figure::figure(&grid(), "d");
+fn the_figure_has_a_colour_for_each_implementation_and_a_dash_for_each_width() {
+    let caption = || vec!["B 8 on a machine".to_string()];
+    let figure = figure::figure(&grid(), "d", caption());
     assert_eq!(figure.charts.len(), 2);
     for chart in &figure.charts {
         assert!(chart.log_x && chart.log_y);
         let names: Vec<_> = chart.series.iter().map(|s| s.name.as_str()).collect();
         let expected = [
             "naive, d 16",
-            "naive, d 64",
-            "naive, d 512",
             "flash, d 16",
+            "naive, d 64",
             "flash, d 64",
+            "naive, d 512",
             "flash, d 512",
         ];
         assert_eq!(names, expected);
-        assert_eq!(chart.colours, Some(3));
-        assert_eq!(chart.series[1].points.len(), 2);
+        assert_eq!(chart.colours, Some(2));
+        assert_eq!(chart.series[2].points.len(), 2);
+        assert_eq!(chart.series[2].crosses, [4096.0]); // out of memory
+        assert!(chart.series[3].crosses.is_empty());
     }
+    let svg = figure.to_svg().unwrap();
+    assert!(svg.contains("B 8 on a machine") && svg.contains("A cross marks a size"));
     let memory = &figure.charts[1].series[0].points;
     assert_relative_eq!(memory[2].1, 4.0 * 4096f64.powi(2) / 1048576.0);
     assert!(figure.to_svg().unwrap().contains("naive, d 512 (no data)"));
     let mut without_memory = grid();
     without_memory.iter_mut().for_each(|m| m.peak_bytes = None);
-    assert_eq!(figure::figure(&without_memory, "d").charts.len(), 1);
+    assert_eq!(
+        figure::figure(&without_memory, "d", caption()).charts.len(),
+        1
+    );
 }

@@ -1,12 +1,12 @@
 //! The memory breakdown against the tracker, and the reported limits.
 
-use super::{attention, module, number};
+use super::{alone, attention, module, number};
 use crate::child;
 use candle_core::{DType, Device, Var};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::LazyLock;
 use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
-use tallow::bench::{AttentionRun, Execution, Sampling, SelfAttentionRun};
+use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
 use tallow::memory::{
     AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, attention_breakdown,
     self_attention_breakdown, smallest_beyond, tracker,
@@ -93,7 +93,7 @@ fn attention_takes_what_its_account_says() {
                         dtype,
                     };
                     let run = AttentionRun {
-                        workload,
+                        task: AttentionTask::Alone(workload),
                         sampling: twice(),
                         ..Default::default()
                     };
@@ -171,8 +171,8 @@ fn the_module_takes_what_its_account_says() {
                     dtype,
                     ..Default::default()
                 };
-                let run = SelfAttentionRun {
-                    workload,
+                let run = AttentionRun {
+                    task: AttentionTask::Layer(workload),
                     sampling: twice(),
                     ..Default::default()
                 };
@@ -211,8 +211,8 @@ fn the_module_in_half_precision_takes_what_its_account_says() {
                     ..Default::default()
                 }
                 .with_precision(precision);
-                let run = SelfAttentionRun {
-                    workload,
+                let run = AttentionRun {
+                    task: AttentionTask::Layer(workload),
                     sampling: twice(),
                     ..Default::default()
                 };
@@ -262,7 +262,7 @@ fn forward_and_backward_have_peaks_of_their_own() {
         return;
     }
     let mut run = attention(Algorithm::Naive);
-    run.workload.sequence_length = 256;
+    alone(&mut run).sequence_length = 256;
     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
     let [forward, backward, whole] = [0, 1, 2].map(|i| number(&rows[i], "peak_bytes"));
     assert!(forward < backward, "{forward} {backward}");
@@ -326,13 +326,14 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
 #[test]
 fn the_limit_is_the_first_that_does_not_fit() {
     for algorithm in Algorithm::ALL {
-        let run = attention(algorithm);
+        let mut run = attention(algorithm);
+        let workload = *alone(&mut run);
         let limit = run.limit(&Device::Cpu).unwrap();
         let at = |sequence_length| AttentionWorkload {
             documents: 1,
             dropout: 0.0,
             sequence_length,
-            ..run.workload
+            ..workload
         };
         let peak = |length| {
             attention_breakdown(&at(length), Kernels::Cpu)
@@ -340,10 +341,13 @@ fn the_limit_is_the_first_that_does_not_fit() {
                 .peak_bytes()
         };
         let available = run.sampling.available_bytes.unwrap();
-        assert!(limit.context_length.is_power_of_two());
-        assert!(peak(limit.context_length) > available);
-        assert!(peak(limit.context_length / 2) <= available);
-        assert_eq!(limit.breakdown.peak_bytes(), peak(limit.context_length));
+        assert!(limit.attention.sequence_length.is_power_of_two());
+        assert!(peak(limit.attention.sequence_length) > available);
+        assert!(peak(limit.attention.sequence_length / 2) <= available);
+        assert_eq!(
+            limit.breakdown.peak_bytes(),
+            peak(limit.attention.sequence_length)
+        );
         assert_eq!(limit.implementation, algorithm.name());
         let table = limit.breakdown.report();
         let sum = table.rows.last().and_then(|row| row.get("bytes")?.as_u64());
@@ -353,7 +357,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
     nobody_knows.sampling.available_bytes = None;
     assert_eq!(nobody_knows.limit(&Device::Cpu), None);
     let mut too_wide = attention(Algorithm::Flash);
-    too_wide.workload.head_dim = 257;
+    alone(&mut too_wide).head_dim = 257;
     assert_eq!(too_wide.limit(&Device::Cpu), None);
 
     // 4 D^2 weights and 6 D^2 of gradients, 4 bytes each, exceed 1 GiB from about D 5,000.
@@ -411,7 +415,7 @@ fn predictions_allocate_nothing_for_the_workload() {
                         ..Default::default()
                     };
                     let run = AttentionRun {
-                        workload,
+                        task: AttentionTask::Alone(workload),
                         sampling: sampling.clone(),
                         execution,
                     };
@@ -435,8 +439,8 @@ fn predictions_allocate_nothing_for_the_workload() {
                         d_model,
                         ..Default::default()
                     };
-                    let run = SelfAttentionRun {
-                        workload,
+                    let run = AttentionRun {
+                        task: AttentionTask::Layer(workload),
                         sampling: sampling.clone(),
                         execution,
                     };

@@ -1,12 +1,12 @@
 //! Planned attention, measured next to the other implementations.
 
-use super::{attention, check_measured, is_missing, module, number, rows, text};
+use super::{alone, attention, check_measured, is_missing, layer, module, number, rows, text};
 use crate::child;
 use candle_core::{DType, Device};
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{AttentionRun, Execution, SelfAttentionRun};
+use tallow::bench::{AttentionRun, AttentionTask, Execution};
 use tallow::memory::{
     AttentionWorkload, Kernels, attention_breakdown, planned_attention_breakdown,
     planned_self_attention_breakdown,
@@ -35,7 +35,7 @@ fn it_has_a_row_for_each_phase(
     #[values(Mask::Full, Mask::Causal)] mask: Mask,
 ) {
     let mut run = planned_by(algorithm);
-    run.workload.mask = mask;
+    alone(&mut run).mask = mask;
     let rows = rows(&run);
     let pairs = match mask {
         Mask::Full => 37.0 * 37.0,
@@ -49,7 +49,7 @@ fn it_has_a_row_for_each_phase(
 #[test]
 fn it_runs_out_of_memory_in_a_row_too() {
     let mut run = planned();
-    run.workload.sequence_length = 16_384;
+    alone(&mut run).sequence_length = 16_384;
     run.sampling.available_bytes = Some(1 << 20);
     let rows = run
         .run(&Device::Cpu, |_, _| panic!("nothing may run"))
@@ -63,14 +63,14 @@ fn it_runs_out_of_memory_in_a_row_too() {
     // More than a plan can count.
     let absurd = AttentionWorkload {
         sequence_length: 500_000_000,
-        ..run.workload
+        ..*alone(&mut run)
     };
     for algorithm in Algorithm::ALL {
         let mut absurd = AttentionRun {
-            workload: absurd,
+            task: AttentionTask::Alone(absurd),
             ..run.clone()
         };
-        absurd.workload.algorithm = algorithm;
+        alone(&mut absurd).algorithm = algorithm;
         let rows = absurd.run(&Device::Cpu, |_, _| panic!("nothing may run"));
         assert_eq!(text(&rows.unwrap()[0], "status"), "OOM");
     }
@@ -82,15 +82,15 @@ fn it_runs_out_of_memory_in_a_row_too() {
 #[test]
 fn f64_is_not_planned() {
     let mut run = planned();
-    run.workload.dtype = DType::F64;
-    let error = run.run(&Device::Cpu, |_, _| ()).unwrap_err().to_string();
-    for word in [
-        "execution must be eager",
-        "f64",
-        "in f32, bf16 or f16 on the CPU",
-    ] {
-        assert!(error.contains(word), "no {word:?} in {error:?}");
-    }
+    alone(&mut run).dtype = DType::F64;
+    let rows = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+    let rows = rows.unwrap();
+    assert_eq!(text(&rows[0], "status"), "unsupported");
+    let reason = text(&rows[0], "reason");
+    assert!(
+        reason.contains("planned in f32, bf16 or f16, on the CPU"),
+        "{reason}"
+    );
 }
 
 #[test]
@@ -108,26 +108,26 @@ fn it_takes_what_its_account_says() {
         for (batch_size, heads, sequence_length, head_dim) in [(8, 1, 300, 64), (1, 1, 1100, 40)] {
             for algorithm in Algorithm::ALL {
                 let mut run = planned_by(algorithm);
-                run.workload = AttentionWorkload {
+                *alone(&mut run) = AttentionWorkload {
                     batch_size,
                     heads,
                     sequence_length,
                     head_dim,
                     mask,
                     dtype,
-                    ..run.workload
+                    ..*alone(&mut run)
                 };
-                check_memory(&run);
+                check_memory(&mut run);
             }
         }
     }
 }
 
 /// Checks the memory in its rows against its breakdown.
-fn check_memory(run: &AttentionRun) {
-    let breakdown = planned_attention_breakdown(&run.workload, Kernels::Cpu).unwrap();
+fn check_memory(run: &mut AttentionRun) {
+    let breakdown = planned_attention_breakdown(alone(run), Kernels::Cpu).unwrap();
     let (before, peak) = (breakdown.before_backward_bytes, breakdown.peak_bytes());
-    let w = &run.workload;
+    let w = *alone(run);
     let width = w.dtype.size_in_bytes();
     let heads = (w.batch_size * w.heads * w.sequence_length * w.head_dim * width) as u64;
     // q, k, v, d_out and out exist before backward; the gradients in the arena do not.
@@ -165,12 +165,13 @@ fn its_layer_is_planned_too() {
         (Algorithm::Flash, "planned-flash"),
     ] {
         for precision in [Precision::F32, Precision::BF16] {
-            let mut run = SelfAttentionRun {
+            let mut run = AttentionRun {
                 execution: Execution::Planned,
                 ..module(algorithm)
             };
-            run.workload.d_model = 512;
-            run.workload = run.workload.with_precision(precision);
+            layer(&mut run).d_model = 512;
+            *layer(&mut run) = layer(&mut run).with_precision(precision);
+            let workload = *layer(&mut run);
             let rows = one_thread.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
             let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
             // The packing buffers of one thread: in f32 the gemm crate packs one factor, D x D.
@@ -183,7 +184,7 @@ fn its_layer_is_planned_too() {
             let backward = 10.0 * n * d * d + 2.0 * attention;
             check_measured(&rows, [forward, backward], n);
             let breakdown = one_thread
-                .install(|| planned_self_attention_breakdown(&run.workload, &Device::Cpu).unwrap());
+                .install(|| planned_self_attention_breakdown(&workload, &Device::Cpu).unwrap());
             for row in &rows {
                 assert_eq!(text(row, "implementation"), name);
                 let [model, after_forward, after_backward, peak] = [
@@ -211,12 +212,12 @@ fn its_layer_is_planned_too() {
             }
         }
     }
-    let mut refused = SelfAttentionRun {
+    let mut refused = AttentionRun {
         execution: Execution::Planned,
         ..module(Algorithm::Naive)
     };
     let half = Precision::BF16.with_regime(Regime::Full);
-    refused.workload = refused.workload.with_precision(half);
+    *layer(&mut refused) = layer(&mut refused).with_precision(half);
     let rows = refused
         .run(&Device::Cpu, |_, _| panic!("nothing may run"))
         .unwrap();
@@ -235,8 +236,8 @@ fn on_a_gpu_too() {
     let ways = [DType::F32, DType::BF16].map(|dtype| Algorithm::ALL.map(|by| (by, dtype)));
     for (algorithm, dtype) in ways.into_iter().flatten() {
         let mut run = planned_by(algorithm);
-        (run.workload.sequence_length, run.workload.dtype) = (700, dtype);
-        let breakdown = planned_attention_breakdown(&run.workload, Kernels::Cuda).unwrap();
+        (alone(&mut run).sequence_length, alone(&mut run).dtype) = (700, dtype);
+        let breakdown = planned_attention_breakdown(alone(&mut run), Kernels::Cuda).unwrap();
         let peak = |row: &Fields| number(row, "peak_bytes");
         for row in run.run(&gpu, |_, _| ()).unwrap() {
             assert_eq!(text(&row, "status"), "ok");
@@ -253,11 +254,11 @@ fn on_a_gpu_too() {
         }
         for algorithm in Algorithm::ALL {
             let mut eager = attention(algorithm);
-            eager.workload = AttentionWorkload {
+            *alone(&mut eager) = AttentionWorkload {
                 algorithm,
-                ..run.workload
+                ..*alone(&mut run)
             };
-            let breakdown = attention_breakdown(&eager.workload, Kernels::Cuda).unwrap();
+            let breakdown = attention_breakdown(alone(&mut eager), Kernels::Cuda).unwrap();
             let rows = eager.run(&gpu, |_, _| ()).unwrap();
             let before_backward = number(&rows[2], "before_backward_bytes");
             for (predicted, measured) in [

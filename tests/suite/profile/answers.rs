@@ -1,16 +1,16 @@
 //! The answers of `examples/profile` to the handout's questions (a) to (e), from invented recordings.
 
-use super::figures::{AttentionFigures, Figures, Profiled, Share, Time, Timed, Work};
+use super::figures::{AttentionFigures, Figures, Profiled, Share, Timed, Work};
 use super::{sentences, span};
 use tallow::probe::Kind;
 use tallow::profile::{Cost, Parts, Recording};
-use tallow::report::Fields;
+use tallow::report::{Fields, Statistics};
 
 fn stopwatch(phases: &[(&str, f64)]) -> Vec<Fields> {
     let row = |(phase, ms): &(&str, f64)| {
         let mut fields = Fields::new();
-        fields.insert("phase", *phase).insert("mean_ms", *ms);
-        fields.insert("std_ms", None::<f64>).insert("n", 1);
+        fields.insert("phase", *phase);
+        fields.merge(Statistics::new(&[*ms]).unwrap().fields());
         fields
     };
     phases.iter().map(row).collect()
@@ -44,19 +44,20 @@ fn answers_of_a_gpu_add_up() {
         ("train step", 9.9e-4),
     ]);
     let figures = figures(super::kernels::made_up(), timed);
-    let (line, attention) = (&figures.line, figures.attention.as_ref().unwrap());
+    let attention = figures.attention.as_ref().unwrap();
+    let line = |key: &str| figures.line.get(key).unwrap().as_f64().unwrap();
     let (busy_ms, _) = figures.busy_and_idle_ms.unwrap();
     close(&[
-        (line.profiled_ms_per_step, 1e-3),
+        (line("profiled_ms_per_step"), 1e-3),
         (busy_ms, 330e-6),
-        (line.ops_percent, 25.0),
-        (line.candle_percent, 8.0),
-        (line.gpu_idle_percent, 67.0),
-        (line.unexplained_percent, 0.0),
-        (line.matmul_percent_of_forward, 100.0 * 110.0 / 300.0),
-        (line.matmul_percent, 21.0),
-        (line.softmax_percent_of_forward, 100.0 * 40.0 / 300.0),
-        (line.softmax_percent, 4.0),
+        (line("ops_percent"), 25.0),
+        (line("candle_percent"), 8.0),
+        (line("gpu_idle_percent"), 67.0),
+        (line("unexplained_percent"), 0.0),
+        (line("matmul_percent_of_forward"), 100.0 * 110.0 / 300.0),
+        (line("matmul_percent"), 21.0),
+        (line("softmax_percent_of_forward"), 100.0 * 40.0 / 300.0),
+        (line("softmax_percent"), 4.0),
         (attention.matmul_ms, 40e-6),
         (attention.softmax_ms, 40e-6),
     ]);
@@ -127,16 +128,17 @@ fn planned() -> Recording {
 #[test]
 fn answers_of_a_cpu_add_up() {
     let figures = figures(planned(), stopwatch(&[("train step", 1e-3)]));
-    let (line, attention) = (&figures.line, figures.attention.as_ref().unwrap());
+    let attention = figures.attention.as_ref().unwrap();
+    let line = |key: &str| figures.line.get(key).unwrap().as_f64().unwrap();
     let (scores_ms, values_ms) = attention.scores_and_values_ms.unwrap();
     close(&[
-        (line.profiled_ms_per_step, 1e-3),
-        (line.ops_percent, 90.0),
-        (line.between_calls_percent, 10.0),
-        (line.candle_percent, 0.0),
-        (line.matmul_percent_of_forward, 35.0),
-        (line.matmul_percent, 35.0),
-        (line.softmax_percent_of_forward, 20.0),
+        (line("profiled_ms_per_step"), 1e-3),
+        (line("ops_percent"), 90.0),
+        (line("between_calls_percent"), 10.0),
+        (line("candle_percent"), 0.0),
+        (line("matmul_percent_of_forward"), 35.0),
+        (line("matmul_percent"), 35.0),
+        (line("softmax_percent_of_forward"), 20.0),
         (attention.matmul_ms / attention.softmax_ms, 0.5),
         // The FLOPs of rope, planned in the same call, do not count as softmax.
         (attention.matmul_flops / attention.softmax_flops, 6.0),
@@ -157,10 +159,10 @@ fn answers_of_a_cpu_add_up() {
 
 /// Times of 10 steps.
 fn times(phase: &str, profiler: (f64, f64), stopwatch: (f64, f64)) -> Timed {
-    let time = |(mean_ms, std_ms)| Time {
-        mean_ms,
-        std_ms: Some(std_ms),
-        n: 10,
+    let time = |(mean_ms, std_ms): (f64, f64)| {
+        let distance = std_ms * 0.9f64.sqrt();
+        let samples = [[mean_ms - distance; 5], [mean_ms + distance; 5]];
+        Statistics::new(&samples.concat()).unwrap()
     };
     Timed {
         phase: phase.into(),
