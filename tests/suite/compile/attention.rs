@@ -295,7 +295,7 @@ fn what_is_refused() {
     let double = d_out.to_dtype(DType::F64).unwrap();
     let words = ["d_output [2, 10, 8] in f32", "f64"];
     refusal(planned.forward_backward_from(none(), &double), &words);
-    let words = ["a loss: one f32", "[2, 10, 8] in f32"];
+    let words = ["a scalar f32", "[2, 10, 8] in f32"];
     refusal(planned.forward_backward(none()).map(drop), &words);
     planned.forward_backward_from(none(), &d_out).unwrap();
     assert_eq!(planned.gradients().unwrap().len(), 3);

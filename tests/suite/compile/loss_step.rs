@@ -764,7 +764,7 @@ fn refusals() {
     let linear = |x: &Tensor| ops::linear(x, &w.1);
     let mean = |x: &Tensor| ops::mean(&linear(x)?);
     let reference = |x: &Tensor| with_kernel_policy(KernelPolicy::Reference, || mean(x));
-    refused(&linear, "one f32");
+    refused(&linear, "scalar f32");
     refused(&|x| ops::mean(&ops::mul(x, x)?), "without a graph");
     refused(&|x| Ok(linear(x)?.mean_all()?), "ops");
     refused(&|x| Ok(mean(x)?.detach()), "without a graph");
@@ -780,7 +780,7 @@ fn refusals() {
     for (inputs, words) in [
         (vec![], "no tensor for the input \"x\""),
         (vec![("y", &good)], "no tensor for the input \"x\""),
-        (vec![("x", &good), ("y", &good)], "\"y\" is no input"),
+        (vec![("x", &good), ("y", &good)], "\"y\" is not an input"),
         (vec![("x", &wide)], "linear"),
         (vec![("x", &meta)], "meta"),
     ] {
@@ -789,7 +789,7 @@ fn refusals() {
     let row = w.1.narrow(0, 0, 3).unwrap();
     assert!(step.run(&mut optimizer, [("x", &row)]).is_ok());
     let both = [("x", &good), ("y", &good)];
-    refusal(step.run(&mut optimizer, both), &["\"y\" is no input"]);
+    refusal(step.run(&mut optimizer, both), &["\"y\" is not an input"]);
     let more = w.1.narrow(0, 0, 2).unwrap();
     assert!(step.run(&mut optimizer, [("x", &more)]).is_ok());
     assert_eq!(step.plans().count(), 2);
