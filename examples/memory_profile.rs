@@ -219,7 +219,7 @@ impl Flags {
             }
         }
         let casts = recording
-            .holdings_at(peak_at)
+            .bytes_by_kind_at(peak_at)
             .bytes_of(MemoryKind::WeightCasts);
         row.weight_cast_bytes = Some(casts);
         let saved = &profile.saved;

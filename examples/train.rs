@@ -217,7 +217,7 @@ impl Flags {
         if folder.is_none() && self.sample.sample == 0 {
             return Ok(None);
         }
-        let Some(model) = trainer.whole_model()? else {
+        let Some(model) = trainer.gather_model()? else {
             return Ok(None); // rank 0 has it
         };
         if let (Some(family), Some(folder)) = (&family, folder) {

@@ -230,7 +230,7 @@ impl ExchangeFlags {
     /// Returns how the planned step of this rank exchanges.
     pub fn step_ranks(&self, shard: Shard) -> StepRanks {
         match self.strategy {
-            _ if shard.world_size == 1 => StepRanks::Alone,
+            _ if shard.world_size == 1 => StepRanks::Single,
             Strategy::Replicated => StepRanks::Replicated(self.config()),
             Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(self.config(), shard),
             Strategy::FullyShard => StepRanks::FullySharded(self.parts(), shard),

@@ -6,7 +6,7 @@ use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::memory::{
     MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, recommend,
-    smallest_sequence_beyond,
+    smallest_sequence_not_fitting,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -107,8 +107,8 @@ impl Question<'_> {
         let by_length = (0..DOUBLINGS).map(|doubling| {
             let length = self.workload.sequence_length.saturating_mul(1 << doubling);
             let whole = self.whole_graph(algorithm, length)?;
-            let parts = whole.breakdown.parts.iter();
-            let of_attention = parts.filter(|part| SAVED.contains(&part.what.as_ref()));
+            let parts = whole.breakdown.terms.iter();
+            let of_attention = parts.filter(|part| SAVED.contains(&part.name.as_ref()));
             let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
             Ok((length, bytes, whole.activation_bytes))
         });
@@ -123,7 +123,7 @@ impl Question<'_> {
             attention,
             ..self.workload.clone()
         };
-        let beyond = smallest_sequence_beyond(self.config, &workload, self.available_bytes)?;
+        let beyond = smallest_sequence_not_fitting(self.config, &workload, self.available_bytes)?;
         Ok(Fits {
             attention: attention.name().into(),
             context_length: Some(beyond - 1).filter(|length| *length > 0),

@@ -219,8 +219,8 @@ impl Profiled {
             let cost = row.cost.unwrap_or_default();
             parts += row.parts;
             match op {
-                "scores" => parts.scores_ns += row.parts.products_ns,
-                "values" => parts.values_ns += row.parts.products_ns,
+                "scores" => parts.scores_ns += row.parts.matmul_ns,
+                "values" => parts.values_ns += row.parts.matmul_ns,
                 "mask" => {
                     *mask_ns.get_or_insert(0) += row.total_ns;
                     figures.softmax_flops += cost.other_flops / steps;
@@ -228,15 +228,15 @@ impl Profiled {
                 _ => {}
             }
             figures.softmax_flops += cost.softmax_flops / steps;
-            figures.matmul_flops += cost.product_flops / steps;
+            figures.matmul_flops += cost.matmul_flops / steps;
         }
         let ms = |ns| report.ms_per_step(ns);
         figures.softmax_ms = ms(parts.softmax_ns);
-        figures.matmul_ms = ms(parts.products_ns);
+        figures.matmul_ms = ms(parts.matmul_ns);
         figures.mask_ms = mask_ns.map(ms);
         let is_told = parts.scores_ns + parts.values_ns > 0;
         figures.scores_and_values_ms = is_told.then(|| (ms(parts.scores_ns), ms(parts.values_ns)));
-        Ok((parts.products_ns > 0 && parts.softmax_ns > 0).then_some(figures))
+        Ok((parts.matmul_ns > 0 && parts.softmax_ns > 0).then_some(figures))
     }
 }
 
@@ -347,16 +347,16 @@ fn work(report: &ProfileReport) -> Work {
         };
         add(
             format!("{name} (matmuls and softmax in one)"),
-            row.parts.fused_ns,
+            row.parts.attention_ns,
         );
         add(of("softmax"), row.parts.softmax_ns);
         add(of("the rest"), row.rest_ns());
     }
     others.sort_by(|a, b| b.1.total_cmp(&a.1));
     Work {
-        matmul_percent: percent(parts.products_ns),
+        matmul_percent: percent(parts.matmul_ns),
         softmax_percent: percent(parts.softmax_ns),
-        fused_percent: percent(parts.fused_ns),
+        fused_percent: percent(parts.attention_ns),
         others,
     }
 }

@@ -3,7 +3,9 @@
 use super::stopwatch::settled_meter;
 use super::{Execution, Lap, LapTimings, Step, Stopwatch};
 use crate::compile::{self, Batch, Plan};
-use crate::memory::{AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, smallest_beyond};
+use crate::memory::{
+    AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, smallest_not_fitting,
+};
 use crate::report::{Fields, format_mib};
 use crate::{Error, Result, backward};
 use candle_core::backprop::GradStore;
@@ -201,7 +203,7 @@ impl<W: Measurable> AttentionRun<W> {
             workload: self.workload.of_size(size),
             ..self.clone()
         };
-        let (size, breakdown) = smallest_beyond(available_bytes, |size| {
+        let (size, breakdown) = smallest_not_fitting(available_bytes, |size| {
             let run = at(size);
             let unsupported = run.workload.unsupported(run.execution, device);
             unsupported.is_none().then(|| run.breakdown(device).ok())?

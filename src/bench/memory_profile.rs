@@ -3,7 +3,7 @@
 use super::stopwatch::settled_meter;
 use super::{EndToEnd, Execution, Lap};
 use crate::memory::{
-    self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_taken,
+    self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_allocated,
 };
 use crate::model::TransformerLM;
 use crate::report::Fields;
@@ -33,7 +33,7 @@ impl MemoryProfile {
     /// The prediction beside the measurement, by what bytes were there for at the worst moment: a row each, the sum
     /// last.
     pub fn comparison(&self) -> Vec<Fields> {
-        let measured = self.recording.holdings_at(self.recording.peak_at());
+        let measured = self.recording.bytes_by_kind_at(self.recording.peak_at());
         let mut rows = Vec::new();
         for holds in MemoryKind::ALL {
             let predicted = self.estimate.breakdown.bytes_of(holds);
@@ -105,10 +105,10 @@ impl EndToEnd {
         recorder.label(MemoryKind::Inputs, "tokens", &tokens);
         recorder.label(MemoryKind::Inputs, "targets", &targets);
         meter.reset_peak();
-        let allocations = blocks_taken(device);
+        let allocations = blocks_allocated(device);
         self.step(&mut lap, &model, [&tokens, &targets], update.as_mut())?;
         device.synchronize()?; // a GPU's peak is not reached before
-        let allocations = blocks_taken(device).saturating_sub(allocations);
+        let allocations = blocks_allocated(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
         let recording = recorder.finish();
         Ok(MemoryProfile {

@@ -15,13 +15,13 @@ impl Plan {
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
-    /// let model = TransformerConfig::small();
+    /// let model = TransformerConfig::preset("small")?;
     /// let batch = Batch::hollow(4, 256)?;
     /// let (plan, _) = Step::plan_of(Target::Cpu, &model, &StepConfig::default(), batch)?;
     /// for part in plan.costs() {
     ///     println!("{} {}: {}: {} FLOPs", part.phase, part.path, part.ops.join(", "), part.cost.flops());
     /// }
-    /// let products: f64 = plan.costs().iter().map(|part| part.cost.product_flops).sum();
+    /// let products: f64 = plan.costs().iter().map(|part| part.cost.matmul_flops).sum();
     /// assert_eq!(products, plan.flops());
     /// # Ok::<(), tallow::Error>(())
     /// ```
@@ -48,7 +48,7 @@ impl Plan {
             None => (flops_of_no_part(&call.op), 0.0),
         };
         Cost {
-            product_flops: call.op.flops(),
+            matmul_flops: call.op.flops(),
             other_flops,
             softmax_flops,
             read_bytes: read as f64,

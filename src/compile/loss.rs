@@ -36,7 +36,7 @@ impl Loss<'_> {
         let first_keys = inputs.find("first_keys");
         let context = ForwardContext {
             first_keys: first_keys.map(|keys| FirstKeys::new(&keys)).transpose()?,
-            dropout: match model.config().dropout.is_any() {
+            dropout: match model.config().dropout.is_active() {
                 true => inputs.dropout()?,
                 false => None,
             },

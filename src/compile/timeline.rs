@@ -128,7 +128,7 @@ impl Plan {
     /// use tallow::model::TransformerConfig;
     ///
     /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
-    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
+    /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::hollow(4, 256)?);
     /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &config, batch)?;
     /// let rates = Rates {
     ///     product_flops: 50e12, // f32
@@ -179,7 +179,7 @@ impl Plan {
     fn seconds_of(&self, call: &Call, rates: &Rates) -> f64 {
         let cost = self.cost_of(call);
         let seconds =
-            (cost.product_flops / rates.product_flops).max(cost.bytes() / rates.memory_bytes);
+            (cost.matmul_flops / rates.product_flops).max(cost.bytes() / rates.memory_bytes);
         let own = match call.op {
             Op::Kernel(_) => rates.kernel_seconds,
             _ => 0.0, // one launch updates many parameters

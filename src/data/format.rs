@@ -126,7 +126,7 @@ impl TokenFormat {
         Err(malformed(
             &file.path,
             format!(
-                "{size} bytes is no whole number of u16 tokens: the byte at offset {last} (value {}) is half a token",
+                "{size} bytes is not a multiple of the 2 bytes of a u16 token: the byte at offset {last} (value {}) is half a token",
                 value[0]
             ),
             "the file was cut, or it is text: read that with Tokens::bytes",

@@ -62,7 +62,7 @@ pub struct FullyShard {
 struct Weight {
     name: String,
     /// A meta tensor of the weight's shape.
-    hollow: Tensor,
+    meta: Tensor,
     /// This rank's part (elements, 1, ...), with as many dimensions as the weight, so that weight decay of matrices
     /// applies to it.
     part: Var,
@@ -106,13 +106,13 @@ impl FullyShard {
     ///
     /// # Errors
     /// [`Error::Order`] for a weight that was not built; [`Error::Rank`].
-    pub fn whole(&self, name: &str) -> Result<Tensor> {
+    pub fn full_weight(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
-        let Some(Weight { hollow, part, .. }) = weight else {
+        let Some(Weight { meta, part, .. }) = weight else {
             return Err(self.refuse(format!("there is no weight {name}")));
         };
-        let (shard, elements) = (self.shard(), hollow.elem_count());
-        let whole = ops::zeros(hollow.shape(), part.dtype(), self.communicator.device())?;
+        let (shard, elements) = (self.shard(), meta.elem_count());
+        let whole = ops::zeros(meta.shape(), part.dtype(), self.communicator.device())?;
         let (flat, own) = (whole.flatten_all()?, shard.part(elements));
         if !own.is_empty() {
             flat.slice_set(&part.flatten_all()?, 0, own.start)?;
@@ -162,7 +162,7 @@ impl FullyShard {
     pub(crate) fn shape_of(&self, name: &str) -> Option<Vec<usize>> {
         let weights = self.weights();
         let weight = weights.iter().find(|weight| weight.name == name)?;
-        Some(weight.hollow.dims().to_vec())
+        Some(weight.meta.dims().to_vec())
     }
 
     /// Returns the part of each of these weights, which must be all weights that were built, the same on all ranks.
@@ -171,32 +171,34 @@ impl FullyShard {
     /// [`Error::Order`] if the weights differ from those that were built; [`Error::Rank`].
     pub(crate) fn parts_of(&self, weights: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
         self.communicator
-            .agree(OP, &[("weights", described(weights.iter()))])?;
+            .check_equal(OP, &[("weights", described(weights.iter()))])?;
         let mut own = self.weights().clone();
         let parts = weights.iter().map(|(name, weight)| {
-            let place = own.iter().position(|own| own.hollow.id() == weight.id());
+            let place = own.iter().position(|own| own.meta.id() == weight.id());
             match place {
                 Some(place) => Ok((name.clone(), own.swap_remove(place).part)),
-                None => Err(self.refuse(format!("weight {name} is not of its builder"))),
+                None => Err(self.refuse(format!(
+                    "weight {name} was not built by FullyShard::builder"
+                ))),
             }
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         match own.first() {
             None => Ok(parts),
             Some(other) => {
-                Err(self.refuse(format!("weight {} is not of what is planned", other.name)))
+                Err(self.refuse(format!("weight {} is not among those planned", other.name)))
             }
         }
     }
 
     /// Returns the meta weights with their names.
-    pub(crate) fn hollow_weights(&self) -> Vec<(String, Var)> {
+    pub(crate) fn meta_weights(&self) -> Vec<(String, Var)> {
         let weights = self.weights();
-        let hollow = weights.iter().filter_map(|weight| {
-            let var = Var::from_tensor(&weight.hollow); // the same variable
+        let meta = weights.iter().filter_map(|weight| {
+            let var = Var::from_tensor(&weight.meta); // the same variable
             Some((weight.name.clone(), var.ok()?))
         });
-        hollow.collect()
+        meta.collect()
     }
 
     fn weights(&self) -> MutexGuard<'_, Vec<Weight>> {
@@ -231,23 +233,23 @@ impl SimpleBackend for Sharding<'_> {
     ) -> candle_core::Result<Tensor> {
         let known = self.sharded.weights();
         if let Some(known) = known.iter().find(|weight| weight.name == name) {
-            let hollow = &known.hollow;
-            return match hollow.shape() == &shape {
-                true => Ok(hollow.clone()),
-                false => candle_core::bail!("{name} is {:?}, not {shape:?}", hollow.dims()),
+            let meta = &known.meta;
+            return match meta.shape() == &shape {
+                true => Ok(meta.clone()),
+                false => candle_core::bail!("{name} is {:?}, not {shape:?}", meta.dims()),
             };
         }
         drop(known);
         let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
         let part = self.sharded.own_part(&whole)?.detach();
         let part = ops::variable_of(&part.to_device(self.sharded.communicator.device())?)?;
-        let hollow = graph::hollow_weight(name, shape, part.dtype())?;
+        let meta = graph::hollow_weight(name, shape, part.dtype())?;
         self.sharded.weights().push(Weight {
             name: name.into(),
-            hollow: hollow.clone(),
+            meta: meta.clone(),
             part,
         });
-        Ok(hollow)
+        Ok(meta)
     }
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {

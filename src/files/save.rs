@@ -64,9 +64,9 @@ fn save_with_checksum(
     let refused = |e| Error::io("write", path, e);
     if let Some(entry) = entries.iter().find(|e| graph::is_hollow(&e.tensor)) {
         return Err(
-            Error::weight(path, entry.name.clone(), "a hollow one").must_be(
+            Error::weight(path, entry.name.clone(), "a meta tensor").must_be(
                 "a weight with elements",
-                "nothing was saved; hollow weights are for graph::trace",
+                "nothing was saved; meta weights are for graph::trace",
             ),
         );
     }

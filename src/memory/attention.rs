@@ -87,9 +87,9 @@ impl AttentionWorkload {
     pub(super) fn forward(&self) -> Result<Tensor> {
         let leaves = graph::weights(self.dtype);
         let [q, k, v] = ["q", "k", "v"].map(|name| leaves.get(&self.shape(), name));
-        let hollow = || FirstKeys::hollow(self.batch_size, self.sequence_length); // uses no memory
+        let meta = || FirstKeys::hollow(self.batch_size, self.sequence_length); // uses no memory
         self.algorithm
-            .attend(&q?, &k?, &v?, &self.config_with(hollow)?)
+            .attend(&q?, &k?, &v?, &self.config_with(meta)?)
     }
 
     /// Returns the configuration of the attention: first keys if there are several documents, and the dropout key, all
@@ -197,7 +197,7 @@ pub fn attention_breakdown(
     let w = workload;
     let shape @ [b, h, t, dh] = w.shape();
     let (head_dim, of_head_dim) = other_head_dim(dh);
-    breakdown(Layer {
+    breakdown(LayerEstimate {
         workload: w,
         forward: AttentionWorkload::forward,
         kernels,
@@ -348,7 +348,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     let width = attention.dtype.size_in_bytes();
     let dh = attention.head_dim;
     let (head_dim, of_head_dim) = other_head_dim(dh);
-    breakdown(Layer {
+    breakdown(LayerEstimate {
         workload: w,
         forward: SelfAttentionWorkload::forward,
         kernels: Kernels::Cpu,
@@ -375,7 +375,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     })
 }
 
-struct Layer<'a, W> {
+struct LayerEstimate<'a, W> {
     workload: &'a W,
     forward: fn(&W) -> Result<Tensor>,
     kernels: Kernels,
@@ -390,7 +390,7 @@ struct Layer<'a, W> {
 ///
 /// # Errors
 /// Those of forward.
-fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
+fn breakdown<W>(layer: LayerEstimate<'_, W>) -> Result<MemoryBreakdown> {
     let of = |workload: &W| traced(layer.kernels, true, || (layer.forward)(workload));
     let is_addressable =
         |times: f64| layer.largest * times * (size_of::<f64>() as f64) < isize::MAX as f64;
@@ -405,7 +405,7 @@ fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
         (Graph::default(), Letters::default(), lifetimes)
     };
     let mut breakdown = letters.breakdown(&graph, layer.sizes, &lifetimes);
-    for part in &mut breakdown.parts {
+    for part in &mut breakdown.terms {
         if part.kind == MemoryKind::Logits {
             part.kind = MemoryKind::Activations; // a layer has no logits
         }

@@ -113,7 +113,7 @@ impl TransformerLM {
             }
             Architecture::Gpt2 => None,
         };
-        let eps = config.rms_norm_eps;
+        let eps = config.norm_eps;
         let layers = (0..config.num_layers).map(|i| {
             let block = TransformerBlock::with_config(
                 architecture,

@@ -80,7 +80,7 @@ impl DropoutRates {
     }
 
     /// Whether any rate is positive.
-    pub fn is_any(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         *self != Self::default()
     }
 

@@ -113,7 +113,7 @@ impl<'a> Operands<'a> {
 /// Returns a cost of matmul FLOPs, other FLOPs, bytes read and bytes written.
 pub(crate) fn cost(products: f64, others: f64, read: f64, written: f64) -> Option<Cost> {
     Some(Cost {
-        product_flops: products,
+        matmul_flops: products,
         other_flops: others,
         softmax_flops: 0.0,
         read_bytes: read,

@@ -152,7 +152,7 @@ fn change_all(
     let owners = Owners::new(gradients, parameters);
     for (name, var) in parameters {
         let gradient = gradient_of(op, gradients, name, var)?;
-        if owners.is_alone(gradient) {
+        if owners.can_overwrite(gradient) {
             in_place(gradient)?;
             continue;
         }

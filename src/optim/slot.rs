@@ -31,8 +31,8 @@ impl Slot {
         if graph::is_hollow(var) {
             return Err(Error::order(
                 "AdamW",
-                format!("parameter {name} is hollow: it has no elements to train"),
-                "build the model from nn::seeded or a file; hollow weights are for graph::trace",
+                format!("parameter {name} is a meta tensor, which has no data to train"),
+                "build the model from nn::seeded or a file; meta weights are for graph::trace",
             ));
         }
         if !is_supported(var.dtype()) {
@@ -44,7 +44,7 @@ impl Slot {
         let moment = moments.dtype(var.dtype());
         if (var.dtype(), moment) == (DType::F64, DType::BF16) {
             return Err(Error::dtype("AdamW", "f64").must_be(
-                format!("parameter {name} in f16, bf16 or f32, beside moments in bf16"),
+                format!("parameter {name} in f16, bf16 or f32, with moments in bf16"),
                 "leave AdamWConfig::moments as it is by default",
             ));
         }

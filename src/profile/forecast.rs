@@ -28,7 +28,7 @@ pub struct NodeCost<'a> {
 /// let x = graph::input("x", (64, 1 << 14), DType::F32)?;
 /// let graph = graph::trace(graph::Target::Cpu, || layer.forward(&x))?;
 /// let costs = profile::node_costs(&graph);
-/// assert_eq!(costs[0].forward.unwrap().product_flops, 2.0 * 64.0 * 2f64.powi(24));
+/// assert_eq!(costs[0].forward.unwrap().matmul_flops, 2.0 * 64.0 * 2f64.powi(24));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn node_costs(graph: &Graph) -> Vec<NodeCost<'_>> {

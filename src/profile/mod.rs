@@ -44,7 +44,7 @@
 //! let report = ProfileReport::new(&recording, &forward, Grouping::Path)?;
 //! assert_eq!(report.rows[0].name, "encoder/linear");
 //! assert_eq!(report.rows[0].instances, 3);
-//! assert_eq!(report.rows[0].cost.unwrap().product_flops, 3.0 * 2.0 * 4.0 * 8.0 * 16.0);
+//! assert_eq!(report.rows[0].cost.unwrap().matmul_flops, 3.0 * 2.0 * 4.0 * 8.0 * 16.0);
 //! # Ok::<(), tallow::Error>(())
 //! ```
 

@@ -86,7 +86,7 @@ fn complete(span: &Span) -> Value {
         arguments["output"] = output.to_string().into();
     }
     if let Some(cost) = span.cost() {
-        arguments["product_flops"] = cost.product_flops.into();
+        arguments["product_flops"] = cost.matmul_flops.into();
         arguments["flops"] = cost.flops().into();
         arguments["bytes"] = cost.bytes().into();
     }

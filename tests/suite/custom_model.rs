@@ -269,7 +269,7 @@ fn gpt2_is_traced_and_counted() {
         costs
             .iter()
             .filter_map(cost)
-            .map(|cost| cost.product_flops)
+            .map(|cost| cost.matmul_flops)
             .sum()
     };
     assert_eq!(sum(|cost| cost.forward), forward);

@@ -41,7 +41,7 @@ struct Log {
 }
 
 impl Listener for Log {
-    fn left(&self, event: &probe::Event<'_>) {
+    fn on_leave(&self, event: &probe::Event<'_>) {
         if self.thread != thread::current().id() || event.kind != Kind::Op {
             return;
         }
@@ -454,7 +454,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
         costs
             .iter()
             .filter_map(cost)
-            .map(|cost| cost.product_flops)
+            .map(|cost| cost.matmul_flops)
             .sum()
     };
     let close = |found: f64, wanted: f64| assert!((found / wanted - 1.0).abs() < 1e-12);

@@ -30,7 +30,7 @@ impl Log {
 }
 
 impl Listener for Log {
-    fn left(&self, event: &Event<'_>) {
+    fn on_leave(&self, event: &Event<'_>) {
         if self.is_mine() {
             let is_op = matches!(event.kind, Kind::Op | Kind::OpBackward);
             assert!(event.operands.is_none() || is_op);

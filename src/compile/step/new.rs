@@ -184,7 +184,7 @@ impl<'l> Step<'l> {
         sharded: &FullyShard,
         loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Self> {
-        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.hollow_weights());
+        let (loss, weights) = (Loss::Any(Box::new(loss)), sharded.meta_weights());
         Self::of_parts(loss, weights, optimizer, config, sharded)
     }
 
@@ -280,7 +280,7 @@ impl<'l> Step<'l> {
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
-    /// let (model, batch) = (TransformerConfig::small(), Batch::hollow(4, 256)?);
+    /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::hollow(4, 256)?);
     /// let (plan, _) = Step::plan_of(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
     /// println!("{} calls, an arena of {} MiB", plan.calls().len(), plan.peak_bytes() >> 20);
     /// # Ok::<(), tallow::Error>(())

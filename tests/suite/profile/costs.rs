@@ -16,7 +16,7 @@ fn products_are_the_models(
     let products = |phase: &str| {
         let spans = recording.spans.iter().filter(|span| span.phase == phase);
         let costs = spans.filter_map(|span| span.cost());
-        costs.map(|cost| cost.product_flops).sum::<f64>() / STEPS as f64
+        costs.map(|cost| cost.matmul_flops).sum::<f64>() / STEPS as f64
     };
     let config = config(attention);
     assert_eq!(

@@ -85,7 +85,7 @@ fn paths_that_cannot_be_written(#[values("no/such/folder/file", ".")] path: &str
 /// Programs can build recordings themselves, so indices of missing spans are ignored.
 #[test]
 fn recordings_that_point_at_missing_spans_are_read() {
-    let mut recording = super::kernels::made_up();
+    let mut recording = super::kernels::invented_recording();
     recording.spans[0].parent = Some(99);
     recording.spans[3].parent = Some(5);
     recording.spans[6].end_ns = 0;

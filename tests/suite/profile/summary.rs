@@ -174,9 +174,9 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
             "values/matmul"
         ]
     );
-    let products = report.sum("products", Row::is_product);
+    let products = report.sum("products", Row::is_matmul);
     assert_eq!(
-        products.cost.unwrap().product_flops,
+        products.cost.unwrap().matmul_flops,
         2.0 * 2.0 * (2 * 3 * 5 * 5 * 8) as f64
     );
     assert_eq!(report.steps, None);

@@ -27,7 +27,7 @@ fn check_parts(plan: &Plan) {
         }
     }
     for (part, (products, others)) in plan.costs().iter().zip(products.into_iter().zip(others)) {
-        assert_eq!(part.cost.product_flops, products, "{part:?}");
+        assert_eq!(part.cost.matmul_flops, products, "{part:?}");
         let error = (part.cost.other_flops - others).abs();
         assert!(error <= 1e-12 * others, "{part:?}: {others}");
     }
@@ -44,7 +44,7 @@ fn check(planned: &Planned, recomputes: bool) {
         .flatten()
         .for_each(|cost| sum += cost);
     let wanted =
-        [sum.product_flops, sum.other_flops].map(|flops| plan.micro_batches() as f64 * flops);
+        [sum.matmul_flops, sum.other_flops].map(|flops| plan.micro_batches() as f64 * flops);
     match recomputes {
         true => assert!(plan.other_flops() > wanted[1]),
         false => assert_eq!([plan.flops(), plan.other_flops()], wanted),
@@ -62,7 +62,7 @@ fn of_a_transformer(
         attention,
         checkpointing,
         num_layers: 2,
-        ..TransformerConfig::small()
+        ..TransformerConfig::preset("small").unwrap()
     };
     let config = StepConfig {
         precision,
@@ -92,10 +92,7 @@ fn of_softmax(
         let cost = plan.cost_of(call);
         let computes_scores = call.op.kernel().is_some_and(|kernel| kernel.scores() > 0.0);
         if computes_scores && call.phase.name() == "forward" {
-            assert_eq!(
-                cost.product_flops / cost.softmax_flops,
-                4.0 * head_dim / 6.0
-            );
+            assert_eq!(cost.matmul_flops / cost.softmax_flops, 4.0 * head_dim / 6.0);
             attentions += 1;
         }
         assert!(computes_scores || cost.softmax_flops == 0.0, "{call:?}");

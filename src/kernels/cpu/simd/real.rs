@@ -153,8 +153,8 @@ fn tanh_f32(x: f32) -> f32 {
     (-m / (2.0 + m)).copysign(x)
 }
 
-/// Returns the normal distribution function: `e t q(t)` for negative x and 1 minus that for positive x, with t = 1 / (1
-/// + 0.3 |x|). q of degree 7 fits erfc divided by the exponential (relative error 5e-8 for |x| up to 9; beyond, only
+/// Returns the normal distribution function: `e t q(t)` for negative x and 1 minus that for positive x, with
+/// t = 1 / (1 + 0.3 |x|). q of degree 7 fits erfc divided by the exponential (relative error 5e-8 for |x| up to 9; beyond, only
 /// the exponential matters).
 #[inline(always)]
 fn normal_share_f32(x: f32, e: f32) -> f32 {
