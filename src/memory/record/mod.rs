@@ -21,7 +21,7 @@ use super::tracker;
 use crate::probe::{self, Event, Kind, Listener, ListenerGuard};
 use crate::{Error, Result};
 use buffer::{EventKind, OP, Place};
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::{CpuStorage, Device, DeviceLocation, Storage, Tensor};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -54,6 +54,7 @@ pub struct Recorder {
     config: RecordConfig,
     began: SystemTime,
     labels: Vec<Label>,
+    location: DeviceLocation,
     /// Guard of a GPU's recording; `None` when the host's blocks are recorded.
     gpu: Option<gpu::PoolRecorder>,
     /// Guard: keeps threads' paths up to date.
@@ -169,6 +170,7 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         config,
         began,
         labels: Vec::new(),
+        location: device.location(),
         gpu: None,
         _listening: listening,
     };
@@ -184,7 +186,7 @@ impl Recorder {
     /// Sets the use and name of the block that holds `tensor`'s elements: parameters, optimizer state, inputs. It may
     /// have been allocated before the recording. Tensors on another device than the recorded one are ignored.
     pub fn label(&mut self, kind: MemoryKind, name: impl Into<String>, tensor: &Tensor) {
-        if tensor.device().is_cpu() != self.gpu.is_none() {
+        if tensor.device().location() != self.location {
             return;
         }
         if let Some((address, bytes)) = block_of(tensor) {
