@@ -90,7 +90,7 @@ impl Details {
     /// Adds what a run has shown.
     pub fn add(&mut self, run: usize, profile: &MemoryProfile) {
         let recording = &profile.recording;
-        let at_peak = recording.bytes_by_kind_at(recording.peak_at());
+        let at_peak = recording.bytes_by_kind_at(recording.peak_event());
         let phases = recording.phase_report().rows;
         let phase = |name: &str, kind: &str| {
             let mut phases = phases.iter();

@@ -33,7 +33,7 @@ impl MemoryProfile {
     /// The prediction beside the measurement, by what bytes were there for at the worst moment: a row each, the sum
     /// last.
     pub fn comparison(&self) -> Vec<Fields> {
-        let measured = self.recording.bytes_by_kind_at(self.recording.peak_at());
+        let measured = self.recording.bytes_by_kind_at(self.recording.peak_event());
         let mut rows = Vec::new();
         for holds in MemoryKind::ALL {
             let predicted = self.estimate.breakdown.bytes_of(holds);

@@ -208,5 +208,5 @@ pub(crate) fn hollow_model(
         },
         Architecture::Gpt2 => model.clone(),
     };
-    TransformerLM::of_any_length(&twin, graph::weights(DType::F32))
+    TransformerLM::for_trace(&twin, graph::weights(DType::F32))
 }

@@ -281,7 +281,7 @@ impl Communicator {
                 HostQueue::wait(queue.start(membership, collective, exchanged))
             }
             #[cfg(feature = "cuda")]
-            Backend::Gpu(_) => Err(self.elsewhere("the CPU".into())),
+            Backend::Gpu(_) => Err(self.wrong_device("the CPU".into())),
         }
     }
 
@@ -313,11 +313,11 @@ impl Communicator {
     pub(crate) fn check_device(&self, device: &Device) -> Result<()> {
         match device.location() == self.device().location() {
             true => Ok(()),
-            false => Err(self.elsewhere(device_name(device))),
+            false => Err(self.wrong_device(device_name(device))),
         }
     }
 
-    fn elsewhere(&self, got: String) -> Error {
+    fn wrong_device(&self, got: String) -> Error {
         Error::placement(OP, got).must_be(
             format!(
                 "tensors on this rank's device, {}",

@@ -76,7 +76,7 @@ impl Letters {
             };
             let mut dim = *dim;
             for letter in &self.letters {
-                while let Some(rest) = without(letter, dim, other) {
+                while let Some(rest) = divided_by(letter, dim, other) {
                     (dim, other) = rest;
                     number /= letter.size as f64;
                     match found.iter_mut().find(|(name, _)| *name == letter.name) {
@@ -101,7 +101,7 @@ impl Letters {
 }
 
 /// Divides a dimension, here and in the other trace, by a letter; `None` if the letter is not a factor of it.
-fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> {
+fn divided_by(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> {
     let mut grown = other;
     let mut here = dim;
     for (prime, power) in &letter.by {

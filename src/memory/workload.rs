@@ -112,7 +112,7 @@ impl Workload {
         let shape = (self.batch_size, self.sequence_length);
         let forward = || {
             let weights = graph::weights(self.precision.parameter_dtype());
-            let model = TransformerLM::of_any_length(&config, weights)?;
+            let model = TransformerLM::for_trace(&config, weights)?;
             let tokens = graph::input("tokens", shape, DType::U32)?;
             self.precision.run(|| match self.mode {
                 Mode::Forward | Mode::ForwardKeepingGraph => model.forward(&tokens),

@@ -1,6 +1,6 @@
 //! A model's weights in a file.
 
-use super::transformer::{check_float, check_room};
+use super::transformer::{check_available, check_float};
 use super::{TransformerConfig, TransformerLM};
 use crate::files::{self, Difference, Entry, TensorFile, first_difference};
 use crate::nn::Layer;
@@ -137,7 +137,7 @@ impl TransformerLM {
             hint: "TransformerLM::load takes the configuration as an argument".into(),
         })?;
         config.validate()?;
-        check_room(&config, device)?;
+        check_available(&config, device)?;
         Self::read(&config, &file, &LoadOptions::default(), device, |vb| vb)
     }
 
@@ -209,7 +209,7 @@ impl TransformerLM {
     ) -> Result<Self> {
         config.validate()?;
         check_float(options.dtype)?;
-        check_room(config, device)?;
+        check_available(config, device)?;
         let shapes = config.parameter_shapes();
         let refuse = |name: &str, expected: String, got: String| {
             Error::weight(file.path_of(name), file.file_name(name), got)

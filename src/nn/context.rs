@@ -40,7 +40,7 @@ impl ForwardContext {
     }
 
     /// Returns the dropout of a layer with this rate; `None` without a key or with a rate of 0.
-    pub(crate) fn dropping(&self, probability: f64) -> Option<Dropout> {
+    pub(crate) fn layer_dropout(&self, probability: f64) -> Option<Dropout> {
         let key = self.dropout.clone().filter(|_| probability != 0.0)?;
         Some(Dropout { probability, key })
     }
@@ -49,8 +49,8 @@ impl ForwardContext {
     ///
     /// # Errors
     /// Those of [`ops::dropout`](ops::dropout()).
-    pub(crate) fn dropped(&self, x: Tensor, probability: f64) -> Result<Tensor> {
-        match self.dropping(probability) {
+    pub(crate) fn apply_dropout(&self, x: Tensor, probability: f64) -> Result<Tensor> {
+        match self.layer_dropout(probability) {
             Some(dropout) => ops::dropout(&x, &dropout),
             None => Ok(x),
         }

@@ -2,7 +2,7 @@
 
 use super::info::OpInfo;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
-use crate::grad::holding;
+use crate::grad::with_value;
 use crate::graph::{self, Target};
 use crate::hardware::device_name;
 use crate::{Error, Result};
@@ -43,7 +43,7 @@ static FALLBACKS: Mutex<BTreeSet<Fallback>> = Mutex::new(BTreeSet::new());
 
 /// Runs `f` under `policy` on this thread, then restores the previous policy, also after a panic.
 pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
-    holding(|policy| POLICY.replace(policy), policy, f)
+    with_value(|policy| POLICY.replace(policy), policy, f)
 }
 
 pub(crate) fn current_kernel_policy() -> KernelPolicy {

@@ -61,7 +61,7 @@ pub fn clip_grad_norm(
         return Ok(norm);
     }
     let in_place = |gradient: &Tensor| inplace::scale(gradient, factor);
-    change_all(CLIP, gradients, &parameters, in_place, |gradient| {
+    update_gradients(CLIP, gradients, &parameters, in_place, |gradient| {
         Ok((gradient * factor)?)
     })?;
     leave(range, &parameters);
@@ -122,7 +122,7 @@ pub fn clip_grad_value(
     let parameters = distinct(parameters);
     gradients_of(CLIP_VALUE, gradients, &parameters)?;
     let in_place = |gradient: &Tensor| inplace::clamp(gradient, max_value);
-    change_all(CLIP_VALUE, gradients, &parameters, in_place, |gradient| {
+    update_gradients(CLIP_VALUE, gradients, &parameters, in_place, |gradient| {
         let bound = (gradient.ones_like()? * max_value)?;
         let low = (&bound * -1.0)?;
         let clipped = gradient.gt(&bound)?.where_cond(&bound, gradient)?;
@@ -142,7 +142,7 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
 }
 
 /// Changes each gradient: on the CPU by `in_place`, elsewhere by `changed`, in the dtype of the computation.
-fn change_all(
+fn update_gradients(
     op: &'static str,
     gradients: &mut GradStore,
     parameters: &[(String, Var)],

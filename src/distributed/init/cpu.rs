@@ -25,7 +25,7 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
             "start ranks on CPUs with mpirun, or with srun --mpi=pmix, which MPI knows them by",
         ));
     }
-    let master = meet(&queue, &mut ranks, config.timeout)?;
+    let master = rendezvous(&queue, &mut ranks, config.timeout)?;
     let (membership, _) = Membership::join(&ranks, master, config.timeout, String::new())?;
     let backend = Backend::Host(queue);
     Ok(Communicator::new(place, Device::Cpu, backend, membership))
@@ -33,7 +33,7 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
 
 /// Returns the address at which rank 0 will listen, and sets the job's secret. Rank 0 broadcasts both by MPI, from its
 /// environment or newly chosen.
-fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(String, u16)> {
+fn rendezvous(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(String, u16)> {
     /// More than the longest host, port and token together.
     const BYTES: usize = 1 << 10;
     let mut text = Vec::new();

@@ -182,7 +182,7 @@ impl<'a> Pass<'a> {
                 let sum = match (before.is_exclusive, new.is_exclusive) {
                     (true, _) => before,
                     (false, true) => new,
-                    (false, false) => Gradient::own(self.make_like(&whole(input), GRADIENTS)),
+                    (false, false) => Gradient::own(self.make_like(&base_of(input), GRADIENTS)),
                 };
                 for part in [before, new] {
                     let is_shared = |other: &Gradient| other.buffer == part.buffer;
@@ -219,9 +219,9 @@ impl<'a> Pass<'a> {
         self.need(gradient.buffer);
         // With zeros around it, a half-precision gradient is summed in f32 and then rounded.
         if order.is_none() && value.dtype.size_in_bytes() < 4 {
-            self.make_like_in(&whole(input), "sums in f32", DType::F32);
+            self.make_like_in(&base_of(input), "sums in f32", DType::F32);
         }
-        Gradient::own(self.make_like(&whole(input), GRADIENTS))
+        Gradient::own(self.make_like(&base_of(input), GRADIENTS))
     }
 
     /// Runs a segment's forward again, then its backward. Gradients of values outside are added to theirs afterwards.
@@ -318,7 +318,7 @@ impl<'a> Pass<'a> {
 
 const GRADIENTS: &str = "gradients between ops";
 
-fn whole(operand: &ValueRef) -> ValueRef {
+fn base_of(operand: &ValueRef) -> ValueRef {
     ValueRef {
         view: None,
         ..*operand

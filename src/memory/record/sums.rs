@@ -52,14 +52,14 @@ impl MemoryRecording {
     }
 
     /// Returns the event after which the most bytes were alive; 0 without events.
-    pub fn peak_at(&self) -> usize {
+    pub fn peak_event(&self) -> usize {
         self.peak_event_between(0, self.curve.len())
     }
 
     /// Returns the largest number of bytes alive after any event, small blocks included, as the allocator counted.
     /// Allocations below the threshold can raise memory above it between two events.
     pub fn peak_bytes(&self) -> u64 {
-        self.bytes_at(self.peak_at())
+        self.bytes_at(self.peak_event())
     }
 
     /// Returns the peak in a phase.

@@ -200,7 +200,7 @@ fn the_cheapest_that_fits_is_recommended() {
 }
 
 #[test]
-fn the_most_frugal_is_the_least_of_all() {
+fn least_memory_checkpointing_is_the_minimum() {
     for (layers, vocab_size) in [(1, 300), (2, 300), (7, 300), (12, 5000), (12, 50)] {
         let config = config(64, 160, layers, vocab_size);
         let workload = Workload {

@@ -80,7 +80,7 @@ fn scripted_allocations_are_recorded_exactly() {
     assert_near(recording.peak_bytes_in(forward), 5_000_000);
     assert_near(recording.peak_bytes_in(backward), 4_500_000);
     assert_near(recording.peak_bytes(), 5_000_000);
-    let held = recording.bytes_by_kind_at(recording.peak_at());
+    let held = recording.bytes_by_kind_at(recording.peak_event());
     assert_eq!(held.bytes_of(MemoryKind::Weights), 3_000_000);
     assert_eq!(held.bytes_of(MemoryKind::Activations), 2_000_000);
     assert_eq!(held.total_bytes(), recording.peak_bytes());
@@ -102,7 +102,7 @@ pub(super) fn assert_adds_up(recording: &MemoryRecording) {
     for (event, holdings) in all.iter().enumerate() {
         assert_eq!(holdings.total_bytes(), recording.bytes_at(event));
     }
-    let peak = recording.peak_at();
+    let peak = recording.peak_event();
     assert_eq!(all[peak], recording.bytes_by_kind_at(peak));
     let blocks = recording.blocks().iter();
     let alive = blocks.filter(|block| block.is_alive_at(peak));
@@ -196,7 +196,7 @@ fn what_cannot_be_recorded_is_refused_or_counted() {
     drop(record(RecordConfig::default()).unwrap()); // dropped without finish
     let recording = record(RecordConfig::default()).unwrap().finish();
     assert_eq!(
-        recording.bytes_at(recording.peak_at()),
+        recording.bytes_at(recording.peak_event()),
         recording.peak_bytes()
     );
     assert!(recording.phases().is_empty());
@@ -259,7 +259,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
             assert_eq!(names, wanted);
             let predicted = profile.estimate.peak_bytes;
             assert!(predicted.abs_diff(profile.peak_bytes) < MIB / 4, "{mode:?}");
-            let measured = recording.bytes_by_kind_at(recording.peak_at());
+            let measured = recording.bytes_by_kind_at(recording.peak_event());
             for holds in MemoryKind::ALL {
                 let predicted = profile.estimate.breakdown.bytes_of(holds);
                 let bytes = measured.bytes_of(holds);

@@ -35,7 +35,7 @@ impl Refusing {
         LEFT_BYTES.fetch_update(SeqCst, SeqCst, takes).is_ok()
     }
 
-    fn gives_back(&self, bytes: usize) {
+    fn release(&self, bytes: usize) {
         if bytes >= LARGE_BYTES && LEFT_BYTES.load(SeqCst) != usize::MAX {
             LEFT_BYTES.fetch_add(bytes, SeqCst);
         }
@@ -61,7 +61,7 @@ unsafe impl GlobalAlloc for Refusing {
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        self.gives_back(layout.size());
+        self.release(layout.size());
         // SAFETY: as above.
         unsafe { System.dealloc(block, layout) };
     }
@@ -70,7 +70,7 @@ unsafe impl GlobalAlloc for Refusing {
         if !self.grants(size) {
             return std::ptr::null_mut();
         }
-        self.gives_back(layout.size());
+        self.release(layout.size());
         // SAFETY: as above.
         unsafe { System.realloc(block, layout, size) }
     }

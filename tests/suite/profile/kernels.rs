@@ -1,6 +1,6 @@
 //! GPU kernels in recordings: invented ones on any machine, real ones on a GPU.
 
-use super::{alone, config, span};
+use super::{config, exclusive, span};
 use crate::check::refusal;
 use crate::child;
 use crate::settings::in_precision;
@@ -385,7 +385,7 @@ fn profilers_follow_each_other_on_a_gpu() {
 
 #[test]
 fn a_cpu_has_no_kernels() {
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on(&Device::Cpu).unwrap();
     assert_eq!(profiler.finish().unwrap().kernels, []);
 }

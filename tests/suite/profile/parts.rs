@@ -1,6 +1,6 @@
 //! The time of matmuls and softmax inside CPU ops.
 
-use super::{BATCH, LENGTH, alone, config, record};
+use super::{BATCH, LENGTH, config, exclusive, record};
 use crate::settings::in_precision;
 use candle_core::{Device, Tensor};
 use rstest::rstest;
@@ -71,7 +71,7 @@ fn planned_calls_tell_their_parts(
     let mut step = Step::of(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();
     step.prepare((&tokens, &tokens)).unwrap();
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
     let recording = profiler.finish().unwrap();
@@ -101,7 +101,7 @@ fn references_are_parts_as_a_whole() {
 #[test]
 fn parts_are_scaled_to_the_wall_time() {
     let x = Tensor::ones((64, 96, 96), candle_core::DType::F32, &Device::Cpu).unwrap();
-    let _alone = alone();
+    let _lock = exclusive();
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(4)
         .build()
