@@ -28,7 +28,7 @@ struct Training {
 
 impl Training {
     fn new() -> Result<Self> {
-        let config = TransformerConfig::tiny();
+        let config = TransformerConfig::default();
         let model = TransformerLM::new(&config, 0, &Device::Cpu)?;
         let ids = |seed: usize| {
             let ids = (0..BATCH * LENGTH).map(|i| ((i * 37 + seed) % config.vocab_size) as u32);

@@ -202,7 +202,7 @@ impl Flags {
         row.measured(profile.peak_bytes);
         row.reserved_peak_bytes = profile.reserved_peak_bytes;
         let recording = &profile.recording;
-        let peak_at = recording.peak_at();
+        let peak_event = recording.peak_event();
         for phase in recording.phases() {
             let bytes = Some(recording.peak_bytes_in(phase));
             match phase.name {
@@ -210,12 +210,12 @@ impl Flags {
                 "backward" => row.backward_peak_bytes = bytes,
                 _ => row.optimizer_peak_bytes = bytes,
             }
-            if row.peak_phase.is_none() && (phase.begins_at..=phase.ends_at).contains(&peak_at) {
+            if row.peak_phase.is_none() && (phase.begins_at..=phase.ends_at).contains(&peak_event) {
                 row.peak_phase = Some(phase.name.into());
             }
         }
         let casts = recording
-            .holdings_at(peak_at)
+            .bytes_by_kind_at(peak_event)
             .bytes_of(MemoryKind::WeightCasts);
         row.weight_cast_bytes = Some(casts);
         let saved = &profile.saved;

@@ -201,7 +201,7 @@ impl Flags {
         if folder.is_none() && self.sample.sample == 0 {
             return Ok(None);
         }
-        let Some(model) = trainer.whole_model()? else {
+        let Some(model) = trainer.gather_model()? else {
             return Ok(None); // rank 0 has it
         };
         if let (Some(family), Some(folder)) = (&family, folder) {
@@ -219,7 +219,7 @@ impl Flags {
     /// Returns how this rank's step exchanges.
     fn step_ranks(&self, communicator: &Communicator) -> StepRanks {
         match communicator.world_size() {
-            1 => StepRanks::Alone,
+            1 => StepRanks::Single,
             _ => self.exchange.step_ranks(communicator.shard()),
         }
     }

@@ -207,7 +207,7 @@ pub enum Error {
 
     /// Not enough memory, found before anything was allocated or by a failed allocation.
     #[error(
-        "{}: wants {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
+        "{}: needs {wanted_bytes} bytes of memory, {available_bytes} are available; use a smaller batch, a shorter \
          context or a smaller model",
         Visible(.what)
     )]

@@ -27,7 +27,7 @@ pub fn no_grad<R>(f: impl FnOnce() -> R) -> R {
 
 /// Runs `f` with gradient tracking enabled or disabled, and restores the previous setting.
 pub(crate) fn with_grad<R>(enabled: bool, f: impl FnOnce() -> R) -> R {
-    holding(|enabled| ENABLED.replace(enabled), enabled, f)
+    with_value(|enabled| ENABLED.replace(enabled), enabled, f)
 }
 
 /// Returns whether gradients are tracked on this thread.
@@ -44,7 +44,7 @@ pub fn is_grad_enabled() -> bool {
 
 /// Runs `f` while a thread-local cell has `value`; `replace` swaps the cell. The previous value is restored, also on
 /// panics.
-pub(crate) fn holding<T, R>(replace: impl Fn(T) -> T, value: T, f: impl FnOnce() -> R) -> R {
+pub(crate) fn with_value<T, R>(replace: impl Fn(T) -> T, value: T, f: impl FnOnce() -> R) -> R {
     struct Restore<T, F: Fn(T) -> T> {
         former: Option<T>,
         replace: F,

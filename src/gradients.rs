@@ -103,7 +103,7 @@ impl Owners {
     }
 
     /// Returns whether a kernel may overwrite this gradient: contiguous, on the CPU, and not shared.
-    pub(crate) fn is_alone(&self, gradient: &Tensor) -> bool {
+    pub(crate) fn can_overwrite(&self, gradient: &Tensor) -> bool {
         gradient.device().is_cpu()
             && gradient.is_contiguous()
             && self.0.get(&storage_address(gradient)) == Some(&1)

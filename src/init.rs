@@ -24,7 +24,7 @@ pub fn init() -> bool {
     if std::env::var_os(SPIN_LIMIT).is_some() {
         return true;
     }
-    if !is_alone() {
+    if !is_single_threaded() {
         return false;
     }
     // SAFETY: this thread is the only one, so nothing reads the environment meanwhile.
@@ -34,13 +34,13 @@ pub fn init() -> bool {
 
 /// Returns whether this process has only one thread.
 #[cfg(target_os = "linux")]
-fn is_alone() -> bool {
+fn is_single_threaded() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
 /// On Windows the environment is locked; on other systems the number of threads is unknown.
 #[cfg(not(target_os = "linux"))]
-fn is_alone() -> bool {
+fn is_single_threaded() -> bool {
     cfg!(windows)
 }
 
@@ -50,6 +50,6 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn a_process_of_several_threads_is_left_alone() {
-        assert!(!super::is_alone());
+        assert!(!super::is_single_threaded());
     }
 }

@@ -60,11 +60,11 @@ macro_rules! for_elements {
 pub(crate) use for_elements;
 
 /// An in-place op that passes a tensor's bytes, and their dtype, to a function.
-struct Lend<F>(Cell<Option<F>>);
+struct WithMutBytes<F>(Cell<Option<F>>);
 
-impl<F: FnOnce(DType, *mut [u8])> InplaceOp1 for Lend<F> {
+impl<F: FnOnce(DType, *mut [u8])> InplaceOp1 for WithMutBytes<F> {
     fn name(&self) -> &'static str {
-        "lend"
+        "with_mut_bytes"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
@@ -91,8 +91,8 @@ pub(crate) fn with_mut_bytes<R>(
     f: impl FnOnce(DType, *mut [u8]) -> R,
 ) -> Result<R> {
     let mut result = None;
-    let lend = |dtype: DType, bytes: *mut [u8]| result = Some(f(dtype, bytes));
-    tensor.inplace_op1(&Lend(Cell::new(Some(lend))))?;
+    let run = |dtype: DType, bytes: *mut [u8]| result = Some(f(dtype, bytes));
+    tensor.inplace_op1(&WithMutBytes(Cell::new(Some(run))))?;
     match result {
         Some(result) => Ok(result),
         None => bail!("expected a tensor on the CPU"),
@@ -107,20 +107,20 @@ pub(crate) fn with_all_mut_bytes<R>(
     // Behind a pointer: otherwise each level of recursion would be another type.
     type Borrower<'f, R> = Box<dyn FnOnce(&[*mut [u8]]) -> R + 'f>;
 
-    fn lend_rest<R>(
+    fn borrow_rest<R>(
         tensors: &[&Tensor],
-        lent: &mut Vec<*mut [u8]>,
+        borrowed: &mut Vec<*mut [u8]>,
         f: Borrower<'_, R>,
     ) -> Result<R> {
         match tensors {
-            [] => Ok(f(lent)),
+            [] => Ok(f(borrowed)),
             [first, rest @ ..] => with_mut_bytes(first, |_, bytes| {
-                lent.push(bytes);
-                lend_rest(rest, lent, f)
+                borrowed.push(bytes);
+                borrow_rest(rest, borrowed, f)
             })?,
         }
     }
-    lend_rest(tensors, &mut Vec::with_capacity(tensors.len()), Box::new(f))
+    borrow_rest(tensors, &mut Vec::with_capacity(tensors.len()), Box::new(f))
 }
 
 /// Calls `f` with the elements of a contiguous CPU tensor of `T`, for writing. Calls nest as those of

@@ -144,7 +144,7 @@
 //!   as in the examples.
 //! - candle's worker threads spin on cores that kernels need: call [`init`] first in `main`. On a machine with other
 //!   work, `CANDLE_NUM_THREADS=1` makes training faster still.
-//! - On the CPU bf16 saves time only if the processor has bf16 instructions ([`hardware::bf16_products`]). Otherwise
+//! - On the CPU bf16 saves time only if the processor has bf16 instructions ([`hardware::bf16_matmul_unit`]). Otherwise
 //!   half precision saves memory only: kernels widen it, compute in f32 and round once.
 //!
 //! # Errors and panics
@@ -223,6 +223,8 @@ serde_by_name!(nn::Checkpointing, precision::Precision);
 
 /// The version of candle that this crate depends on.
 pub use candle_core as candle;
+/// The version of candle's layers and `VarBuilder` that this crate depends on.
+pub use candle_nn;
 pub use error::{Error, Result};
 pub use grad::{is_grad_enabled, no_grad};
 pub use hardware::device;

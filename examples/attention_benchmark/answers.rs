@@ -2,7 +2,7 @@
 
 use super::measured::{BOTH, Measured, NAIVE, groups};
 use tallow::bench::Limit;
-use tallow::memory::{MemoryKind, Part};
+use tallow::memory::{MemoryKind, Term};
 use tallow::report::{Answer, PowerLaw, Speedup, format_mib};
 
 /// Returns the answers to all questions that the figures have something to say about. `limits` are the first sizes that
@@ -80,9 +80,9 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
 pub fn accounting(name: &str, limit: &Limit, letter: &str) -> String {
     let breakdown = &limit.breakdown;
     let mut text = format!("{name} attention with {breakdown}.");
-    if let Some(part) = breakdown.parts.iter().max_by_key(|part| part.bytes) {
+    if let Some(part) = breakdown.terms.iter().max_by_key(|part| part.bytes) {
         let percent = 100.0 * part.bytes as f64 / breakdown.peak_bytes() as f64;
-        text += &format!(" The largest term is {} ({percent:.0}%).", part.what);
+        text += &format!(" The largest term is {} ({percent:.0}%).", part.name);
     }
     if limit.implementation == NAIVE && letter == "d" {
         text += &format!(
@@ -128,9 +128,9 @@ pub fn saved_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str) 
     }
     if let Some((name, limit)) = to_account_for(limits) {
         let is_quadratic =
-            |part: &&Part| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
-        if let Some(part) = limit.breakdown.parts.iter().find(is_quadratic) {
-            let (what, formula) = (&part.what, &part.formula);
+            |part: &&Term| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
+        if let Some(part) = limit.breakdown.terms.iter().find(is_quadratic) {
+            let (what, formula) = (&part.name, &part.formula);
             text += &format!(
                 " {name} saves {what}, {formula} elements: where this term dominates, memory is quadratic in T."
             );

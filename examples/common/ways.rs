@@ -19,7 +19,7 @@ pub struct Way {
 impl Way {
     pub fn new(ranks: StepRanks) -> Self {
         let (strategy, exchange) = match ranks {
-            StepRanks::Alone => ("alone", None),
+            StepRanks::Single => ("alone", None),
             StepRanks::Replicated(config) => ("replicated", Some(config.exchange)),
             StepRanks::ShardedOptimizer(config, _) => ("sharded optimizer", Some(config.exchange)),
             StepRanks::FullySharded(FullyShardConfig { bucket_bytes, .. }, _) => {

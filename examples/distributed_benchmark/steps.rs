@@ -55,7 +55,7 @@ impl Ways {
     pub fn all(&self, shard: Shard) -> Vec<StepRanks> {
         let mut all = Vec::new();
         if !self.without_alone {
-            all.push(StepRanks::Alone);
+            all.push(StepRanks::Single);
         }
         for &strategy in &self.strategy {
             let mut add = |exchange, mib: u64| {

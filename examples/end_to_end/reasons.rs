@@ -98,7 +98,10 @@ pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Count
         }
         3 => {
             if let Some(recording) = recorder.take().map(Recorder::finish) {
-                let taken = recording.blocks().iter().filter(|b| b.taken_at.is_some());
+                let taken = recording
+                    .blocks()
+                    .iter()
+                    .filter(|b| b.allocated_at.is_some());
                 let bytes: Vec<u64> = taken.map(|block| block.bytes).collect();
                 counted.allocations = Some(bytes.len());
                 let large = bytes.into_iter().filter(|b| *b >= COUNTED_FROM_BYTES);

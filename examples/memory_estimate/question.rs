@@ -8,7 +8,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::Target;
 use tallow::memory::{
     Estimate, MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown,
-    recommend, smallest_sequence_beyond,
+    recommend, smallest_sequence_not_fitting,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -139,8 +139,8 @@ impl Question<'_> {
         let by_length = (0..DOUBLINGS).map(|doubling| {
             let length = self.workload.sequence_length.saturating_mul(1 << doubling);
             let whole = self.whole_graph(algorithm, length)?;
-            let parts = whole.breakdown.parts.iter();
-            let of_attention = parts.filter(|part| SAVED.contains(&part.what.as_ref()));
+            let parts = whole.breakdown.terms.iter();
+            let of_attention = parts.filter(|part| SAVED.contains(&part.name.as_ref()));
             let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
             Ok((length, bytes, whole.activation_bytes))
         });
@@ -157,7 +157,8 @@ impl Question<'_> {
         };
         let (batch_size, context_length) = match self.planned {
             None => {
-                let beyond = smallest_sequence_beyond(self.config, &workload, available_bytes)?;
+                let beyond =
+                    smallest_sequence_not_fitting(self.config, &workload, available_bytes)?;
                 let batch = largest_batch_size(self.config, &workload, available_bytes)?;
                 (batch, Some(beyond - 1).filter(|length| *length > 0))
             }

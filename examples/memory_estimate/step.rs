@@ -147,7 +147,7 @@ impl StepFlags {
     fn ranks(&self) -> StepRanks {
         let (rank, world_size) = (0, self.world_size);
         match world_size {
-            1 => StepRanks::Alone,
+            1 => StepRanks::Single,
             _ => self.exchange.step_ranks(Shard { rank, world_size }),
         }
     }

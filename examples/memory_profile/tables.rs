@@ -104,7 +104,7 @@ impl Details {
     /// Adds the memory of a recorded run.
     pub fn add(&mut self, run: &Named, profile: &MemoryProfile) {
         let recording = &profile.recording;
-        let at_peak = recording.holdings_at(recording.peak_at());
+        let at_peak = recording.bytes_by_kind_at(recording.peak_event());
         let phases = recording.phase_report().rows;
         let phase = |name: &str, kind: &str| {
             let mut phases = phases.iter();

@@ -195,8 +195,8 @@ impl Profiled {
                     *mask_ns.get_or_insert(0) += row.total_ns;
                     figures.softmax_flops += cost.other_flops / steps;
                 }
-                ("matmul", Some("scores")) => parts.scores_ns += row.parts.products_ns,
-                ("matmul", Some("values")) => parts.values_ns += row.parts.products_ns,
+                ("matmul", Some("scores")) => parts.scores_ns += row.parts.matmul_ns,
+                ("matmul", Some("values")) => parts.values_ns += row.parts.matmul_ns,
                 ("softmax", _) => {}
                 (op, _) if op.contains("attention") => {}
                 _ => continue,
@@ -207,12 +207,12 @@ impl Profiled {
         }
         let ms = |ns| report.ms_per_step(ns);
         figures.softmax_ms = ms(parts.softmax_ns);
-        figures.matmul_ms = ms(parts.products_ns);
+        figures.matmul_ms = ms(parts.matmul_ns);
         figures.mask_ms = mask_ns.map(ms);
         let is_told_apart = parts.scores_ns + parts.values_ns > 0;
         let scores_and_values_ms = (ms(parts.scores_ns), ms(parts.values_ns));
         figures.scores_and_values_ms = is_told_apart.then_some(scores_and_values_ms);
-        Ok((parts.products_ns > 0 && parts.softmax_ns > 0).then_some(figures))
+        Ok((parts.matmul_ns > 0 && parts.softmax_ns > 0).then_some(figures))
     }
 }
 
@@ -255,7 +255,7 @@ fn work(report: &ProfileReport) -> Work {
         };
         let fused = format!("{name} (matmuls and softmax in one)");
         others.extend([
-            (fused, percent(row.parts.fused_ns)),
+            (fused, percent(row.parts.attention_ns)),
             (of("softmax"), percent(row.parts.softmax_ns)),
             (of("the rest"), percent(row.rest_ns())),
         ]);
@@ -263,9 +263,9 @@ fn work(report: &ProfileReport) -> Work {
     others.retain(|(_, percent)| *percent >= NAMED_FROM_PERCENT);
     others.sort_by(|a, b| b.1.total_cmp(&a.1));
     Work {
-        matmul_percent: percent(parts.products_ns),
+        matmul_percent: percent(parts.matmul_ns),
         softmax_percent: percent(parts.softmax_ns),
-        fused_percent: percent(parts.fused_ns),
+        fused_percent: percent(parts.attention_ns),
         others,
     }
 }

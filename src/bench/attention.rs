@@ -3,7 +3,7 @@
 use super::stopwatch::settled_meter;
 use super::{Execution, LapTimings, Step, Stopwatch};
 use crate::attention::{Algorithm, flash};
-use crate::memory::{AttentionWorkload, MemoryBreakdown, smallest_beyond};
+use crate::memory::{AttentionWorkload, MemoryBreakdown, smallest_not_fitting};
 use crate::report::{Fields, format_mib};
 use crate::{Error, Result, backward};
 use candle_core::Device;
@@ -161,7 +161,7 @@ impl AttentionRun {
     /// attention alone, D of a layer. `None` if the memory is unknown, or the algorithm does not support such heads.
     pub fn limit(&self, device: &Device) -> Option<Limit> {
         let available_bytes = self.sampling.available_bytes?;
-        let (size, breakdown) = smallest_beyond(available_bytes, |size| {
+        let (size, breakdown) = smallest_not_fitting(available_bytes, |size| {
             let task = self.task.of_size(size);
             let unsupported = self.unsupported(&task, device);
             let breakdown = || task.breakdown(self.execution, device).ok();

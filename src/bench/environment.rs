@@ -60,7 +60,7 @@ fn half_arithmetic() -> String {
     }
     let names: Vec<&str> = units.iter().map(|unit| unit.name()).collect();
     let names = names.join(", ");
-    match hardware::bf16_products() {
+    match hardware::bf16_matmul_unit() {
         None => format!("{names}; unused, kernels compute in f32"),
         Some(unit) => format!("{names}; bf16 products by {unit}, all else in f32"),
     }

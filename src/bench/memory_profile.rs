@@ -3,7 +3,7 @@
 use super::stopwatch::settled_meter;
 use super::{EndToEnd, Execution, Lap};
 use crate::memory::{
-    self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_taken,
+    self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_allocated,
 };
 use crate::model::TransformerLM;
 use crate::report::Fields;
@@ -31,7 +31,7 @@ pub struct MemoryProfile {
 impl MemoryProfile {
     /// Compares prediction and measurement at the peak: a row for each kind of memory, then one for the sum.
     pub fn comparison(&self) -> Vec<Fields> {
-        let measured = self.recording.holdings_at(self.recording.peak_at());
+        let measured = self.recording.bytes_by_kind_at(self.recording.peak_event());
         let mut rows = Vec::new();
         for holds in MemoryKind::ALL {
             let predicted = self.estimate.breakdown.bytes_of(holds);
@@ -103,10 +103,10 @@ impl EndToEnd {
         recorder.label(MemoryKind::Inputs, "tokens", &tokens);
         recorder.label(MemoryKind::Inputs, "targets", &targets);
         meter.reset_peak();
-        let allocations = blocks_taken(device);
+        let allocations = blocks_allocated(device);
         self.step(&mut lap, &model, [&tokens, &targets], update.as_mut())?;
         device.synchronize()?; // a GPU reaches its peak only now
-        let allocations = blocks_taken(device).saturating_sub(allocations);
+        let allocations = blocks_allocated(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
         let recording = recorder.finish();
         Ok(MemoryProfile {

@@ -70,7 +70,7 @@ pub(super) fn replay(
         let _goes_on = run_probed(plan, call, || Ok(ControlFlow::Continue(())))?;
     }
     let numbers = kernels.iter().map(|call| call - calls.start);
-    probe::replayed(calls.len(), &numbers.collect::<Vec<_>>());
+    probe::report_replay(calls.len(), &numbers.collect::<Vec<_>>());
     Ok(())
 }
 
@@ -212,7 +212,7 @@ mod tests {
     fn pieces_do_not_part_exchanges() {
         let model = TransformerConfig {
             num_layers: 4,
-            ..TransformerConfig::tiny()
+            ..TransformerConfig::default()
         };
         let own = Shard {
             rank: 1,

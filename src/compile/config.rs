@@ -12,7 +12,7 @@ use std::num::NonZeroUsize;
 pub enum StepRanks {
     /// One process.
     #[default]
-    Alone,
+    Single,
     /// Every rank has the full model and its optimizer. Gradients and loss are averaged.
     Replicated(ReplicatedConfig),
     /// Every rank has the full model. This rank has the optimizer state of its share of the parameters and updates
@@ -28,7 +28,7 @@ impl StepRanks {
     pub(super) fn replicated(self) -> Option<ReplicatedConfig> {
         match self {
             Self::Replicated(config) | Self::ShardedOptimizer(config, _) => Some(config),
-            Self::Alone | Self::FullySharded(..) => None,
+            Self::Single | Self::FullySharded(..) => None,
         }
     }
 
@@ -44,14 +44,14 @@ impl StepRanks {
     pub(super) fn shard(self) -> Option<Shard> {
         match self {
             Self::ShardedOptimizer(_, own) | Self::FullySharded(_, own) => Some(own),
-            Self::Alone | Self::Replicated(_) => None,
+            Self::Single | Self::Replicated(_) => None,
         }
     }
 
     /// Returns the dtype that gradients are rounded to for the exchange, if one is set.
     pub(super) fn exchanged(self) -> Option<DType> {
         match self {
-            Self::Alone => None,
+            Self::Single => None,
             Self::Replicated(config) | Self::ShardedOptimizer(config, _) => config.dtype,
             Self::FullySharded(config, _) => config.dtype,
         }
@@ -158,7 +158,7 @@ impl Default for StepConfig {
             optimizer_in_backward: false,
             dropout_seed: None,
             retrace_every: None,
-            ranks: StepRanks::Alone,
+            ranks: StepRanks::Single,
         }
     }
 }
@@ -180,7 +180,7 @@ impl StepConfig {
                 precision: self.precision,
                 ranks: match self.ranks {
                     StepRanks::FullySharded(..) => self.ranks,
-                    _ => StepRanks::Alone,
+                    _ => StepRanks::Single,
                 },
                 ..Self::default()
             },
@@ -215,7 +215,7 @@ impl StepConfig {
             (self.clip_norm.is_some(), "false with clip_norm"),
             (self.accumulation > 1, "false with accumulation"),
             (self.loss_scaling, "false with loss_scaling"),
-            (self.ranks != StepRanks::Alone, "false with several ranks"),
+            (self.ranks != StepRanks::Single, "false with several ranks"),
         ];
         let beside = conflicts.into_iter().find(|(is_there, _)| *is_there);
         match beside {

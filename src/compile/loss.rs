@@ -36,7 +36,7 @@ impl Loss<'_> {
         let first_keys = inputs.find("first_keys");
         let context = ForwardContext {
             first_keys: first_keys.map(|keys| FirstKeys::new(&keys)).transpose()?,
-            dropout: match model.config().dropout.is_any() {
+            dropout: match model.config().dropout.is_active() {
                 true => inputs.dropout()?,
                 false => None,
             },
@@ -208,5 +208,5 @@ pub(crate) fn meta_model(
         },
         Architecture::Gpt2 => model.clone(),
     };
-    TransformerLM::of_any_length(&twin, graph::weights(DType::F32))
+    TransformerLM::for_trace(&twin, graph::weights(DType::F32))
 }

@@ -119,7 +119,7 @@ impl PlannedStep {
     /// A plan with exchanges, but no communicator.
     fn ranks(&self) -> Result<Option<Communicator>> {
         match (self.config.ranks, &self.communicator) {
-            (StepRanks::Alone, _) => Ok(None),
+            (StepRanks::Single, _) => Ok(None),
             (_, Some(ranks)) => Ok(Some(ranks.clone())),
             (_, None) => Err(Error::Order {
                 op: self.op,
@@ -135,7 +135,7 @@ impl PlannedStep {
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
     pub fn run(&mut self, optimizer: &mut AdamW, tensors: &Tensors<'_>) -> Result<f32> {
         let ranks = self.ranks()?;
-        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
         self.run_with(optimizer, tensors, None)?;
         self.loss(tensors.loss_divisor)
     }
@@ -151,7 +151,7 @@ impl PlannedStep {
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
         let ranks = self.ranks()?;
-        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
         let loss_scale = scaler.planned_scale(self.op)?;
         if loss_scale.is_some() && !self.config.loss_scaling {
             return Err(
@@ -336,7 +336,7 @@ impl PlannedStep {
 
     fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
-        let _watch = ranks.as_ref().map(|ranks| ranks.watch(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
         parameters::check_disjoint(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,

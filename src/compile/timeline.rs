@@ -130,7 +130,7 @@ impl Plan {
     /// use tallow::model::TransformerConfig;
     ///
     /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
-    /// let (model, batch) = (TransformerConfig::small(), Batch::meta(4, 256)?);
+    /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::meta(4, 256)?);
     /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch)?;
     /// let rates = Rates {
     ///     matmul_flops: 50e12, // f32

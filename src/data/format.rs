@@ -58,7 +58,10 @@ impl TokenFormat {
             return Ok(format);
         }
         let raw = "without a header Tokens::open_as reads it, as TokenFormat::RawU16";
-        if headered.iter().any(|format| format.left_a_header(file)) {
+        if headered
+            .iter()
+            .any(|format| format.has_header_after_magic(file))
+        {
             return Err(malformed(
                 &file.path,
                 format!(
@@ -83,7 +86,7 @@ impl TokenFormat {
     }
 
     /// Returns whether the bytes after the magic number look like this format's header.
-    fn left_a_header(self, file: &DataFile) -> bool {
+    fn has_header_after_magic(self, file: &DataFile) -> bool {
         let head = &file.head;
         if head.len() < HEADER_BYTES {
             return false;
@@ -126,7 +129,7 @@ impl TokenFormat {
         Err(malformed(
             &file.path,
             format!(
-                "{size} bytes is no whole number of u16 tokens: the byte at offset {last} (value {}) is half a token",
+                "{size} bytes is not a multiple of the 2 bytes of a u16 token: the byte at offset {last} (value {}) is half a token",
                 value[0]
             ),
             "the file was cut, or it is text: read that with Tokens::bytes",

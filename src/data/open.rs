@@ -23,7 +23,7 @@ impl Tokens {
             header_bytes: 0,
             width: Width::U8,
         });
-        Ok(Self::whole(source, BYTES_VOCAB_SIZE))
+        Ok(Self::all_of(source, BYTES_VOCAB_SIZE))
     }
 
     /// Opens a token file in any [`TokenFormat`], detected by its magic number. A file without one is
@@ -58,7 +58,7 @@ impl Tokens {
 
     fn in_format(file: DataFile, format: TokenFormat, vocab_size: usize) -> Result<Self> {
         format.check(&file)?;
-        Ok(Self::whole(Source::of_file(file, format), vocab_size))
+        Ok(Self::all_of(Source::of_file(file, format), vocab_size))
     }
 
     /// Concatenates the source files of a folder and its subfolders as bytes; vocabulary 256.
@@ -100,7 +100,7 @@ impl Tokens {
             name: folder.display().to_string(),
             bytes: tree.bytes,
         };
-        Ok(Self::whole(source, BYTES_VOCAB_SIZE))
+        Ok(Self::all_of(source, BYTES_VOCAB_SIZE))
     }
 
     /// Wraps bytes in memory (`&[u8]`, `Vec<u8>`, `&str`, `String`), each a token; vocabulary 256.
@@ -176,7 +176,7 @@ impl Tokens {
                 Error::data(source.name(), "none").must_be("at least 1 token", "give some data")
             );
         }
-        Ok(Self::whole(source, vocab_size))
+        Ok(Self::all_of(source, vocab_size))
     }
 }
 

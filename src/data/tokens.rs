@@ -49,7 +49,7 @@ pub struct Tokens {
 
 impl Tokens {
     /// Creates the view of all of `source`, which has at least one token.
-    pub(super) fn whole(source: Source, vocab_size: usize) -> Self {
+    pub(super) fn all_of(source: Source, vocab_size: usize) -> Self {
         Self {
             start: 0,
             len: source.len(),

@@ -4,7 +4,7 @@
 use super::gpu_queue::GpuQueue;
 use super::host::{HostBuffer, validate};
 use super::host_queue::{Exchanged, HostQueue};
-use super::membership::{Membership, Watch};
+use super::membership::{Membership, TimeoutGuard};
 use super::{Collective, Reduce, Shard};
 use crate::hardware::device_name;
 use crate::{Error, Result};
@@ -30,7 +30,7 @@ const OP: &str = "distributed::Communicator";
 /// use candle_core::{Device, Tensor};
 /// use tallow::distributed::{Communicator, Reduce};
 ///
-/// let communicator = Communicator::alone(&Device::Cpu); // a job of one
+/// let communicator = Communicator::single_rank(&Device::Cpu); // a job of one
 /// let x = Tensor::new(&[1f32, 2.0], &Device::Cpu)?;
 /// communicator.all_reduce(&x, Reduce::Mean)?;
 /// assert_eq!(x.to_vec1::<f32>()?, [1.0, 2.0]);
@@ -50,7 +50,7 @@ struct Shared {
 
 pub(super) enum Backend {
     /// A job of one rank: collectives do nothing.
-    Alone,
+    SingleRank,
     Host(HostQueue),
     #[cfg(feature = "cuda")]
     Gpu(GpuQueue),
@@ -72,12 +72,12 @@ impl Communicator {
     }
 
     /// Creates a job of one rank, for code that runs with or without several.
-    pub fn alone(device: &Device) -> Self {
+    pub fn single_rank(device: &Device) -> Self {
         Self::new(
-            Shard::ALONE,
+            Shard::SINGLE,
             device.clone(),
-            Backend::Alone,
-            Membership::alone(),
+            Backend::SingleRank,
+            Membership::single_rank(),
         )
     }
 
@@ -179,7 +179,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Rank`].
     pub fn mean(&self, numbers: &[f64]) -> Result<Vec<f64>> {
-        let _watch = self.watch("mean");
+        let _timeout = self.apply_timeout("mean");
         let numbers = Tensor::from_slice(numbers, numbers.len(), self.device())?;
         self.all_reduce(&numbers, Reduce::Mean)?;
         let mean = numbers.to_vec1()?;
@@ -190,7 +190,7 @@ impl Communicator {
     /// Applies the job's timeout to this rank while the guard is alive: a rank that others wait for longer than that
     /// has failed. Use it around code that waits for other ranks, such as a step; collectives for which the host waits
     /// do so themselves.
-    pub fn watch(&self, what: &str) -> Watch<'_> {
+    pub fn apply_timeout(&self, what: &str) -> TimeoutGuard<'_> {
         self.0.membership.enter_some(what)
     }
 
@@ -215,8 +215,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Rank`] on every rank, with the first rank whose facts differ from those of rank 0, and both values.
-    pub fn agree(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
-        let _watch = self.watch("agree");
+    pub fn check_equal(&self, what: &str, facts: &[(&str, String)]) -> Result<()> {
+        let _timeout = self.apply_timeout("check_equal");
         let about = [("agreement", what)].into_iter();
         let facts = about.chain(facts.iter().map(|(name, value)| (*name, value.as_str())));
         let facts: Vec<String> = facts
@@ -248,7 +248,7 @@ impl Communicator {
     pub(super) fn run(&self, collective: Collective, tensor: &Tensor) -> Result<()> {
         self.check_tensor(collective, tensor)?;
         match &self.0.backend {
-            Backend::Alone => Ok(()),
+            Backend::SingleRank => Ok(()),
             Backend::Host(queue) => {
                 let membership = Arc::clone(&self.0.membership);
                 let exchanged = Exchanged::Tensor(tensor.clone());
@@ -256,7 +256,7 @@ impl Communicator {
             }
             #[cfg(feature = "cuda")]
             Backend::Gpu(queue) => {
-                let _watch = self.0.membership.enter(collective.name());
+                let _timeout = self.0.membership.enter(collective.name());
                 queue.run_on(collective, tensor)
             }
         }
@@ -273,7 +273,7 @@ impl Communicator {
     ) -> Result<()> {
         validate(collective, memory.len(), T::DTYPE, self.world_size())?;
         match &self.0.backend {
-            Backend::Alone => Ok(()),
+            Backend::SingleRank => Ok(()),
             Backend::Host(queue) => {
                 let membership = Arc::clone(&self.0.membership);
                 let exchanged = Exchanged::Memory(HostBuffer::of(memory));
@@ -281,7 +281,7 @@ impl Communicator {
                 HostQueue::wait(queue.start(membership, collective, exchanged))
             }
             #[cfg(feature = "cuda")]
-            Backend::Gpu(_) => Err(self.elsewhere("the CPU".into())),
+            Backend::Gpu(_) => Err(self.wrong_device("the CPU".into())),
         }
     }
 
@@ -313,11 +313,11 @@ impl Communicator {
     pub(crate) fn check_device(&self, device: &Device) -> Result<()> {
         match device.location() == self.device().location() {
             true => Ok(()),
-            false => Err(self.elsewhere(device_name(device))),
+            false => Err(self.wrong_device(device_name(device))),
         }
     }
 
-    fn elsewhere(&self, got: String) -> Error {
+    fn wrong_device(&self, got: String) -> Error {
         Error::placement(OP, got).must_be(
             format!(
                 "tensors on this rank's device, {}",

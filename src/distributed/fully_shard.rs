@@ -106,7 +106,7 @@ impl FullyShard {
     ///
     /// # Errors
     /// [`Error::Order`] for a weight that was not built; [`Error::Rank`].
-    pub fn whole(&self, name: &str) -> Result<Tensor> {
+    pub fn full_weight(&self, name: &str) -> Result<Tensor> {
         let weight = self.weights().iter().find(|w| w.name == name).cloned();
         let Some(Weight { meta, part, .. }) = weight else {
             return Err(self.refuse(format!("there is no weight {name}")));
@@ -171,20 +171,22 @@ impl FullyShard {
     /// [`Error::Order`] if the weights differ from those that were built; [`Error::Rank`].
     pub(crate) fn parts_of(&self, weights: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
         self.communicator
-            .agree(OP, &[("weights", described(weights.iter()))])?;
+            .check_equal(OP, &[("weights", described(weights.iter()))])?;
         let mut own = self.weights().clone();
         let parts = weights.iter().map(|(name, weight)| {
             let place = own.iter().position(|own| own.meta.id() == weight.id());
             match place {
                 Some(place) => Ok((name.clone(), own.swap_remove(place).part)),
-                None => Err(self.refuse(format!("weight {name} is not of its builder"))),
+                None => Err(self.refuse(format!(
+                    "weight {name} was not built by FullyShard::builder"
+                ))),
             }
         });
         let parts = parts.collect::<Result<Vec<_>>>()?;
         match own.first() {
             None => Ok(parts),
             Some(other) => {
-                Err(self.refuse(format!("weight {} is not of what is planned", other.name)))
+                Err(self.refuse(format!("weight {} is not among those planned", other.name)))
             }
         }
     }

@@ -21,7 +21,7 @@ pub(crate) struct GpuQueue {
 
 impl GpuQueue {
     pub(super) fn new(nccl: Arc<NcclBackend>, gpu: &CudaDevice) -> Result<Self> {
-        let _undisturbed = hardware::cuda::undisturbed();
+        let _lock = hardware::cuda::lock_captures();
         let stream = gpu.cuda_stream().context().new_stream().w()?;
         Ok(Self { nccl, stream })
     }

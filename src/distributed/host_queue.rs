@@ -103,7 +103,7 @@ impl Job {
     }
 
     fn run_on(&self, backend: &mut dyn HostBackend) -> Result<()> {
-        let _watch = self.membership.enter(self.collective.name());
+        let _timeout = self.membership.enter(self.collective.name());
         let _range = probe::range(self.collective.name()); // on this thread, concurrent with computation on others
         let check = || self.membership.check();
         match &self.exchanged {

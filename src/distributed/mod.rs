@@ -14,7 +14,7 @@
 //! // Without a launcher's variables this is a job of one rank: the same program runs alone.
 //! let communicator = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
 //! let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
-//! let config = TransformerConfig { vocab_size: 256, ..TransformerConfig::small() };
+//! let config = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
 //! let model = TransformerLM::new(&config, 0, communicator.device())?;
 //! let config = TrainConfig {
 //!     sequence_length: 256,
@@ -103,7 +103,7 @@ pub use fully_shard::FullyShard;
 pub use init::{init, threads};
 #[cfg(unix)]
 pub use launch::{FailedRank, launch};
-pub use membership::Watch;
+pub use membership::TimeoutGuard;
 pub use ranks::Ranks;
 pub use replicated::Replicated;
 pub use shard::Shard;

@@ -61,7 +61,7 @@ impl Replicated {
     ) -> Result<Self> {
         config.validate()?;
         let parameters = distinct(&Vec::from_iter(parameters));
-        communicator.agree(OP, &[("parameters", described(parameters.iter()))])?;
+        communicator.check_equal(OP, &[("parameters", described(parameters.iter()))])?;
         for (_, var) in &parameters {
             communicator.broadcast(var.as_tensor(), 0)?;
         }

@@ -18,7 +18,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    pub(crate) const ALONE: Self = Self {
+    pub(crate) const SINGLE: Self = Self {
         rank: 0,
         world_size: 1,
     };

@@ -77,7 +77,7 @@ impl HostBackend for ThreadBackend {
             problem,
             hint: hint.into(),
         };
-        let _posted = Posted::new(self, Call { collective, buffer });
+        let _posted_call = PostedCall::new(self, Call { collective, buffer });
         let mut slots = locked(&self.shared.slots);
         loop {
             if let Slot::Done(outcome) = &slots[rank] {
@@ -87,7 +87,7 @@ impl HostBackend for ThreadBackend {
             }
             if let Some(gone) = slots.iter().position(|slot| matches!(slot, Slot::Gone)) {
                 let problem = format!("has ended, and rank {rank} waits for it");
-                return Err(failure(gone, problem, "its own error says why"));
+                return Err(failure(gone, problem, "see its own error"));
             }
             (slots, _) = (self.shared.changed)
                 .wait_timeout(slots, POLL)
@@ -107,9 +107,9 @@ impl Drop for ThreadBackend {
 }
 
 /// A call in its slot. It is withdrawn however the caller leaves, since its buffer must not be used afterwards.
-struct Posted<'a>(&'a ThreadBackend);
+struct PostedCall<'a>(&'a ThreadBackend);
 
-impl<'a> Posted<'a> {
+impl<'a> PostedCall<'a> {
     /// Posts a call. The last rank to call does the work of all, under the lock.
     fn new(backend: &'a ThreadBackend, call: Call) -> Self {
         let mut slots = locked(&backend.shared.slots);
@@ -120,7 +120,7 @@ impl<'a> Posted<'a> {
     }
 }
 
-impl Drop for Posted<'_> {
+impl Drop for PostedCall<'_> {
     fn drop(&mut self) {
         locked(&self.0.shared.slots)[self.0.place.rank] = Slot::Idle;
     }

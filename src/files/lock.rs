@@ -28,7 +28,7 @@ impl PathLock {
     /// # Errors
     /// [`Error::Io`] naming `path` and the process that writes there, or the reason why a lock file is impossible.
     /// `held` stays as it was.
-    pub(crate) fn hold(held: &mut Option<Self>, path: &Path) -> Result<()> {
+    pub(crate) fn acquire_for(held: &mut Option<Self>, path: &Path) -> Result<()> {
         let Some(target) = target(path)? else {
             *held = None;
             return Ok(());

@@ -41,7 +41,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     let mut file = open(path)?;
     let refused = |e| Error::io("read", path, e);
     let len = file.metadata().map_err(refused)?.len();
-    check_room(path, "its content", len)?;
+    check_available(path, "its content", len)?;
     let mut content = Vec::new();
     file.read_to_end(&mut content).map_err(refused)?; // reserves memory by the file's length, or fails
     Ok(content)
@@ -104,7 +104,7 @@ const CHECKED_BYTES: u64 = 16 << 20;
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] naming `path` and `what`.
-pub(crate) fn check_room(path: &Path, what: &str, wanted_bytes: u64) -> Result<()> {
+pub(crate) fn check_available(path: &Path, what: &str, wanted_bytes: u64) -> Result<()> {
     if wanted_bytes < CHECKED_BYTES {
         return Ok(());
     }
@@ -118,10 +118,10 @@ pub(crate) fn check_room(path: &Path, what: &str, wanted_bytes: u64) -> Result<(
 /// Allocates `len` zeros of type `T`, to read a part of a file into.
 ///
 /// # Errors
-/// Those of [`check_room`]; [`Error::OutOfMemory`] also if the allocator fails, instead of an abort.
+/// Those of [`check_available`]; [`Error::OutOfMemory`] also if the allocator fails, instead of an abort.
 pub(crate) fn zeros<T: Clone + Default>(path: &Path, what: &str, len: usize) -> Result<Vec<T>> {
     let wanted_bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-    check_room(path, what, wanted_bytes)?;
+    check_available(path, what, wanted_bytes)?;
     let mut zeros = Vec::new();
     if zeros.try_reserve_exact(len).is_err() {
         return Err(hardware::not_granted(&within(path, what), wanted_bytes));

@@ -2,7 +2,7 @@
 //! exists.
 
 use super::atomic::folder_of;
-use super::open::check_room;
+use super::open::check_available;
 use super::tensors::TensorFile;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -145,7 +145,7 @@ impl Parts {
         let parts = parts.collect::<Result<Vec<Tensor>>>()?;
         let bytes = |part: &Tensor| part.elem_count() * part.dtype().size_in_bytes();
         let bytes: usize = parts.iter().map(bytes).sum();
-        check_room(self.files[0].path(), name, bytes as u64)?;
+        check_available(self.files[0].path(), name, bytes as u64)?;
         let shape = self.shape(name).unwrap_or_default();
         Ok(Tensor::cat(&parts, 0)?.reshape(shape)?.to_device(device)?)
     }
@@ -156,7 +156,7 @@ fn open_part(file: &TensorFile, manifest: &Manifest, rank: usize) -> Result<Tens
     let PartFile { name, crc32 } = &manifest.files[rank];
     // Only a file's name, without a path that leaves the folder.
     if Path::new(name).file_name() != Some(name.as_ref()) {
-        return Err(file.damaged(format!("{name:?} is no file's name")));
+        return Err(file.damaged(format!("expected a file name, got {name:?}")));
     }
     let part = TensorFile::open_one(&folder_of(file.path()).join(name))?;
     let expected = Part {
@@ -334,7 +334,7 @@ mod tests {
             (changed(&|m| m.files.clear()), "names no files"),
             (
                 changed(&|m| m.files[0].name = "../part".into()),
-                "no file's name",
+                "expected a file name",
             ),
             (
                 changed(&|m| m.files[1] = m.files[0].clone()),

@@ -1,6 +1,6 @@
 //! Loading of tensors from a file.
 
-use super::open::{check_room, open, read_exact_at, zeros};
+use super::open::{check_available, open, read_exact_at, zeros};
 use super::parts::Parts;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, safetensors::Load};
@@ -65,7 +65,7 @@ impl TensorFile {
                 },
                 false => Error::Format {
                     path: path.into(),
-                    problem: format!("not a whole safetensors file ({e})"),
+                    problem: format!("not a complete safetensors file ({e})"),
                     hint: "it may be truncated; write or fetch it again".into(),
                 },
             })?;
@@ -181,7 +181,7 @@ impl TensorFile {
         };
         let (start, end) = info.data_offsets;
         // The bytes and the tensor exist at the same time.
-        check_room(&self.path, name, 2 * (end - start) as u64)?;
+        check_available(&self.path, name, 2 * (end - start) as u64)?;
         let mut bytes: Vec<u8> = zeros(&self.path, name, end - start)?;
         let offset = self.data_start + start as u64;
         read_exact_at(&self.file, &mut bytes, offset).map_err(|e| {

@@ -95,7 +95,7 @@
 //! | stopwatch and profiler disagree | steps too short, or other work on the machine: more `--steps` |
 //! | Std is as large as Mean | the machine is busy; look at the median |
 //!
-//! [bf16]: crate::hardware::bf16_products
+//! [bf16]: crate::hardware::bf16_matmul_unit
 //! [`Algorithm::Flash`]: crate::attention::Algorithm::Flash
 //! [`ops::fallbacks`]: crate::ops::fallbacks
 //!

@@ -20,7 +20,7 @@
 //! fn main() -> tallow::Result<()> {
 //!     let ranks = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
 //!     let (train, validation) = Tokens::bytes("/shared/input.txt")?.split(0.1)?;
-//!     let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::small() };
+//!     let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
 //!     let config = TrainConfig {
 //!         sequence_length: 256,
 //!         accumulation: 16, // batches of a step on all ranks together, a multiple of their number

@@ -8,15 +8,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Locks out changes of CUDA handles while a stream is captured. Hold it while a handle of a GPU is created or dropped,
 /// and while a stream is captured: cudarc waits for the whole context when it creates a stream, and cuBLAS when its
 /// handle is destroyed, which ends every capture in the process.
-pub(crate) fn undisturbed() -> MutexGuard<'static, ()> {
-    static UNDISTURBED: Mutex<()> = Mutex::new(());
-    UNDISTURBED.lock().unwrap_or_else(PoisonError::into_inner)
+pub(crate) fn lock_captures() -> MutexGuard<'static, ()> {
+    static CAPTURES: Mutex<()> = Mutex::new(());
+    CAPTURES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Opens the GPU with a new stream.
 pub(super) fn open(ordinal: usize) -> Result<Device> {
     let device = {
-        let _undisturbed = undisturbed();
+        let _lock = lock_captures();
         Device::new_cuda_with_stream(ordinal)?
     };
     let gpu = device.as_cuda_device()?;

@@ -18,9 +18,9 @@ struct Use {
     /// The function that was called.
     op: &'static str,
     /// The events that CUPTI reports for it.
-    told: &'static str,
+    reported: &'static str,
     /// The alternative without CUPTI.
-    without: &'static str,
+    alternative: &'static str,
 }
 
 /// The CUPTI library, which stays loaded.
@@ -49,7 +49,7 @@ impl Library {
 
     #[cfg(not(unix))]
     fn load(of: &'static Use) -> Result<Self> {
-        Err(of.refusal("it is not loaded on this system".into()))
+        Err(of.refusal("CUPTI is not loaded on this system".into()))
     }
 
     /// Looks up the function called `name`; `F` must be its type.
@@ -58,7 +58,9 @@ impl Library {
         // SAFETY: the library is loaded.
         let function = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
         if function.is_null() {
-            return Err(self.of.refusal(format!("its library has no {name:?}")));
+            return Err(self
+                .of
+                .refusal(format!("the CUPTI library has no {name:?}")));
         }
         // SAFETY: a function's address, of the type that CUPTI declares.
         Ok(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&function) })
@@ -66,7 +68,9 @@ impl Library {
 
     #[cfg(not(unix))]
     fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
-        Err(self.of.refusal(format!("its library has no {name:?}")))
+        Err(self
+            .of
+            .refusal(format!("the CUPTI library has no {name:?}")))
     }
 
     /// Converts CUPTI's result code to an error, unless it is success.
@@ -83,7 +87,7 @@ impl Library {
                 _ => format!("code {code}").into(),
             }
         };
-        Err(self.of.refusal(format!("it answers {text}")))
+        Err(self.of.refusal(format!("CUPTI answered {text}")))
     }
 }
 
@@ -91,10 +95,10 @@ impl Use {
     fn refusal(&self, problem: String) -> Error {
         Error::Order {
             op: self.op,
-            problem: format!("CUPTI tells of {}, and {problem}", self.told),
+            problem: format!("cannot record {}: {problem}", self.reported),
             hint: format!(
                 "put the CUDA toolkit's extras/CUPTI/lib64 on LD_LIBRARY_PATH, and run under no other profiler; {}",
-                self.without
+                self.alternative
             ),
         }
     }

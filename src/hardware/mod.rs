@@ -149,7 +149,7 @@ pub fn description(device: &Device) -> String {
 /// [`available_bytes`] has an example.
 pub fn total_bytes() -> Option<u64> {
     static TOTAL: OnceLock<Option<u64>> = OnceLock::new();
-    *TOTAL.get_or_init(|| Some(host_memory::room(Path::new("/"))?.total_bytes))
+    *TOTAL.get_or_init(|| Some(host_memory::host_memory(Path::new("/"))?.total_bytes))
 }
 
 /// Returns the host memory that can still be allocated, in bytes: what the system reports as available, or what is left
@@ -169,7 +169,7 @@ pub fn total_bytes() -> Option<u64> {
 /// }
 /// ```
 pub fn available_bytes() -> Option<u64> {
-    Some(host_memory::room(Path::new("/"))?.available_bytes)
+    Some(host_memory::host_memory(Path::new("/"))?.available_bytes)
 }
 
 /// Like [`available_bytes`], for the memory of tensors on `device`. On CUDA it is the driver's free memory plus the
@@ -232,15 +232,15 @@ pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
 /// product. On other units two terms would take as long as f32. A unit that the variable below selects is used for
 /// attention's tiles of any width.
 ///
-/// The environment variable `TALLOW_BF16_PRODUCTS`, read once, selects the unit: `amx-bf16`, `avx512-bf16`, `f32` for
+/// The environment variable `TALLOW_BF16_MATMUL`, read once, selects the unit: `amx-bf16`, `avx512-bf16`, `f32` for
 /// widening, or `neon bf16` on AArch64, where it is never the default, since it has only been tested in an emulator. If
 /// the selected unit is missing, bf16 is widened.
 ///
 /// ```
-/// use tallow::hardware::{bf16_products, half_arithmetic};
-/// assert!(bf16_products().is_none_or(|unit| half_arithmetic().contains(&unit)));
+/// use tallow::hardware::{bf16_matmul_unit, half_arithmetic};
+/// assert!(bf16_matmul_unit().is_none_or(|unit| half_arithmetic().contains(&unit)));
 /// ```
-pub fn bf16_products() -> Option<HalfArithmetic> {
+pub fn bf16_matmul_unit() -> Option<HalfArithmetic> {
     crate::kernels::cpu::gemm::bf16::unit()?.arithmetic()
 }
 

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 /// The most threads that may be started, far above the cores of any machine. Each thread has scratch memory and looks
 /// for work at all others, so tens of thousands of them make no progress for hours.
-const MOST_THREADS: usize = 4096;
+const MAX_THREADS: usize = 4096;
 
 const VARIABLES: [&str; 2] = ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"];
 
@@ -19,7 +19,7 @@ pub(crate) fn check_threads() -> Result<()> {
     match TOO_MANY.get_or_init(|| too_many(|variable| std::env::var(variable).ok())) {
         None => Ok(()),
         Some((variable, threads)) => Err(Error::config("environment", variable, threads).must_be(
-            format!("at most {MOST_THREADS}"),
+            format!("at most {MAX_THREADS}"),
             "unset it for one thread per core",
         )),
     }
@@ -30,7 +30,7 @@ pub(crate) fn check_threads() -> Result<()> {
 fn too_many(value: impl Fn(&str) -> Option<String>) -> Option<(&'static str, usize)> {
     VARIABLES.into_iter().find_map(|variable| {
         let threads: usize = value(variable)?.parse().ok()?;
-        (threads > MOST_THREADS).then_some((variable, threads))
+        (threads > MAX_THREADS).then_some((variable, threads))
     })
 }
 

@@ -21,7 +21,7 @@ pub(super) fn parse(text: &str, path: &Path, ignored: &[String]) -> Result<Trans
     let Value::Object(values) = values else {
         return Err(Error::Format {
             path: path.into(),
-            problem: "it is no object of settings".into(),
+            problem: "expected a JSON object".into(),
             hint: "hf::load reads the config.json that save_pretrained writes".into(),
         });
     };
@@ -94,7 +94,7 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
         num_heads: s.needed("num_attention_heads", s.size("num_attention_heads"))?,
         d_ff: s.needed("intermediate_size", s.size("intermediate_size"))?,
         rope_theta: theta,
-        rms_norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
+        norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
         attention: Algorithm::Flash,
         checkpointing: Checkpointing::None,
         num_kv_heads: s.size_or("num_key_value_heads", kv_heads)?,
@@ -289,7 +289,7 @@ pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Result<Value> 
         "num_key_value_heads": config.num_kv_heads(),
         "head_dim": config.head_dim(),
         "intermediate_size": config.d_ff,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_parameters": rope_parameters(config),
         "tie_word_embeddings": config.tie_embeddings,

@@ -39,11 +39,11 @@ impl Folder {
             places: BTreeMap::new(),
         };
         let single = path.join(SINGLE);
-        if is_there(&single) {
+        if exists(&single) {
             let file = TensorFile::open(&single)?;
             let names = file.names();
             folder.add(file, names, strip_prefixes)?;
-        } else if is_there(&path.join(INDEX)) {
+        } else if exists(&path.join(INDEX)) {
             folder.add_shards(strip_prefixes)?;
         } else {
             return Err(no_weights(path));
@@ -109,7 +109,7 @@ impl Folder {
             let is_name = |shard: &&str| Path::new(shard).file_name() == Some(shard.as_ref());
             let Some(shard) = shard.as_str().filter(is_name) else {
                 return Err(refuse(format!(
-                    "{name} is in {shard}, which is no file of the folder"
+                    "{name} is in {shard}, which is not in the folder"
                 )));
             };
             shards.entry(shard).or_default().insert(name.clone());
@@ -137,19 +137,23 @@ impl Folder {
         names: impl IntoIterator<Item = String>,
         strip_prefixes: &[String],
     ) -> Result<()> {
-        for theirs in names {
-            if self.names.is_table(&theirs) {
+        for file_name in names {
+            if self.names.is_table(&file_name) {
                 continue;
             }
-            let mut weights = self.names.ours(without_prefixes(&theirs, strip_prefixes));
+            let mut weights = self
+                .names
+                .own_names(without_prefixes(&file_name, strip_prefixes));
             if weights.is_empty() {
-                weights.push(theirs.clone());
+                weights.push(file_name.clone());
             }
             for weight in weights {
-                let place = (self.files.len(), theirs.clone());
+                let place = (self.files.len(), file_name.clone());
                 if let Some((_, other)) = self.places.insert(weight, place) {
-                    return Err(Error::weight(file.path(), theirs, format!("{other} too"))
-                        .must_be("one tensor a weight", "leave one of them out"));
+                    return Err(
+                        Error::weight(file.path(), file_name, format!("{other} too"))
+                            .must_be("one tensor a weight", "leave one of them out"),
+                    );
                 }
             }
         }
@@ -159,7 +163,7 @@ impl Folder {
 }
 
 /// Returns whether a folder has a file of this name, or a link, even a dangling one.
-pub(super) fn is_there(path: &Path) -> bool {
+pub(super) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
@@ -197,7 +201,7 @@ const MERGE: &str =
 
 /// Returns the error for a folder without a model's weights, which names what the folder has in their place.
 pub(super) fn no_weights(folder: &Path) -> Error {
-    let other = OTHERS.iter().find(|(name, _)| is_there(&folder.join(name)));
+    let other = OTHERS.iter().find(|(name, _)| exists(&folder.join(name)));
     let got = other.map_or("neither".into(), |(name, _)| match *name {
         ADAPTER => format!("an adapter of peft ({name})"),
         _ => name.to_string(),
@@ -210,7 +214,7 @@ pub(super) fn no_weights(folder: &Path) -> Error {
 
 /// Refuses the folder of an adapter, which `transformers` would apply to another model.
 pub(super) fn check_no_adapter(folder: &Path) -> Result<()> {
-    match is_there(&folder.join(ADAPTER)) {
+    match exists(&folder.join(ADAPTER)) {
         true => Err(Error::data(
             folder.display().to_string(),
             format!("an adapter of peft ({ADAPTER})"),
@@ -235,13 +239,13 @@ impl WeightSource for Folder {
         self.places.keys().cloned().collect()
     }
 
-    fn name_there(&self, name: &str) -> String {
+    fn file_name(&self, name: &str) -> String {
         match self.places.get(name) {
             Some((_, there)) => there.clone(),
             None => self
                 .names
-                .theirs(name)
-                .map_or(name.into(), |theirs| theirs.name),
+                .file_weight(name)
+                .map_or(name.into(), |file_weight| file_weight.name),
         }
     }
 
@@ -250,10 +254,10 @@ impl WeightSource for Folder {
         self.files[*file].shape(there)
     }
 
-    fn shape_there(&self, name: &str, shape: &[usize]) -> Vec<usize> {
+    fn file_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         self.names
-            .theirs(name)
-            .map_or(shape.into(), |theirs| theirs.shape(shape))
+            .file_weight(name)
+            .map_or(shape.into(), |file_weight| file_weight.shape(shape))
     }
 
     fn get(&self, name: &str, device: &Device) -> Result<Option<Tensor>> {
@@ -261,8 +265,8 @@ impl WeightSource for Folder {
             return Ok(None);
         };
         let whole = self.files[*file].get(there, device)?;
-        match (whole, self.names.theirs(name)) {
-            (Some(whole), Some(theirs)) => Ok(Some(theirs.part_of(&whole)?)),
+        match (whole, self.names.file_weight(name)) {
+            (Some(whole), Some(file_weight)) => Ok(Some(file_weight.own_weight(&whole)?)),
             (whole, _) => Ok(whole),
         }
     }

@@ -35,7 +35,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         num_heads: s.needed("num_attention_heads", s.size("num_attention_heads"))?,
         d_ff: s.needed("intermediate_size", s.size("intermediate_size"))?,
         rope_theta,
-        rms_norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
+        norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
         attention: Algorithm::Flash,
         num_kv_heads: s.size_or("num_key_value_heads", Some(4))?,
         head_dim: s.size_or("head_dim", Some(256))?,
@@ -58,7 +58,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         },
         gelu: gelu(s, "hidden_activation")?,
         architecture: Architecture::Gemma2,
-        ..TransformerConfig::tiny()
+        ..TransformerConfig::default()
     };
     s.get("hidden_act"); // this family reads hidden_activation
     s.check_rest(&[("use_bidirectional_attention", json!(false))])?;

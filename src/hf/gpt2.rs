@@ -20,7 +20,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         num_layers: s.needed("n_layer", s.size("n_layer"))?,
         num_heads: s.needed("n_head", s.size("n_head"))?,
         d_ff: s.size("n_inner")?.unwrap_or(n_embd.saturating_mul(4)),
-        rms_norm_eps: s.number("layer_norm_epsilon")?.unwrap_or(1e-5),
+        norm_eps: s.number("layer_norm_epsilon")?.unwrap_or(1e-5),
         attention: Algorithm::Flash,
         tie_embeddings: s.flag("tie_word_embeddings", true)?,
         dropout: DropoutRates {
@@ -30,7 +30,7 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         },
         gelu: gelu(s, "activation_function")?,
         architecture: Architecture::Gpt2,
-        ..TransformerConfig::tiny()
+        ..TransformerConfig::default()
     };
     s.get("pad_token_id"); // this family's embedding has no padding row
     s.check_rest(&[
@@ -56,7 +56,7 @@ pub(super) fn to_json(config: &TransformerConfig, dtype: &str) -> Value {
             Gelu::Tanh => "gelu_new",
             Gelu::Erf => "gelu",
         },
-        "layer_norm_epsilon": config.rms_norm_eps,
+        "layer_norm_epsilon": config.norm_eps,
         "scale_attn_weights": true,
         "scale_attn_by_inverse_layer_idx": false,
         "reorder_and_upcast_attn": false,

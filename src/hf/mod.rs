@@ -32,12 +32,12 @@ mod gemma2;
 mod gpt2;
 #[cfg(test)]
 mod interrupted;
+mod merged_config;
 mod save;
 mod settings;
 #[cfg(feature = "hf")]
 mod tokenizer;
 mod weights;
-mod written_back;
 
 pub use find::{find, find_in};
 pub use save::{SaveOptions, check_save, save, save_with};
@@ -49,7 +49,7 @@ use crate::files::{read, read_to_string};
 use crate::model::{LoadOptions, Origin, TransformerConfig, TransformerLM};
 use crate::nn::Architecture;
 use candle_core::Device;
-use folder::{Folder, check_no_adapter, is_there};
+use folder::{Folder, check_no_adapter, exists};
 use std::path::Path;
 use weights::Names;
 
@@ -170,8 +170,8 @@ fn opened(folder: &Path, text: &str, options: &LoadOptions) -> Result<(Transform
 /// assert_eq!(keys.unwrap(), "transformer.h.3.attn.c_attn.bias");
 /// ```
 pub fn name_of(architecture: Architecture, weight: &str) -> Option<String> {
-    let theirs = Names::of(architecture).theirs(weight)?;
-    Some(theirs.name)
+    let file_weight = Names::of(architecture).file_weight(weight)?;
+    Some(file_weight.name)
 }
 
 /// Loads the model in a folder, in f32.
@@ -236,7 +236,7 @@ fn origin(folder: &Path, ignored: &[String]) -> Result<Origin> {
     Ok(Origin {
         config: config_text(folder)?,
         ignored: ignored.to_vec(),
-        generation: match is_there(&generation) {
+        generation: match exists(&generation) {
             true => Some(read(&generation)?),
             false => None,
         },

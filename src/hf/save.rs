@@ -1,8 +1,8 @@
 //! Saving of folders: weights, settings and the tokenizer's files. A reader never finds a mix of two models.
 
-use super::folder::{ADAPTER, INDEX, SINGLE, check_no_adapter, is_there};
-use super::weights::{Names, Theirs};
-use super::written_back;
+use super::folder::{ADAPTER, INDEX, SINGLE, check_no_adapter, exists};
+use super::merged_config;
+use super::weights::{FileWeight, Names};
 use super::{CONFIG, GENERATION};
 use crate::files::{Entry, Staged, read, read_to_string, remove, rename, save_tensors};
 use crate::model::{Origin, TransformerConfig, TransformerLM};
@@ -145,7 +145,7 @@ pub fn save_with(
         .map(|number| folder.join(shard_name(old.next_set(), number, shards.len())))
         .collect();
     let is_stale =
-        !files.iter().any(|(name, _)| *name == GENERATION) && is_there(&folder.join(GENERATION));
+        !files.iter().any(|(name, _)| *name == GENERATION) && exists(&folder.join(GENERATION));
     let mut replacement = Replacement {
         folder,
         paths: &paths,
@@ -181,7 +181,7 @@ pub fn save_with(
 /// use tallow::ops::RotaryPairs;
 ///
 /// # let folder = std::env::temp_dir().join(format!("tallow-check-save-{}", std::process::id()));
-/// let adjacent = TransformerConfig::tiny(); // rotates adjacent pairs, which no family does
+/// let adjacent = TransformerConfig::preset("tiny")?; // rotates adjacent pairs, which no family does
 /// let halves = TransformerConfig { rope_pairs: RotaryPairs::Halves, ..adjacent.clone() };
 /// assert!(hf::check_save(&halves, &folder, &SaveOptions::default()).is_ok());
 /// assert!(hf::check_save(&adjacent, &folder, &SaveOptions::default()).is_err());
@@ -215,10 +215,10 @@ fn files(
     let mut files = Vec::new();
     let mut origin_of_from = None;
     if let Some(from) = &options.from {
-        for name in COPIED.iter().filter(|name| is_there(&from.join(name))) {
+        for name in COPIED.iter().filter(|name| exists(&from.join(name))) {
             files.push((*name, read(&from.join(name))?));
         }
-        let has_settings = is_there(&from.join(CONFIG));
+        let has_settings = exists(&from.join(CONFIG));
         origin_of_from = has_settings
             .then(|| super::origin(from, &options.ignore_keys))
             .transpose()?;
@@ -229,7 +229,7 @@ fn files(
     {
         files.push((GENERATION, generation));
     }
-    let settings = written_back::settings(config, dtype_name(dtype)?, origin)?;
+    let settings = merged_config::settings(config, dtype_name(dtype)?, origin)?;
     files.push((CONFIG, pretty(&settings).into_bytes()));
     Ok(files)
 }
@@ -282,7 +282,7 @@ impl Old {
             .extend(names.iter().filter_map(|name| set_of(name)));
         let is_shard = |name: &String| set_of(name).is_some() || in_index.contains(name);
         let shards = names.into_iter().filter(is_shard);
-        let shards = shards.filter(|name| name != SINGLE && is_there(&folder.join(name)));
+        let shards = shards.filter(|name| name != SINGLE && exists(&folder.join(name)));
         old.shards.extend(shards);
         let others = [SINGLE, INDEX, GENERATION];
         let names = files.iter().map(|(name, _)| *name).chain(others);
@@ -290,7 +290,7 @@ impl Old {
             check_no_link(&folder.join(name))?;
         }
         check_no_adapter(folder)?;
-        let is_new = |name: &str| !is_there(&folder.join(name));
+        let is_new = |name: &str| !exists(&folder.join(name));
         for (name, content) in files.iter().filter(|(name, _)| !is_new(name)) {
             if read(&folder.join(name))? == *content {
                 old.same.insert(name);
@@ -338,12 +338,12 @@ fn indexed(folder: &Path) -> Vec<String> {
         .into_iter()
         .flat_map(Map::values)
         .filter_map(Value::as_str);
-    let is_ours = |name: &&str| {
+    let is_own_shard = |name: &&str| {
         let path = Path::new(name);
         path.file_name() == Some(name.as_ref())
             && path.extension().is_some_and(|end| end == "safetensors")
     };
-    shards.filter(is_ours).map(String::from).collect()
+    shards.filter(is_own_shard).map(String::from).collect()
 }
 
 /// Returns `model-00001-of-00003.safetensors`, or `model-2-00001-of-00003.safetensors` for a second set in the folder.
@@ -394,7 +394,7 @@ impl Replacement<'_> {
         for (shard, path) in shards.iter().zip(self.paths) {
             let file = path.file_name().unwrap_or_default().to_string_lossy();
             for weight in *shard {
-                weight_map.insert(weight.theirs.name.clone(), json!(file));
+                weight_map.insert(weight.file_weight.name.clone(), json!(file));
                 total += weight.bytes();
             }
             let entries = shard.iter().map(|weight| weight.entry(path));
@@ -418,7 +418,7 @@ impl Replacement<'_> {
             self.changed.push(staged);
         }
         let config = self.folder.join(CONFIG);
-        if is_there(&config) {
+        if exists(&config) {
             self.old_config = Some(Staged::new(&config, &read(&config)?)?);
         }
         Ok(())
@@ -451,9 +451,9 @@ impl Replacement<'_> {
         let is_single = self.paths.len() == 1;
         let [single, index] = [SINGLE, INDEX].map(|name| self.folder.join(name));
         let is_switched = match is_single {
-            true => !is_there(&self.paths[0]) && is_there(&single),
+            true => !exists(&self.paths[0]) && exists(&single),
             false => {
-                !is_there(&single)
+                !exists(&single)
                     && indexed(self.folder)
                         .iter()
                         .any(|shard| self.paths.contains(&self.folder.join(shard)))
@@ -462,7 +462,7 @@ impl Replacement<'_> {
         if is_switched {
             return;
         }
-        if !is_single && is_there(&single) {
+        if !is_single && exists(&single) {
             let _ = remove(&index);
         }
         for path in self.paths {
@@ -476,9 +476,9 @@ impl Replacement<'_> {
 
 /// A weight in the files, and the entries that it is made of.
 struct Weight {
-    theirs: Theirs,
+    file_weight: FileWeight,
     /// One entry of this crate, or the three that are one tensor in the files.
-    ours: Vec<Entry>,
+    entries: Vec<Entry>,
     /// Dtype in the file.
     dtype: DType,
 }
@@ -488,15 +488,15 @@ fn weights(model: &TransformerLM, dtype: Option<DType>) -> Vec<Weight> {
     let names = Names::of(model.config().architecture);
     let mut weights: Vec<Weight> = Vec::new();
     for entry in model.entries() {
-        let theirs = names.theirs(&entry.name);
-        let theirs = theirs.unwrap_or_else(|| Theirs::as_here(entry.name.clone()));
+        let file_weight = names.file_weight(&entry.name);
+        let file_weight = file_weight.unwrap_or_else(|| FileWeight::same(entry.name.clone()));
         let mut known = weights.iter_mut().rev();
-        match known.find(|weight| weight.theirs.name == theirs.name) {
-            Some(weight) => weight.ours.push(entry),
+        match known.find(|weight| weight.file_weight.name == file_weight.name) {
+            Some(weight) => weight.entries.push(entry),
             None => weights.push(Weight {
-                theirs,
+                file_weight,
                 dtype: dtype.unwrap_or(entry.tensor.dtype()),
-                ours: vec![entry],
+                entries: vec![entry],
             }),
         }
     }
@@ -522,27 +522,33 @@ fn split(weights: &[Weight], max_bytes: usize) -> Vec<&[Weight]> {
 
 impl Weight {
     fn bytes(&self) -> usize {
-        let ours = self.ours.iter().map(|entry| entry.tensor.elem_count());
-        ours.sum::<usize>() * self.dtype.size_in_bytes()
+        let entries = self.entries.iter().map(|entry| entry.tensor.elem_count());
+        entries.sum::<usize>() * self.dtype.size_in_bytes()
     }
 
     /// Returns the weight as it is saved to `path`: a copy if its layout or dtype differs in the file.
     fn entry(&self, path: &Path) -> Result<Entry> {
-        let tensors: Vec<Tensor> = self.ours.iter().map(|entry| entry.tensor.clone()).collect();
-        let joined = self.theirs.joined(&tensors)?;
-        let tensor = joined.to_dtype(self.dtype)?;
-        let numbers = self.ours[0].numbers;
-        if tensor.dtype() != joined.dtype()
-            && numbers.misfit(&joined)?.is_none()
+        let tensors: Vec<Tensor> = self
+            .entries
+            .iter()
+            .map(|entry| entry.tensor.clone())
+            .collect();
+        let tensor_in_file = self.file_weight.file_tensor(&tensors)?;
+        let tensor = tensor_in_file.to_dtype(self.dtype)?;
+        let numbers = self.entries[0].numbers;
+        if tensor.dtype() != tensor_in_file.dtype()
+            && numbers.misfit(&tensor_in_file)?.is_none()
             && let Some(got) = numbers.misfit(&tensor)?
         {
-            return Err(Error::weight(path, self.theirs.name.clone(), got).must_be(
-                format!("numbers that {} holds", self.dtype.as_str()),
-                "nothing was saved; save it in bf16 or f32",
-            ));
+            return Err(
+                Error::weight(path, self.file_weight.name.clone(), got).must_be(
+                    format!("numbers that {} holds", self.dtype.as_str()),
+                    "nothing was saved; save it in bf16 or f32",
+                ),
+            );
         }
         Ok(Entry {
-            name: self.theirs.name.clone(),
+            name: self.file_weight.name.clone(),
             tensor,
             numbers,
         })

@@ -43,7 +43,7 @@ impl Tokenizer {
         };
         let text = read_to_string(&path)?;
         let parsed = guarded(|| text.parse::<tokenizers::Tokenizer>());
-        let mut inner = parsed.map_err(|e| refuse(format!("it is no tokenizer: {e}")))?;
+        let mut inner = parsed.map_err(|e| refuse(format!("it is not a tokenizer: {e}")))?;
         let whole = inner.with_truncation(None).map(|_| ());
         whole.map_err(|e| refuse(format!("it cuts texts: {e}")))?;
         inner.with_padding(None);

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 /// A weight in the files, and how one of this crate is made from it.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Theirs {
+pub(super) struct FileWeight {
     pub name: String,
     /// Index of its third of the outputs, if the tensor has those of q, k and v one after another.
     pub third: Option<usize>,
@@ -14,9 +14,9 @@ pub(super) struct Theirs {
     pub transposed: bool,
 }
 
-impl Theirs {
+impl FileWeight {
     /// A weight with the same layout in the files.
-    pub fn as_here(name: String) -> Self {
+    pub fn same(name: String) -> Self {
         Self::new(name, Same, true)
     }
 
@@ -25,16 +25,16 @@ impl Theirs {
         Self {
             name,
             third: match kind {
-                Third(third) => Some(third),
-                Same | Turned => None,
+                TransposedThird(third) => Some(third),
+                Same | Transposed => None,
             },
             transposed: is_matrix && kind != Same,
         }
     }
 
     /// Returns the shape in the files of a weight with this crate's shape.
-    pub fn shape(&self, ours: &[usize]) -> Vec<usize> {
-        let mut shape = ours.to_vec();
+    pub fn shape(&self, own_shape: &[usize]) -> Vec<usize> {
+        let mut shape = own_shape.to_vec();
         if let (Some(_), Some(outputs)) = (self.third, shape.first_mut()) {
             *outputs = outputs.saturating_mul(3);
         }
@@ -45,17 +45,17 @@ impl Theirs {
     }
 
     /// Returns this crate's weight, from the tensor in the files.
-    pub fn part_of(&self, theirs: &Tensor) -> Result<Tensor> {
-        let whole = match self.transposed {
-            true => theirs.t()?,
-            false => theirs.clone(),
+    pub fn own_weight(&self, file_tensor: &Tensor) -> Result<Tensor> {
+        let full = match self.transposed {
+            true => file_tensor.t()?,
+            false => file_tensor.clone(),
         };
         let part = match self.third {
             Some(third) => {
-                let outputs = whole.dim(0)? / 3;
-                whole.narrow(0, third * outputs, outputs)?
+                let outputs = full.dim(0)? / 3;
+                full.narrow(0, third * outputs, outputs)?
             }
-            None => whole,
+            None => full,
         };
         // A copy: a view would keep the whole tensor alive.
         match self.transposed || self.third.is_some() {
@@ -65,14 +65,14 @@ impl Theirs {
     }
 
     /// Returns the tensor in the files, from one or three weights of this crate.
-    pub fn joined(&self, ours: &[Tensor]) -> Result<Tensor> {
-        let whole = match ours {
+    pub fn file_tensor(&self, own_weights: &[Tensor]) -> Result<Tensor> {
+        let full = match own_weights {
             [one] => one.clone(),
             thirds => Tensor::cat(thirds, 0)?,
         };
         match self.transposed {
-            true => Ok(whole.t()?.contiguous()?),
-            false => Ok(whole),
+            true => Ok(full.t()?.contiguous()?),
+            false => Ok(full),
         }
     }
 }
@@ -86,11 +86,11 @@ enum Kind {
     /// Stored as in this crate.
     Same,
     /// Transposed: (in, out).
-    Turned,
+    Transposed,
     /// Transposed, and only this third of the outputs.
-    Third(usize),
+    TransposedThird(usize),
 }
-use Kind::{Same, Third, Turned};
+use Kind::{Same, Transposed, TransposedThird};
 
 pub(super) struct Names {
     /// The prefix of all names but the head's; files of a base model omit it.
@@ -155,13 +155,13 @@ const GPT2: Names = Names {
     ],
     parts: &[
         ("ln1", "ln_1", Same),
-        ("attn.q_proj", "attn.c_attn", Third(0)),
-        ("attn.k_proj", "attn.c_attn", Third(1)),
-        ("attn.v_proj", "attn.c_attn", Third(2)),
-        ("attn.output_proj", "attn.c_proj", Turned),
+        ("attn.q_proj", "attn.c_attn", TransposedThird(0)),
+        ("attn.k_proj", "attn.c_attn", TransposedThird(1)),
+        ("attn.v_proj", "attn.c_attn", TransposedThird(2)),
+        ("attn.output_proj", "attn.c_proj", Transposed),
         ("ln2", "ln_2", Same),
-        ("ffn.w1", "mlp.c_fc", Turned),
-        ("ffn.w2", "mlp.c_proj", Turned),
+        ("ffn.w1", "mlp.c_fc", Transposed),
+        ("ffn.w2", "mlp.c_proj", Transposed),
     ],
     tables: &[".attn.bias", ".attn.masked_bias"],
 };
@@ -179,34 +179,34 @@ impl Names {
     }
 
     /// Returns the weight in the files: `model.layers.3.mlp.up_proj.weight` for `layers.3.ffn.w3.weight`.
-    pub fn theirs(&self, ours: &str) -> Option<Theirs> {
-        if ours == HEAD {
-            return Some(Theirs::as_here(ours.into()));
+    pub fn file_weight(&self, own_name: &str) -> Option<FileWeight> {
+        if own_name == HEAD {
+            return Some(FileWeight::same(own_name.into()));
         }
         let prefix = self.prefix;
-        let (layer, tensor) = ours.rsplit_once('.')?;
+        let (layer, tensor) = own_name.rsplit_once('.')?;
         let is_matrix = tensor == "weight";
-        if let Some((_, theirs, kind)) = self.ends.iter().find(|(name, ..)| *name == layer) {
-            let name = format!("{prefix}{theirs}.{tensor}");
-            return Some(Theirs::new(name, *kind, is_matrix));
+        if let Some((_, file_layer, kind)) = self.ends.iter().find(|(name, ..)| *name == layer) {
+            let name = format!("{prefix}{file_layer}.{tensor}");
+            return Some(FileWeight::new(name, *kind, is_matrix));
         }
         let (number, part) = in_block(layer.strip_prefix("layers.")?)?;
-        let (_, theirs, kind) = self.parts.iter().find(|(name, ..)| *name == part)?;
-        let name = format!("{prefix}{}{number}.{theirs}.{tensor}", self.blocks);
-        Some(Theirs::new(name, *kind, is_matrix))
+        let (_, file_layer, kind) = self.parts.iter().find(|(name, ..)| *name == part)?;
+        let name = format!("{prefix}{}{number}.{file_layer}.{tensor}", self.blocks);
+        Some(FileWeight::new(name, *kind, is_matrix))
     }
 
     /// Returns the weights of this crate that a tensor in the files contains; empty if it is not the model's.
-    pub fn ours(&self, theirs: &str) -> Vec<String> {
-        if theirs == HEAD {
-            return vec![theirs.into()];
+    pub fn own_names(&self, file_name: &str) -> Vec<String> {
+        if file_name == HEAD {
+            return vec![file_name.into()];
         }
         let found = || {
-            let name = theirs.strip_prefix(self.prefix).unwrap_or(theirs);
+            let name = file_name.strip_prefix(self.prefix).unwrap_or(file_name);
             let (layer, tensor) = name.rsplit_once('.')?;
             let all = |rows: &[Row], layer: &str, before: &str| {
                 let rows = rows.iter().filter(|(_, name, _)| *name == layer);
-                let names = rows.map(|(ours, ..)| format!("{before}{ours}.{tensor}"));
+                let names = rows.map(|(own_layer, ..)| format!("{before}{own_layer}.{tensor}"));
                 names.collect()
             };
             match layer.strip_prefix(self.blocks) {
@@ -221,8 +221,8 @@ impl Names {
     }
 
     /// Returns whether a tensor in the files is a table that older versions of `transformers` wrote, not a weight.
-    pub fn is_table(&self, theirs: &str) -> bool {
-        self.tables.iter().any(|end| theirs.ends_with(end))
+    pub fn is_table(&self, file_name: &str) -> bool {
+        self.tables.iter().any(|end| file_name.ends_with(end))
     }
 }
 

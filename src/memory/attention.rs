@@ -199,7 +199,7 @@ pub fn attention_breakdown(
     let w = workload;
     let shape @ [b, h, t, dh] = w.shape();
     let (head_dim, of_head_dim) = other_head_dim(dh);
-    breakdown(Layer {
+    breakdown(LayerEstimate {
         workload: w,
         forward: AttentionWorkload::forward,
         kernels,
@@ -352,7 +352,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     let width = attention.dtype.size_in_bytes();
     let dh = attention.head_dim;
     let (head_dim, of_head_dim) = other_head_dim(dh);
-    breakdown(Layer {
+    breakdown(LayerEstimate {
         workload: w,
         forward: SelfAttentionWorkload::forward,
         kernels: Kernels::Cpu,
@@ -379,7 +379,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     })
 }
 
-struct Layer<'a, W> {
+struct LayerEstimate<'a, W> {
     workload: &'a W,
     forward: fn(&W) -> Result<Tensor>,
     kernels: Kernels,
@@ -394,7 +394,7 @@ struct Layer<'a, W> {
 ///
 /// # Errors
 /// Those of forward.
-fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
+fn breakdown<W>(layer: LayerEstimate<'_, W>) -> Result<MemoryBreakdown> {
     let of = |workload: &W| traced(layer.kernels, true, || (layer.forward)(workload));
     let is_addressable =
         |times: f64| layer.largest * times * (size_of::<f64>() as f64) < isize::MAX as f64;
@@ -409,7 +409,7 @@ fn breakdown<W>(layer: Layer<'_, W>) -> Result<MemoryBreakdown> {
         (Graph::default(), Letters::default(), lifetimes)
     };
     let mut breakdown = letters.breakdown(&graph, layer.sizes, &lifetimes);
-    for part in &mut breakdown.parts {
+    for part in &mut breakdown.terms {
         if part.kind == MemoryKind::Logits {
             part.kind = MemoryKind::Activations; // a layer has no logits
         }

@@ -83,18 +83,20 @@ pub struct MemoryBreakdown {
     /// The sizes that the letters in formulas stand for.
     pub sizes: String,
     /// The terms; their sum is the peak.
-    pub parts: Vec<Part>,
+    #[serde(rename = "parts")]
+    pub terms: Vec<Term>,
     /// Bytes alive when backward begins: inputs, weights, and what forward saves. Some of it is freed before the peak.
     pub before_backward_bytes: u64,
 }
 
 /// A term: `count` buffers of one size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Part {
+pub struct Term {
     /// The use of the buffers.
     pub kind: MemoryKind,
     /// The name of the buffers.
-    pub what: Cow<'static, str>,
+    #[serde(rename = "what")]
+    pub name: Cow<'static, str>,
     /// Number of elements of one buffer, as a formula.
     pub formula: Cow<'static, str>,
     /// Number of buffers: one a layer, for example.
@@ -106,39 +108,39 @@ pub struct Part {
 }
 
 impl MemoryBreakdown {
-    /// Creates a breakdown. Parts of kinds that forward allocates count as alive when backward begins.
-    pub(super) fn new(sizes: String, parts: Vec<Part>) -> Self {
-        let of_forward = parts
+    /// Creates a breakdown. Terms of kinds that forward allocates count as alive when backward begins.
+    pub(super) fn new(sizes: String, terms: Vec<Term>) -> Self {
+        let of_forward = terms
             .iter()
-            .filter(|part| part.kind < MemoryKind::Gradients);
+            .filter(|term| term.kind < MemoryKind::Gradients);
         Self {
             sizes,
             before_backward_bytes: sum_bytes(of_forward),
-            parts,
+            terms,
         }
     }
 
     /// Returns the bytes of all terms of this kind.
     pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
-        sum_bytes(self.parts.iter().filter(|part| part.kind == kind))
+        sum_bytes(self.terms.iter().filter(|term| term.kind == kind))
     }
 
     /// Returns the peak, in bytes: the sum of all terms.
     pub fn peak_bytes(&self) -> u64 {
-        sum_bytes(&self.parts)
+        sum_bytes(&self.terms)
     }
 
     /// Returns the terms as a table with their formulas, the sum in the last row.
     pub fn report(&self) -> Report {
-        let parts = self.parts.iter().map(|part| {
-            let (kind, what, formula) = (part.kind.name(), &part.what, &part.formula);
+        let terms = self.terms.iter().map(|term| {
+            let (kind, what, formula) = (term.kind.name(), &term.name, &term.formula);
             json!([
                 kind,
                 what,
-                part.count,
+                term.count,
                 formula,
-                part.element_bytes,
-                part.bytes
+                term.element_bytes,
+                term.bytes
             ])
         });
         let sum = json!(["sum", "", "", "", "", self.peak_bytes()]);
@@ -152,28 +154,28 @@ impl MemoryBreakdown {
         ];
         Report {
             notes: vec![format!("{}.", self.sizes)],
-            ..Report::table(columns, parts.chain([sum]))
+            ..Report::table(columns, terms.chain([sum]))
         }
     }
 }
 
-fn sum_bytes<'a>(parts: impl IntoIterator<Item = &'a Part>) -> u64 {
-    let bytes = parts.into_iter().map(|part| part.bytes);
+fn sum_bytes<'a>(terms: impl IntoIterator<Item = &'a Term>) -> u64 {
+    let bytes = terms.into_iter().map(|term| term.bytes);
     bytes.fold(0, u64::saturating_add)
 }
 
-impl Part {
+impl Term {
     /// Creates a term of one buffer. Elements are counted in f64: exact to 2^53, without overflow beyond.
     pub(super) fn new(
         kind: MemoryKind,
-        what: impl Into<Cow<'static, str>>,
+        name: impl Into<Cow<'static, str>>,
         formula: impl Into<Cow<'static, str>>,
         elements: f64,
         element_bytes: usize,
     ) -> Self {
         Self {
             kind,
-            what: what.into(),
+            name: name.into(),
             formula: formula.into(),
             count: 1,
             element_bytes,
@@ -186,10 +188,10 @@ impl Part {
 impl fmt::Display for MemoryBreakdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.sizes)?;
-        for (i, part) in self.parts.iter().enumerate() {
+        for (i, term) in self.terms.iter().enumerate() {
             let plus = if i == 0 { "" } else { " + " };
-            let mib = format_mib(part.bytes);
-            write!(f, "{plus}{} {} {mib}", part.what, part.formula)?;
+            let mib = format_mib(term.bytes);
+            write!(f, "{plus}{} {} {mib}", term.name, term.formula)?;
         }
         write!(f, " = {}", format_mib(self.peak_bytes()))
     }
@@ -199,17 +201,17 @@ impl fmt::Display for MemoryBreakdown {
 /// configuration that does not fit. Returns `None` if a smaller power of two has no breakdown.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown, smallest_beyond};
+/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown, smallest_not_fitting};
 ///
 /// let breakdown = |sequence_length| {
 ///     let workload = AttentionWorkload { sequence_length, ..Default::default() };
 ///     attention_breakdown(&workload, Kernels::Cuda).ok()
 /// };
-/// let (sequence_length, breakdown) = smallest_beyond(16 << 30, breakdown).unwrap();
+/// let (sequence_length, breakdown) = smallest_not_fitting(16 << 30, breakdown).unwrap();
 /// assert_eq!(sequence_length, 32_768);
 /// assert!(breakdown.peak_bytes() > 16 << 30);
 /// ```
-pub fn smallest_beyond(
+pub fn smallest_not_fitting(
     available_bytes: u64,
     breakdown: impl Fn(usize) -> Option<MemoryBreakdown>,
 ) -> Option<(usize, MemoryBreakdown)> {

@@ -1,8 +1,8 @@
 //! The memory of a pass or step, estimated from its sizes alone.
 
 use super::letters::Letters;
-use super::lifetimes::{Buffer, Lifetimes, What, elements};
-use super::workload::{self, Mode, Workload, check_pass, optimizer_state, place, reaching};
+use super::lifetimes::{Buffer, BufferName, Lifetimes, elements};
+use super::workload::{self, Mode, Workload, check_pass, optimizer_state, place, with_context_of};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
@@ -27,11 +27,12 @@ use std::fmt;
 /// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, the input and output of every op once each.
 /// - Half precision throughout: the same number of elements in half precision, except that S and the N of the norms
 ///   stay f32. The rotary tables add `L 2 T D / H` in f32.
-/// - Autocast: the residual stream, the outputs of the norms and the second operands of sums are f32,
-///   `L (6 N D + 2 N) + 2 N D + N`. Everything between is half precision, `L (14 N D + 3 N F) + N D`: the norms' outputs a second time,
-///   and the outputs of both branches. S is as above, and all layers share tables, `T D / H`. In addition there are
-///   casts of the linear weights, 2 bytes a weight. They live until the graph is freed or, without a graph, until the
-///   region ends. With casts dropped, they live until their op is done, and each layer has its own tables, as above.
+/// - Autocast: the residual stream, the outputs of the norms and the second operands of sums are f32:
+///   `L (6 N D + 2 N) + 2 N D + N`. Everything between is half precision, `L (14 N D + 3 N F) + N D`: the norms'
+///   outputs a second time, and the outputs of both branches. S is as above, and all layers share tables, `T D / H`. In
+///   addition there are casts of the linear weights, 2 bytes a weight. They live until the graph is freed or, without a
+///   graph, until the region ends. With casts dropped, they live until their op is done, and each layer has its own
+///   tables, as above.
 ///
 /// For [GPT-2](crate::nn::Architecture::Gpt2) in f32 the formula is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`. For
 /// [Gemma 2](crate::nn::Architecture::Gemma2) there is no formula, only the trace.
@@ -90,17 +91,17 @@ pub struct Estimate {
 /// use tallow::precision::Precision;
 ///
 /// let workload = Workload { batch_size: 4, sequence_length: 256, mode: Mode::TrainStep, ..Default::default() };
-/// let plan = estimate(&TransformerConfig::small(), &workload)?;
+/// let plan = estimate(&TransformerConfig::preset("small")?, &workload)?;
 /// assert_eq!(plan.parameter_bytes, 4 * 128_625_408);
 /// assert!(plan.peak_bytes > 4 * plan.parameter_bytes);
 ///
 /// // Flash attention keeps 12 layers of two numbers for each of (4, 12, 256) in place of (4, 12, 256, 256).
 /// let flash = Workload { attention: Algorithm::Flash, ..workload.clone() };
-/// let saved_bytes = plan.activation_bytes - estimate(&TransformerConfig::small(), &flash)?.activation_bytes;
+/// let saved_bytes = plan.activation_bytes - estimate(&TransformerConfig::preset("small")?, &flash)?.activation_bytes;
 /// assert_eq!(saved_bytes, 4 * 12 * 4 * 12 * 256 * (256 - 2));
 ///
 /// // Autocast copies every linear weight: all but the embeddings and the norms.
-/// let bf16 = estimate(&TransformerConfig::small(), &Workload { precision: Precision::BF16, ..workload })?;
+/// let bf16 = estimate(&TransformerConfig::preset("small")?, &Workload { precision: Precision::BF16, ..workload })?;
 /// assert_eq!(bf16.weight_cast_bytes, 2 * (128_625_408 - 10_000 * 768 - 25 * 768));
 /// println!("{bf16}");
 /// # Ok::<(), tallow::Error>(())
@@ -116,7 +117,7 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
         true => workload::letters(config, workload, &graph),
         false => Letters::default(),
     };
-    let parameters = reaching(config, workload.sequence_length).num_parameters() as f64;
+    let parameters = with_context_of(config, workload.sequence_length).num_parameters() as f64;
     let parameter_bytes = parameters * workload.precision.parameter_dtype().size_in_bytes() as f64;
     let sizes = workload::sizes(config, workload);
     let breakdown = letters.breakdown(&graph, sizes, &lifetimes);
@@ -197,15 +198,15 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
         let width = value.dtype.size_in_bytes();
         match value.source {
             Source::Weight(_) => {
-                add(MemoryKind::Weights, What::Weight(ValueId(i)), width);
+                add(MemoryKind::Weights, BufferName::Weight(ValueId(i)), width);
                 if mode == Mode::TrainStep {
                     for (what, width) in optimizer_state(width, Moments::Wide) {
-                        add(MemoryKind::Optimizer, What::Named(what), width);
+                        add(MemoryKind::Optimizer, BufferName::Named(what), width);
                     }
                 }
             }
-            Source::Input(_) => add(MemoryKind::Inputs, What::Named("inputs"), width),
-            Source::Constant => add(MemoryKind::Inputs, What::Named("constants"), width),
+            Source::Input(_) => add(MemoryKind::Inputs, BufferName::Named("inputs"), width),
+            Source::Constant => add(MemoryKind::Inputs, BufferName::Named("constants"), width),
             Source::Node => {}
         }
     }

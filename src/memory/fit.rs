@@ -21,7 +21,7 @@ const LARGEST: usize = usize::MAX / 4 + 1;
 ///
 /// let f32 = Workload { sequence_length: 512, ..Default::default() };
 /// let bf16 = Workload { precision: Precision::BF16, ..f32.clone() };
-/// let config = TransformerConfig { context_length: 512, ..TransformerConfig::small() };
+/// let config = TransformerConfig { context_length: 512, ..TransformerConfig::preset("small")? };
 /// assert_eq!(largest_batch_size(&config, &f32, 16 << 30)?, Some(21));
 /// assert_eq!(largest_batch_size(&config, &bf16, 16 << 30)?, Some(28));
 /// assert_eq!(largest_batch_size(&config, &bf16, 1 << 30)?, None); // weights, gradients and AdamW's two are 2 GiB
@@ -49,21 +49,21 @@ pub fn largest_batch_size(
 ///
 /// ```
 /// use tallow::attention::Algorithm;
-/// use tallow::memory::{Workload, smallest_sequence_beyond};
+/// use tallow::memory::{Workload, smallest_sequence_not_fitting};
 /// use tallow::model::TransformerConfig;
 ///
 /// let naive = Workload { batch_size: 4, ..Default::default() };
 /// let flash = Workload { attention: Algorithm::Flash, ..naive.clone() };
-/// let config = TransformerConfig::small();
+/// let config = TransformerConfig::preset("small")?;
 /// // Kernels' scratch grows with the threads: with two, 1,806 and 3,475.
-/// assert!((1_600..1_850).contains(&smallest_sequence_beyond(&config, &naive, 16 << 30)?));
-/// assert!((3_300..3_550).contains(&smallest_sequence_beyond(&config, &flash, 16 << 30)?));
+/// assert!((1_600..1_850).contains(&smallest_sequence_not_fitting(&config, &naive, 16 << 30)?));
+/// assert!((3_300..3_550).contains(&smallest_sequence_not_fitting(&config, &flash, 16 << 30)?));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
 /// Those of [`estimate`](crate::memory::estimate()).
-pub fn smallest_sequence_beyond(
+pub fn smallest_sequence_not_fitting(
     config: &TransformerConfig,
     workload: &Workload,
     available_bytes: u64,
@@ -87,7 +87,7 @@ pub fn smallest_sequence_beyond(
 /// use tallow::model::TransformerConfig;
 ///
 /// // The largest batch of planned steps on a GPU, which need not be there.
-/// let config = TransformerConfig::small();
+/// let config = TransformerConfig::preset("small")?;
 /// let batch_size = largest_that_fits(8 << 30, |batch_size| {
 ///     let batch = Batch::meta(batch_size, 256)?;
 ///     let (plan, _) = Step::plan_for_model(Target::Cuda, &config, &StepConfig::default(), batch)?;
@@ -145,7 +145,7 @@ fn peak_bytes(config: &TransformerConfig, workload: &Workload) -> Result<f64> {
 /// use tallow::model::TransformerConfig;
 /// use tallow::nn::Checkpointing;
 ///
-/// let config = TransformerConfig { context_length: 1024, ..TransformerConfig::medium() };
+/// let config = TransformerConfig { context_length: 1024, ..TransformerConfig::preset("medium")? };
 /// let workload = Workload { batch_size: 4, sequence_length: 1024, ..Default::default() };
 /// let within = |gib: u64| recommend(&config, &workload, gib << 30);
 /// assert_eq!(within(24)?, Some(Checkpointing::None));
@@ -192,12 +192,12 @@ pub fn recommend(
 /// peak in bytes.
 ///
 /// ```
-/// use tallow::memory::{Workload, most_frugal, recommend};
+/// use tallow::memory::{Workload, least_memory_checkpointing, recommend};
 /// use tallow::model::TransformerConfig;
 ///
-/// let config = TransformerConfig::medium();
+/// let config = TransformerConfig::preset("medium")?;
 /// let workload = Workload { batch_size: 4, sequence_length: 256, ..Default::default() };
-/// let (_, peak_bytes) = most_frugal(&config, &workload)?;
+/// let (_, peak_bytes) = least_memory_checkpointing(&config, &workload)?;
 /// assert!(recommend(&config, &workload, peak_bytes)?.is_some());
 /// assert_eq!(recommend(&config, &workload, peak_bytes - 1)?, None);
 /// # Ok::<(), tallow::Error>(())
@@ -205,7 +205,7 @@ pub fn recommend(
 ///
 /// # Errors
 /// Those of [`estimate`](crate::memory::estimate()).
-pub fn most_frugal(
+pub fn least_memory_checkpointing(
     config: &TransformerConfig,
     workload: &Workload,
 ) -> Result<(Checkpointing, u64)> {

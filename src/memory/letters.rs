@@ -4,8 +4,8 @@
 //! tell which sizes are its factors. Letters therefore follow from dependencies, never from numbers that happen to be
 //! equal.
 
-use super::lifetimes::{Buffer, Formula, Lifetimes, What};
-use super::{MemoryBreakdown, MemoryKind, Part};
+use super::lifetimes::{Buffer, BufferName, Formula, Lifetimes};
+use super::{MemoryBreakdown, MemoryKind, Term};
 use crate::graph::{Graph, Source, TraceEvent, ValueId};
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -76,7 +76,7 @@ impl Letters {
             };
             let mut dim = *dim;
             for letter in &self.letters {
-                while let Some(rest) = without(letter, dim, other) {
+                while let Some(rest) = divided_by(letter, dim, other) {
                     (dim, other) = rest;
                     number /= letter.size as f64;
                     match found.iter_mut().find(|(name, _)| *name == letter.name) {
@@ -101,7 +101,7 @@ impl Letters {
 }
 
 /// Divides a dimension, here and in the other trace, by a letter; `None` if the letter is not a factor of it.
-fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> {
+fn divided_by(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> {
     let mut grown = other;
     let mut here = dim;
     for (prime, power) in &letter.by {
@@ -124,7 +124,7 @@ fn without(letter: &Letter, dim: usize, other: usize) -> Option<(usize, usize)> 
     Some((here, grown))
 }
 
-type Term = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
+type TermKey = (MemoryKind, Cow<'static, str>, Cow<'static, str>, usize, u64);
 
 impl Letters {
     /// Returns the peak of a pass as terms: equal buffers are one term.
@@ -135,10 +135,10 @@ impl Letters {
         lifetimes: &Lifetimes,
     ) -> MemoryBreakdown {
         let after_forward_bytes: f64 = lifetimes.after_forward.iter().map(Buffer::bytes).sum();
-        let mut places: HashMap<Term, usize> = HashMap::new();
-        let mut terms: Vec<(Part, f64)> = Vec::new();
+        let mut places: HashMap<TermKey, usize> = HashMap::new();
+        let mut terms: Vec<(Term, f64)> = Vec::new();
         for buffer in &lifetimes.at_peak {
-            let what = named(graph, buffer.what);
+            let what = named(graph, buffer.name);
             let formula: Cow<'static, str> = match buffer.formula {
                 Formula::Letters(letters) => letters.into(),
                 Formula::Of(id) => self.formula(graph, id).into(),
@@ -153,17 +153,17 @@ impl Letters {
             );
             let place = *places.entry(term).or_insert(terms.len());
             match terms.get_mut(place) {
-                Some((part, _)) => part.count += 1,
+                Some((term, _)) => term.count += 1,
                 None => terms.push((
-                    Part::new(kind, what, formula, elements, width),
+                    Term::new(kind, what, formula, elements, width),
                     buffer.bytes(),
                 )),
             }
         }
-        terms.sort_by_key(|(part, _)| part.kind); // stable: within a kind, in order of allocation
-        let parts = terms.into_iter().map(|(part, bytes)| Part {
-            bytes: (part.count as f64 * bytes) as u64, // saturates
-            ..part
+        terms.sort_by_key(|(term, _)| term.kind); // stable: within a kind, in order of allocation
+        let parts = terms.into_iter().map(|(term, bytes)| Term {
+            bytes: (term.count as f64 * bytes) as u64, // saturates
+            ..term
         });
         MemoryBreakdown {
             before_backward_bytes: after_forward_bytes as u64, // saturates
@@ -172,14 +172,14 @@ impl Letters {
     }
 }
 
-fn named(graph: &Graph, what: What) -> Cow<'static, str> {
+fn named(graph: &Graph, what: BufferName) -> Cow<'static, str> {
     match what {
-        What::Named(name) => name.into(),
-        What::Weight(id) => match &graph.value(id).source {
+        BufferName::Named(name) => name.into(),
+        BufferName::Weight(id) => match &graph.value(id).source {
             Source::Weight(name) if !name.is_empty() => without_numbers(name).into(),
             _ => "a weight".into(),
         },
-        What::Output(event) => match graph.events.get(event) {
+        BufferName::Output(event) => match graph.events.get(event) {
             Some(TraceEvent::Node(node)) => {
                 let parts = node.path.split('/').map(without_numbers);
                 let parts: Vec<String> = parts.collect();

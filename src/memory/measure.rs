@@ -115,7 +115,7 @@ pub struct Measured {
 /// [`Error::Order`] in a binary without a [`Tracker`](tracker::Tracker); [`Error::OutOfMemory`] if the estimate exceeds
 /// the available memory; the errors of `estimate` and of the run.
 pub fn measure(config: &TransformerConfig, workload: &Workload) -> Result<Measured> {
-    check_room(config, workload)?;
+    check_available(config, workload)?;
     ops::reserve_scratch(workload.precision.dtype() != DType::F32)?;
     let before = current_bytes()?;
     let mut step = step(config, workload)?;
@@ -150,7 +150,7 @@ fn current_bytes() -> Result<u64> {
 }
 
 /// Refuses a run that does not fit, which the system would end by killing the process.
-fn check_room(config: &TransformerConfig, workload: &Workload) -> Result<()> {
+fn check_available(config: &TransformerConfig, workload: &Workload) -> Result<()> {
     let wanted_bytes = estimate(config, workload)?.peak_bytes;
     hardware::check_available("memory::measure", wanted_bytes, hardware::available_bytes())
 }

@@ -1,7 +1,7 @@
 //! The memory of plans: of any plan, and of plans of attention or a self-attention layer.
 
 use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
-use super::{AttentionWorkload, Kernels, MemoryBreakdown, Part, SelfAttentionWorkload};
+use super::{AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, Term};
 use crate::attention::Algorithm;
 use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
 use crate::{Error, Result, hardware};
@@ -61,36 +61,36 @@ pub fn planned_attention_breakdown(
             "the rest of the arena: dq, dk, dv, gradients of scores",
         ),
         (Algorithm::Flash, _) => (
-            "a number a query; in half precision, what rounding took from out",
+            "log-sum-exp; in half precision, rounding error of out",
             "BHT + ..",
             "the rest of the arena: dq, dk, dv and, on a GPU, dq's sums",
         ),
     };
     let kept = kept as f64 / kept_width as f64;
     let inputs_name = "q, k, v and out's gradient";
-    let mut parts = vec![
-        Part::new(Inputs, inputs_name, "4BHTDh", elements(inputs), width),
-        Part::new(Activations, kept_name, kept_formula, kept, kept_width),
-        Part::new(
+    let mut terms = vec![
+        Term::new(Inputs, inputs_name, "4BHTDh", elements(inputs), width),
+        Term::new(Activations, kept_name, kept_formula, kept, kept_width),
+        Term::new(
             Activations,
             "out and sums of its rows",
             "BHTDh + ..",
             elements(out),
             width,
         ),
-        Part::new(Scratch, rest_name, "3BHTDh + ..", elements(rest), width),
+        Term::new(Scratch, rest_name, "3BHTDh + ..", elements(rest), width),
     ];
     if kernels == Kernels::Cpu {
-        parts.extend(plan.kernel_workspace().map(|workspace| {
+        terms.extend(plan.kernel_workspace().map(|workspace| {
             let (elements, width) = (workspace.elements, workspace.element_bytes);
-            Part::new(Scratch, workspace.what, workspace.formula, elements, width)
+            Term::new(Scratch, workspace.what, workspace.formula, elements, width)
         }));
     } else if plan.workspace_bytes() > 0 {
         // It is allocated before backward too.
         let bytes = plan.workspace_bytes() as f64;
-        parts.push(Part::new(Activations, "workspace", "32 Mi", bytes, 1));
+        terms.push(Term::new(Activations, "workspace", "32 Mi", bytes, 1));
     }
-    Ok(MemoryBreakdown::new(w.sizes(), parts))
+    Ok(MemoryBreakdown::new(w.sizes(), terms))
 }
 
 /// Returns the peak memory of forward and [backward](Step::forward_backward_from) of a planned [`Step`] of a
@@ -133,22 +133,22 @@ pub fn planned_self_attention_breakdown(
     let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let rest_name = "the rest of the arena: gradients, scratch";
-    let parts = vec![
-        Part::new(Weights, "weights", "4D^2", weights, 4),
-        Part::new(Inputs, "x", "BTD", x_elements, 4),
-        Part::new(Inputs, "out's gradient", "BTD", x_elements, width),
-        Part::new(
+    let terms = vec![
+        Term::new(Weights, "weights", "4D^2", weights, 4),
+        Term::new(Inputs, "x", "BTD", x_elements, 4),
+        Term::new(Inputs, "out's gradient", "BTD", x_elements, width),
+        Term::new(
             Activations,
-            "what backward reads",
+            "saved for backward",
             "of the arena",
             kept as f64,
             1,
         ),
-        Part::new(Scratch, rest_name, "", rest as f64, 1),
+        Term::new(Scratch, rest_name, "", rest as f64, 1),
     ];
     Ok(MemoryBreakdown::new(
         format!("B {b}, T {t}, D {d}, H {h}"),
-        parts,
+        terms,
     ))
 }
 
@@ -168,7 +168,7 @@ pub fn planned_self_attention_breakdown(
 /// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), own);
 /// let config = StepConfig { ranks, ..Default::default() };
 /// let batch = Batch::meta(4, 256)?;
-/// let (plan, _) = Step::plan_for_model(Target::Cuda, &TransformerConfig::small(), &config, batch)?;
+/// let (plan, _) = Step::plan_for_model(Target::Cuda, &TransformerConfig::preset("small")?, &config, batch)?;
 /// let breakdown = planned_breakdown(&plan);
 /// assert_eq!(breakdown.peak_bytes(), plan.total_bytes());
 /// let state = breakdown.bytes_of(MemoryKind::Optimizer);
@@ -181,7 +181,7 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     let moment = plan.max_live_call();
     let is_alive = |buffer: &&Buffer| buffer.live.contains(&moment);
     let mut in_arena = 0;
-    let mut parts = Vec::new();
+    let mut terms = Vec::new();
     for category in Category::ALL {
         let of_category = || buffers().filter(|buffer| buffer.category == category);
         let elsewhere = of_category().filter(|buffer| !buffer.is_in_arena());
@@ -196,25 +196,25 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
         for (bytes, place) in [(elsewhere, "its own memory"), (alive, "of the arena")] {
             if bytes > 0 {
                 let (kind, what) = (kind_of(category), category.name());
-                parts.push(Part::new(kind, what, place, bytes as f64, 1));
+                terms.push(Term::new(kind, what, place, bytes as f64, 1));
             }
         }
     }
     let rest = plan.peak_bytes().saturating_sub(in_arena) as f64;
     let workspace = plan.workspace_bytes() as f64;
-    let rest_name = "what nothing needs at that call";
-    parts.push(Part::new(Scratch, rest_name, "of the arena", rest, 1));
-    parts.push(Part::new(
+    let rest_name = "unused at the peak";
+    terms.push(Term::new(Scratch, rest_name, "of the arena", rest, 1));
+    terms.push(Term::new(
         Scratch,
         "workspace",
-        "beside the arena",
+        "outside the arena",
         workspace,
         1,
     ));
-    let beside_arena = plan.total_bytes() - plan.peak_bytes();
+    let outside_arena = plan.total_bytes() - plan.peak_bytes();
     MemoryBreakdown {
-        before_backward_bytes: beside_arena + plan.live_bytes_before(plan.backward_begins()),
-        ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), parts)
+        before_backward_bytes: outside_arena + plan.live_bytes_before(plan.backward_begins()),
+        ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), terms)
     }
 }
 

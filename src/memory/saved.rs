@@ -12,7 +12,7 @@ pub struct SavedTensor {
     /// The path of the op that makes it, `layers.0/attn/q_proj/linear`; a parameter's name.
     pub path: String,
     /// The outermost module around the op, `layers.0`; outside of modules, the op's name.
-    pub block: String,
+    pub module: String,
     /// The op's name; empty for a parameter.
     pub op: &'static str,
     /// `output`, `parameter`, or the op's name for what it saves in addition to its output: `probabilities`, `lse`.
@@ -59,14 +59,14 @@ impl SavedTensors {
         parameters.map(|tensor| tensor.bytes).sum()
     }
 
-    /// Returns name, number and bytes of the residuals of each part of the model ([`SavedTensor::block`]), in the order
+    /// Returns name, number and bytes of the residuals of each part of the model ([`SavedTensor::module`]), in the order
     /// of forward.
-    pub fn by_block(&self) -> Vec<(String, usize, u64)> {
+    pub fn by_module(&self) -> Vec<(String, usize, u64)> {
         let mut sums: Vec<(String, usize, u64)> = Vec::new();
-        for SavedTensor { block, bytes, .. } in self.residuals() {
-            match sums.iter_mut().find(|(known, ..)| known == block) {
+        for SavedTensor { module, bytes, .. } in self.residuals() {
+            match sums.iter_mut().find(|(known, ..)| known == module) {
                 Some((_, count, sum)) => (*count, *sum) = (*count + 1, *sum + bytes),
-                None => sums.push((block.clone(), 1, *bytes)),
+                None => sums.push((module.clone(), 1, *bytes)),
             }
         }
         sums
@@ -98,8 +98,8 @@ impl SavedTensors {
             self.residuals().count(),
             self.residual_bytes(),
         );
-        let sums = self.by_block().into_iter();
-        let sums = sums.map(|(block, count, bytes)| (format!("all of {block}"), count, bytes));
+        let sums = self.by_module().into_iter();
+        let sums = sums.map(|(module, count, bytes)| (format!("all of {module}"), count, bytes));
         let sums = sums.chain([all]);
         let sums = sums.map(|(name, count, bytes)| json!([name, "", "", "", count, bytes]));
         let columns = vec![
@@ -142,14 +142,14 @@ pub fn saved_tensors(graph: &Graph) -> SavedTensors {
             Source::Weight(name) if value.tracked => name.clone(),
             _ => return None,
         };
-        let (block, op) = (String::new(), "");
-        Some(tensor(graph, ValueId(i), (name, block, op), PARAMETER))
+        let (module, op) = (String::new(), "");
+        Some(tensor(graph, ValueId(i), (name, module, op), PARAMETER))
     });
     let made = after_forward(graph).into_iter().map(|(id, node)| {
         let kept = node.saved.iter().find(|kept| kept.value == id);
-        let block = node.module.names().into_iter().next();
-        let block = block.unwrap_or_else(|| node.op.to_string());
-        let of = (node.path.clone(), block, node.op);
+        let module = node.module.names().into_iter().next();
+        let module = module.unwrap_or_else(|| node.op.to_string());
+        let of = (node.path.clone(), module, node.op);
         tensor(graph, id, of, kept.map_or("output", |kept| kept.name))
     });
     SavedTensors {
@@ -160,13 +160,13 @@ pub fn saved_tensors(graph: &Graph) -> SavedTensors {
 fn tensor(
     graph: &Graph,
     id: ValueId,
-    (path, block, op): (String, String, &'static str),
+    (path, module, op): (String, String, &'static str),
     what: &'static str,
 ) -> SavedTensor {
     let value = graph.value(id);
     SavedTensor {
         path,
-        block,
+        module,
         op,
         what,
         shape: value.shape.clone(),

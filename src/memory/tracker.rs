@@ -14,7 +14,7 @@
 //! assert!(tracker::current_bytes().unwrap() >= before + block.len() as u64);
 //! ```
 
-use crate::memory::record::buffer::{Place, What, change};
+use crate::memory::record::buffer::{EventKind, Place, change};
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
@@ -94,12 +94,18 @@ fn shrink(bytes: usize) -> usize {
     COUNTS.current_bytes.fetch_sub(bytes, Relaxed) - bytes
 }
 
-fn taken(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
-    change(Place::Host, What::Taken, block.addr(), bytes, count);
+fn record_allocation(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
+    change(
+        Place::Host,
+        EventKind::Allocated,
+        block.addr(),
+        bytes,
+        count,
+    );
 }
 
-fn given_back(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
-    change(Place::Host, What::GivenBack, block.addr(), bytes, count);
+fn record_free(block: *mut u8, bytes: usize, count: impl FnOnce() -> usize) {
+    change(Place::Host, EventKind::Freed, block.addr(), bytes, count);
 }
 
 // SAFETY: every call is passed to the wrapped allocator unchanged; counting and recording touch no memory of it.
@@ -109,7 +115,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         let block = unsafe { self.allocator.alloc(layout) };
         if !block.is_null() {
             ACTIVE.store(true, Relaxed);
-            taken(block, layout.size(), || grow(layout.size()));
+            record_allocation(block, layout.size(), || grow(layout.size()));
         }
         block
     }
@@ -118,14 +124,14 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // SAFETY: as above.
         let block = unsafe { self.allocator.alloc_zeroed(layout) };
         if !block.is_null() {
-            taken(block, layout.size(), || grow(layout.size()));
+            record_allocation(block, layout.size(), || grow(layout.size()));
         }
         block
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // Reported first: once it is freed, another thread may get the same block.
-        given_back(block, layout.size(), || shrink(layout.size()));
+        record_free(block, layout.size(), || shrink(layout.size()));
         // SAFETY: as above.
         unsafe { self.allocator.dealloc(block, layout) };
     }
@@ -134,14 +140,14 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Tracker<A> {
         // Old and new block both count until the move is done.
         let size = layout.size();
         let without = || alive_bytes().saturating_sub(size);
-        given_back(block, size, without);
+        record_free(block, size, without);
         // SAFETY: as above.
         let moved = unsafe { self.allocator.realloc(block, layout, new_size) };
         if moved.is_null() {
-            taken(block, size, alive_bytes); // the block was not moved
+            record_allocation(block, size, alive_bytes); // the block was not moved
             return moved;
         }
-        taken(moved, new_size, || {
+        record_allocation(moved, new_size, || {
             grow(new_size);
             shrink(size)
         });

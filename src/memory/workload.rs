@@ -87,9 +87,9 @@ impl Workload {
     /// use tallow::model::TransformerConfig;
     ///
     /// let workload = Workload { batch_size: 4, sequence_length: 256, ..Default::default() };
-    /// let graph = workload.trace(&TransformerConfig::tiny())?;
+    /// let graph = workload.trace(&TransformerConfig::default())?;
     /// let saved = saved_tensors(&graph);
-    /// let (block, _, bytes) = &saved.by_block()[0];
+    /// let (block, _, bytes) = &saved.by_module()[0];
     /// println!("{block}: {bytes} of {} bytes", saved.residual_bytes());
     /// # Ok::<(), tallow::Error>(())
     /// ```
@@ -99,7 +99,7 @@ impl Workload {
     /// 2^63; [`Error::Config`] if the system cannot start a thread with the stack that this number of blocks needs.
     pub fn trace(&self, config: &TransformerConfig) -> Result<Graph> {
         check_pass(config, self)?;
-        if is_beyond(config, self) {
+        if exceeds_address_space(config, self) {
             return Err(Error::OutOfMemory {
                 what: "a pass of this model".into(),
                 wanted_bytes: u64::MAX,
@@ -109,12 +109,12 @@ impl Workload {
         let config = TransformerConfig {
             checkpointing: self.checkpointing,
             attention: self.attention,
-            ..reaching(config, self.sequence_length)
+            ..with_context_of(config, self.sequence_length)
         };
         let shape = (self.batch_size, self.sequence_length);
         let forward = || {
             let weights = graph::weights(self.precision.parameter_dtype());
-            let model = TransformerLM::of_any_length(&config, weights)?;
+            let model = TransformerLM::for_trace(&config, weights)?;
             let tokens = graph::input("tokens", shape, DType::U32)?;
             self.precision.run(|| match self.mode {
                 Mode::Forward | Mode::ForwardKeepingGraph => model.forward(&tokens),
@@ -129,7 +129,10 @@ impl Workload {
 }
 
 /// Returns the configuration with a context that is at least as long as the workload's sequences.
-pub(super) fn reaching(config: &TransformerConfig, sequence_length: usize) -> TransformerConfig {
+pub(super) fn with_context_of(
+    config: &TransformerConfig,
+    sequence_length: usize,
+) -> TransformerConfig {
     TransformerConfig {
         context_length: config.context_length.max(sequence_length),
         ..config.clone()
@@ -164,8 +167,8 @@ fn has_too_many_parameters(config: &TransformerConfig) -> bool {
 }
 
 /// Returns whether the parameters exceed the address space of a process, or a tensor of the pass exceeds 2^63 bytes.
-fn is_beyond(config: &TransformerConfig, workload: &Workload) -> bool {
-    let config = reaching(config, workload.sequence_length);
+fn exceeds_address_space(config: &TransformerConfig, workload: &Workload) -> bool {
+    let config = with_context_of(config, workload.sequence_length);
     let rows = [workload.batch_size, workload.sequence_length];
     let [heads, _] = config.attention_widths();
     let widths = [config.d_model, config.d_ff, config.vocab_size, heads];
@@ -310,8 +313,8 @@ pub(super) fn lifetimes(
     config: &TransformerConfig,
     workload: &Workload,
 ) -> Result<(Graph, Lifetimes)> {
-    let residents = residents(&reaching(config, workload.sequence_length), workload);
-    if is_beyond(config, workload) {
+    let residents = residents(&with_context_of(config, workload.sequence_length), workload);
+    if exceeds_address_space(config, workload) {
         return Ok((Graph::default(), Lifetimes::beyond(residents)));
     }
     let graph = workload.trace(config)?;

@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 
 /// The configuration of a [`TransformerLM`](super::TransformerLM).
 ///
-/// The presets are CS336's model. The fields from `num_kv_heads` on describe other families: Llama 3 (grouped heads,
+/// The [presets](Self::preset) are CS336's model. The fields from `num_kv_heads` on describe other families: Llama 3 (grouped heads,
 /// rotary pairs by halves, scaled frequencies), Qwen2 (biases), Qwen3 (norms of q and k, a separate head dimension),
 /// Mistral (a sliding window). GPT-2 and Gemma 2 are other [architectures](Architecture). A field that a serialized
 /// configuration leaves out has the value of the presets.
@@ -19,8 +19,9 @@ use std::num::NonZeroUsize;
 ///
 /// ```
 /// use tallow::model::TransformerConfig;
-/// let config = TransformerConfig { context_length: 1024, ..TransformerConfig::small() };
+/// let config = TransformerConfig { context_length: 1024, ..TransformerConfig::preset("small")? };
 /// assert_eq!(config.num_parameters(), 128_625_408);
+/// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -40,7 +41,8 @@ pub struct TransformerConfig {
     /// The base of the rotary frequencies.
     pub rope_theta: f64,
     /// The eps of RMSNorm or LayerNorm.
-    pub rms_norm_eps: f64,
+    #[cfg_attr(feature = "serde", serde(alias = "rms_norm_eps"))]
+    pub norm_eps: f64,
     /// The algorithm of attention; naive by default. The weights do not depend on it.
     #[cfg_attr(feature = "serde", serde(default))]
     pub attention: Algorithm,
@@ -108,9 +110,9 @@ fn tanh() -> Gelu {
 }
 
 impl Default for TransformerConfig {
-    /// [`TransformerConfig::tiny`].
+    /// The [preset](TransformerConfig::preset) `tiny`.
     fn default() -> Self {
-        Self::tiny()
+        Self::TINY
     }
 }
 
@@ -129,7 +131,7 @@ impl TransformerConfig {
             num_heads,
             d_ff,
             rope_theta: 10_000.0,
-            rms_norm_eps: 1e-5,
+            norm_eps: 1e-5,
             attention: Algorithm::Naive,
             checkpointing: Checkpointing::None,
             num_kv_heads: None,
@@ -151,60 +153,33 @@ impl TransformerConfig {
         }
     }
 
-    /// 22.7 M parameters: D 512, F 1344, 4 layers, 16 heads.
-    pub const fn tiny() -> Self {
-        Self::sized(512, 1344, 4, 16)
-    }
+    const TINY: Self = Self::sized(512, 1344, 4, 16);
 
-    /// 128.6 M parameters: D 768, F 3072, 12 layers, 12 heads.
-    pub const fn small() -> Self {
-        Self::sized(768, 3072, 12, 12)
-    }
-
-    /// 423.2 M parameters: D 1024, F 4096, 24 layers, 16 heads.
-    pub const fn medium() -> Self {
-        Self::sized(1024, 4096, 24, 16)
-    }
-
-    /// 969.4 M parameters: D 1280, F 5120, 36 layers, 20 heads.
-    pub const fn large() -> Self {
-        Self::sized(1280, 5120, 36, 20)
-    }
-
-    /// 2.0 G parameters: D 1600, F 6400, 48 layers, 25 heads.
-    pub const fn xl() -> Self {
-        Self::sized(1600, 6400, 48, 25)
-    }
-
-    /// 3.4 G parameters, the CS336 handout's "2.7B": D 2560, F 10240, 32 layers, 32 heads.
-    pub const fn b2_7() -> Self {
-        Self::sized(2560, 10240, 32, 32)
-    }
-
-    /// 2.4 G parameters in few, wide layers: D 3200, F 25600, 8 layers, 4 heads.
-    pub const fn wide() -> Self {
-        Self::sized(3200, 25600, 8, 4)
-    }
-
-    /// 12.8 G parameters: D 4608, F 12288, 50 layers, 36 heads.
-    pub const fn b10() -> Self {
-        Self::sized(4608, 12288, 50, 36)
-    }
-
-    /// Returns a preset by name, in lower or upper case.
+    /// Returns a preset by name, in lower or upper case. The presets are CS336's sizes of the model.
+    ///
+    /// | Name | Parameters | D | F | Layers | Heads |
+    /// |---|---|---|---|---|---|
+    /// | `tiny`, the default | 22.7 M | 512 | 1344 | 4 | 16 |
+    /// | `small` | 128.6 M | 768 | 3072 | 12 | 12 |
+    /// | `medium` | 423.2 M | 1024 | 4096 | 24 | 16 |
+    /// | `large` | 969.4 M | 1280 | 5120 | 36 | 20 |
+    /// | `xl` | 2.0 G | 1600 | 6400 | 48 | 25 |
+    /// | `wide`, few and wide layers | 2.4 G | 3200 | 25600 | 8 | 4 |
+    /// | `2.7b`, as CS336's handout calls it | 3.4 G | 2560 | 10240 | 32 | 32 |
+    /// | `10b` | 12.8 G | 4608 | 12288 | 50 | 36 |
     ///
     /// # Errors
     /// A name that is not in [`PRESETS`](Self::PRESETS).
     pub fn preset(name: &str) -> Result<Self> {
         Ok(match name.to_ascii_lowercase().as_str() {
-            "tiny" => Self::tiny(),
-            "small" => Self::small(),
-            "medium" => Self::medium(),
-            "large" => Self::large(),
-            "xl" => Self::xl(),
-            "wide" => Self::wide(),
-            "2.7b" => Self::b2_7(),
-            "10b" => Self::b10(),
+            "tiny" => Self::TINY,
+            "small" => Self::sized(768, 3072, 12, 12),
+            "medium" => Self::sized(1024, 4096, 24, 16),
+            "large" => Self::sized(1280, 5120, 36, 20),
+            "xl" => Self::sized(1600, 6400, 48, 25),
+            "wide" => Self::sized(3200, 25600, 8, 4),
+            "2.7b" => Self::sized(2560, 10240, 32, 32),
+            "10b" => Self::sized(4608, 12288, 50, 36),
             _ => {
                 return Err(
                     Error::config("TransformerConfig", "preset", format!("{name:?}")).must_be(
@@ -262,7 +237,7 @@ impl TransformerConfig {
             head_dim: self.head_dim(),
             qkv_bias: self.qkv_bias || self.is_gpt2(),
             output_bias: self.output_bias || self.is_gpt2(),
-            qk_norm_eps: self.qk_norm.then_some(self.rms_norm_eps),
+            qk_norm_eps: self.qk_norm.then_some(self.norm_eps),
             sliding_window: self.sliding_window.filter(|_| has_window),
             scale: self.attention_scale,
             soft_cap: self.attention_soft_cap,

@@ -1,6 +1,6 @@
 //! A model's weights in a file.
 
-use super::transformer::{check_float, check_room};
+use super::transformer::{check_available, check_float};
 use super::{TransformerConfig, TransformerLM};
 use crate::files::{self, Difference, Entry, TensorFile, first_difference};
 use crate::nn::Layer;
@@ -63,7 +63,7 @@ pub(crate) trait WeightSource: Send + Sync {
     fn names(&self) -> Vec<String>;
 
     /// Returns the name of a weight in the file.
-    fn name_there(&self, name: &str) -> String {
+    fn file_name(&self, name: &str) -> String {
         name.into()
     }
 
@@ -71,7 +71,7 @@ pub(crate) trait WeightSource: Send + Sync {
     fn shape(&self, name: &str) -> Option<&[usize]>;
 
     /// The shape that this must be for a weight of this shape.
-    fn shape_there(&self, _: &str, shape: &[usize]) -> Vec<usize> {
+    fn file_shape(&self, _: &str, shape: &[usize]) -> Vec<usize> {
         shape.into()
     }
 
@@ -134,10 +134,10 @@ impl TransformerLM {
         let config = saved_config(&file)?.ok_or_else(|| Error::Format {
             path: file.path().into(),
             problem: format!("weights without a configuration (its metadata has no {CONFIG_KEY})"),
-            hint: "TransformerLM::load takes the configuration beside the file".into(),
+            hint: "TransformerLM::load takes the configuration as an argument".into(),
         })?;
         config.validate()?;
-        check_room(&config, device)?;
+        check_available(&config, device)?;
         Self::read(&config, &file, &LoadOptions::default(), device, |vb| vb)
     }
 
@@ -192,7 +192,7 @@ impl TransformerLM {
             } = difference;
             return Err(Error::format(
                 file.path(),
-                format!("a model with {field} {saved}, and the configuration says {given}"),
+                format!("a model with {field} {saved}, and the configuration has {given}"),
                 "TransformerLM::open takes the file's own configuration",
             ));
         }
@@ -209,10 +209,10 @@ impl TransformerLM {
     ) -> Result<Self> {
         config.validate()?;
         check_float(options.dtype)?;
-        check_room(config, device)?;
+        check_available(config, device)?;
         let shapes = config.parameter_shapes();
         let refuse = |name: &str, expected: String, got: String| {
-            Error::weight(file.path_of(name), file.name_there(name), got)
+            Error::weight(file.path_of(name), file.file_name(name), got)
                 .must_be(expected, "does the configuration belong to this file?")
         };
         let known: HashSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).collect();
@@ -236,7 +236,7 @@ impl TransformerLM {
             }
         }
         for (name, shape) in &shapes {
-            let there = file.shape_there(name, shape.dims());
+            let there = file.file_shape(name, shape.dims());
             let got = names.get(name).and_then(|stored| file.shape(stored));
             if got != Some(&there[..]) {
                 let got = got.map_or("no such weight".into(), |got| format!("{got:?}"));
@@ -308,7 +308,7 @@ impl<F: WeightSource> SimpleBackend for FileWeights<'_, F> {
     ) -> candle_core::Result<Tensor> {
         let stored = self.names.get(name).map_or(name, String::as_str);
         let refused = |expected: &str, got: &str| {
-            Error::weight(self.file.path_of(stored), self.file.name_there(stored), got).must_be(
+            Error::weight(self.file.path_of(stored), self.file.file_name(stored), got).must_be(
                 expected,
                 "take a file whose weights can be trained, or another dtype to load them in",
             )

@@ -3,10 +3,11 @@
 //! ```
 //! use tallow::model::{TransformerConfig, flops};
 //!
-//! let config = TransformerConfig::small();
+//! let config = TransformerConfig::preset("small")?;
 //! let step = flops::forward_backward(&config, 4, 256); // batch, sequence
 //! assert_eq!(step.total(), 3.0 * flops::forward(&config, 4, 256).total());
 //! println!("{:.1} TFLOP, of which attention {:.1}%", step.total() / 1e12, 100.0 * step.attention / step.total());
+//! # Ok::<(), tallow::Error>(())
 //! ```
 
 use super::TransformerConfig;
@@ -59,7 +60,7 @@ pub const FORMULA: &str =
 ///
 /// ```
 /// use tallow::model::{TransformerConfig, flops};
-/// let forward = flops::forward(&TransformerConfig::tiny(), 4, 256);
+/// let forward = flops::forward(&TransformerConfig::default(), 4, 256);
 /// assert_eq!(forward.head, 2.0 * 4.0 * 256.0 * 512.0 * 10_000.0);
 /// ```
 pub fn forward(config: &TransformerConfig, batch_size: usize, sequence_length: usize) -> Flops {

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 /// Returns an error for settings that [`Architecture::Gpt2`](crate::nn::Architecture::Gpt2) does not support.
 pub(super) fn check(config: &TransformerConfig) -> Result<()> {
     const NO_ROTATION: &str = "GPT-2 learns its positions and rotates nothing; leave it out";
-    let preset = TransformerConfig::tiny();
+    let preset = TransformerConfig::default();
     let (heads, width) = (config.num_heads, config.d_model);
     let text = |setting: &dyn std::fmt::Debug| format!("{setting:?}");
     let settings = [

@@ -76,7 +76,7 @@ impl TransformerLM {
     /// A configuration that [`TransformerConfig::validate`] refuses.
     pub fn new(config: &TransformerConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?; // before the builder draws anything
-        check_room(config, device)?;
+        check_available(config, device)?;
         Self::from_var_builder(config, nn::seeded(seed, DType::F32, device))
     }
 
@@ -90,11 +90,11 @@ impl TransformerLM {
     pub fn from_var_builder(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         config.validate()?;
         check_float(vb.dtype())?;
-        Self::of_any_length(config, vb)
+        Self::for_trace(config, vb)
     }
 
     /// Creates a model for a trace: like [`from_var_builder`](Self::from_var_builder), with any context length.
-    pub(crate) fn of_any_length(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
+    pub(crate) fn for_trace(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let architecture = config.architecture;
         let rotary = match architecture {
             Architecture::Llama | Architecture::Gemma2 => {
@@ -113,7 +113,7 @@ impl TransformerLM {
             }
             Architecture::Gpt2 => None,
         };
-        let eps = config.rms_norm_eps;
+        let eps = config.norm_eps;
         let layers = (0..config.num_layers).map(|i| {
             let block = TransformerBlock::with_config(
                 architecture,
@@ -374,7 +374,7 @@ impl TransformerLM {
             let first = positions.weight().narrow(0, 0, tokens.dim(1)?)?; // (T, D)
             x = in_module("position_embeddings", || ops::add(&x, &first))?;
         }
-        let mut x = context.dropped(x, self.config.dropout.embedding)?;
+        let mut x = context.apply_dropout(x, self.config.dropout.embedding)?;
         if x.track_op() {
             depth::check(self.layers.len())?;
         }
@@ -392,20 +392,20 @@ impl TransformerLM {
             let forward = move |[x]: [&Tensor; 1]| {
                 let mut blocks = blocks.iter();
                 blocks.try_fold(x.clone(), |x, (i, block)| {
-                    numbered_forward(*i, block, &x, &context)
+                    forward_in_range(*i, block, &x, &context)
                 })
             };
             x = nn::checkpoint(forward, [&x])?; // (B, T, D)
         }
         for (i, block) in rest {
-            x = numbered_forward(*i, block, &x, context)?; // (B, T, D)
+            x = forward_in_range(*i, block, &x, context)?; // (B, T, D)
         }
         in_module("ln_final", || self.ln_final.forward(&x))
     }
 }
 
 /// A block's forward, in the range of its name.
-fn numbered_forward(
+fn forward_in_range(
     i: usize,
     block: &TransformerBlock,
     x: &Tensor,
@@ -417,7 +417,7 @@ fn numbered_forward(
 
 /// Refuses a model in f32 that the device's memory cannot hold: its weights, and the largest one once more while it
 /// becomes a variable.
-pub(super) fn check_room(config: &TransformerConfig, device: &Device) -> Result<()> {
+pub(super) fn check_available(config: &TransformerConfig, device: &Device) -> Result<()> {
     let positions = if config.is_gpt2() {
         config.context_length
     } else {

@@ -147,6 +147,6 @@ impl TransformerConfig {
         if self.is_gpt2() {
             gpt2::check(self)?;
         }
-        check_eps("TransformerConfig", "rms_norm_eps", self.rms_norm_eps)
+        check_eps("TransformerConfig", "norm_eps", self.norm_eps)
     }
 }

@@ -226,7 +226,7 @@ impl CausalSelfAttention {
             scale: self.scale,
             soft_cap: self.soft_cap,
             first_keys: context.first_keys.clone(),
-            dropout: context.dropping(self.dropout),
+            dropout: context.layer_dropout(self.dropout),
         };
         let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, T, Dh)
         let merged = ops::merge_heads(&out)?;

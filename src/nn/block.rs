@@ -142,14 +142,14 @@ impl TransformerBlock {
             if let Some([post, _]) = self.post.as_deref() {
                 branch = in_module("ln1_post", || post.forward(&branch))?;
             }
-            ops::add(x, &context.at(1).dropped(branch, self.dropout)?)?
+            ops::add(x, &context.at(1).apply_dropout(branch, self.dropout)?)?
         };
         let normed = in_module("ln2", || self.ln2.forward(&x))?;
         let mut branch = in_module("ffn", || self.ffn.forward(&normed))?;
         if let Some([_, post]) = self.post.as_deref() {
             branch = in_module("ln2_post", || post.forward(&branch))?;
         }
-        ops::add(&x, &context.at(2).dropped(branch, self.dropout)?)
+        ops::add(&x, &context.at(2).apply_dropout(branch, self.dropout)?)
     }
 }
 

@@ -54,7 +54,7 @@ impl ForwardContext {
     }
 
     /// Returns the dropout of a layer with this rate; `None` without a key or with a rate of 0.
-    pub(crate) fn dropping(&self, probability: f64) -> Option<Dropout> {
+    pub(crate) fn layer_dropout(&self, probability: f64) -> Option<Dropout> {
         let key = self.dropout.clone().filter(|_| probability != 0.0)?;
         Some(Dropout { probability, key })
     }
@@ -63,8 +63,8 @@ impl ForwardContext {
     ///
     /// # Errors
     /// Those of [`ops::dropout`](ops::dropout()).
-    pub(crate) fn dropped(&self, x: Tensor, probability: f64) -> Result<Tensor> {
-        match self.dropping(probability) {
+    pub(crate) fn apply_dropout(&self, x: Tensor, probability: f64) -> Result<Tensor> {
+        match self.layer_dropout(probability) {
             Some(dropout) => ops::dropout(&x, &dropout),
             None => Ok(x),
         }
@@ -79,7 +79,7 @@ impl ForwardContext {
 ///
 /// let config = TransformerConfig {
 ///     dropout: DropoutRates { residual: 0.2, ..DropoutRates::all(0.1) },
-///     ..TransformerConfig::small()
+///     ..TransformerConfig::preset("small")?
 /// };
 /// assert!(config.dropout.is_any());
 /// assert_eq!(config.dropout.attention, 0.1);
@@ -106,7 +106,7 @@ impl DropoutRates {
     }
 
     /// Whether any rate is positive.
-    pub fn is_any(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         *self != Self::default()
     }
 

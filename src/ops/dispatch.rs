@@ -2,7 +2,7 @@
 
 use super::info::OpInfo;
 use super::operand::{check_float, check_size, is_half, is_supported_float};
-use crate::grad::holding;
+use crate::grad::with_value;
 use crate::graph::{self, Target};
 use crate::hardware::device_name;
 use crate::{Error, Result};
@@ -54,7 +54,7 @@ static FALLBACKS: Mutex<BTreeSet<Fallback>> = Mutex::new(BTreeSet::new());
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn with_kernel_policy<R>(policy: KernelPolicy, f: impl FnOnce() -> R) -> R {
-    holding(|policy| POLICY.replace(policy), policy, f)
+    with_value(|policy| POLICY.replace(policy), policy, f)
 }
 
 pub(crate) fn current_kernel_policy() -> KernelPolicy {

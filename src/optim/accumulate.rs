@@ -162,7 +162,7 @@ fn first_sum(part: &Tensor, weight: f64, owners: &Owners) -> Result<Tensor> {
         return Ok((wide * weight)?);
     }
     let fresh = wide.dtype() != part.dtype() && wide.is_contiguous();
-    let sum = if fresh || owners.is_alone(part) {
+    let sum = if fresh || owners.can_overwrite(part) {
         wide
     } else {
         wide.force_contiguous()?

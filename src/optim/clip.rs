@@ -71,7 +71,7 @@ pub fn clip_grad_norm(
         return Ok(norm);
     }
     let in_place = |gradient: &Tensor| inplace::scale(gradient, factor);
-    change_all(CLIP, gradients, &parameters, in_place, |gradient| {
+    update_gradients(CLIP, gradients, &parameters, in_place, |gradient| {
         Ok((gradient * factor)?)
     })?;
     leave(range, &parameters);
@@ -144,7 +144,7 @@ pub fn clip_grad_value(
     let parameters = distinct(parameters);
     gradients_of(CLIP_VALUE, gradients, &parameters)?;
     let in_place = |gradient: &Tensor| inplace::clamp(gradient, max_value);
-    change_all(CLIP_VALUE, gradients, &parameters, in_place, |gradient| {
+    update_gradients(CLIP_VALUE, gradients, &parameters, in_place, |gradient| {
         let bound = (gradient.ones_like()? * max_value)?;
         let low = (&bound * -1.0)?;
         let clipped = gradient.gt(&bound)?.where_cond(&bound, gradient)?;
@@ -164,7 +164,7 @@ fn norm(op: &'static str, gradients: &GradStore, parameters: &[(String, Var)]) -
 }
 
 /// Changes each gradient: on the CPU by `in_place`, elsewhere by `changed`, in the dtype of the computation.
-fn change_all(
+fn update_gradients(
     op: &'static str,
     gradients: &mut GradStore,
     parameters: &[(String, Var)],
@@ -174,7 +174,7 @@ fn change_all(
     let owners = Owners::new(gradients, parameters);
     for (name, var) in parameters {
         let gradient = gradient_of(op, gradients, name, var)?;
-        if owners.is_alone(gradient) {
+        if owners.can_overwrite(gradient) {
             in_place(gradient)?;
             continue;
         }

@@ -102,7 +102,7 @@ impl AdamW {
     /// # Errors
     /// [`Error::Rank`].
     pub(crate) fn state_entries(&self, prefix: &str) -> Result<Vec<Entry>> {
-        let entries = self.whole_state()?.into_iter();
+        let entries = self.full_state()?.into_iter();
         let entries = entries.map(|(name, tensor)| Entry {
             numbers: numbers_of(&name),
             name: format!("{prefix}{name}"),

@@ -77,7 +77,7 @@ impl AdamW {
             ("parameters", described(self.parameters())),
             ("steps", self.steps.to_string()),
         ];
-        communicator.agree(OP, &facts)?;
+        communicator.check_equal(OP, &facts)?;
         let sizes = self.parameters();
         let sizes = sizes.map(|(name, var)| (name.as_str(), var.elem_count()));
         let owners = Shard::owners(communicator.world_size(), sizes);
@@ -123,7 +123,7 @@ impl AdamW {
     /// # Errors
     /// [`Error::Rank`].
     #[cfg(feature = "files")]
-    pub(super) fn whole_state(&self) -> Result<Vec<(String, Tensor)>> {
+    pub(super) fn full_state(&self) -> Result<Vec<(String, Tensor)>> {
         let Some(shards) = &self.shards else {
             return Ok(self.state());
         };

@@ -44,7 +44,7 @@ impl Slot {
         let moment = moments.dtype(var.dtype());
         if (var.dtype(), moment) == (DType::F64, DType::BF16) {
             return Err(Error::dtype("AdamW", "f64").must_be(
-                format!("parameter {name} in f16, bf16 or f32, beside moments in bf16"),
+                format!("parameter {name} in f16, bf16 or f32, with moments in bf16"),
                 "leave AdamWConfig::moments as it is by default",
             ));
         }

@@ -1,7 +1,7 @@
 //! Autocast regions.
 
 use super::Autocast;
-use crate::grad::holding;
+use crate::grad::with_value;
 use crate::probe::Operand;
 use crate::{Result, graph};
 use candle_core::DType;
@@ -142,7 +142,7 @@ pub(crate) fn without_autocast<T>(f: impl FnOnce() -> T) -> T {
 
 /// Runs `f` outside of all regions. They are restored afterwards, also on panics.
 pub(crate) fn outside<T>(f: impl FnOnce() -> T) -> T {
-    holding(|regions| REGIONS.replace(regions), Vec::new(), f)
+    with_value(|regions| REGIONS.replace(regions), Vec::new(), f)
 }
 
 /// Returns the dtype to which the inputs of `op` in f16, bf16 and f32 are cast here; `None` outside of regions, and if

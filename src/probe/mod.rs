@@ -9,7 +9,7 @@
 //! #[derive(Default)]
 //! struct Names(Mutex<Vec<String>>);
 //! impl Listener for Names {
-//!     fn entered(&self, event: &Event) {
+//!     fn on_enter(&self, event: &Event) {
 //!         self.0.lock().unwrap().push(event.path.to_string());
 //!     }
 //! }
@@ -134,18 +134,18 @@ impl<'a> From<&'a Tensor> for Operand<'a> {
 /// ranges.
 pub trait Listener: Send + Sync {
     /// Called when a range begins.
-    fn entered(&self, _event: &Event<'_>) {}
+    fn on_enter(&self, _event: &Event<'_>) {}
     /// Called when a range ends.
-    fn left(&self, _event: &Event<'_>) {}
-    /// Returns whether a GPU may replay recorded work in one launch and report it with [`replayed`](Self::replayed). If
+    fn on_leave(&self, _event: &Event<'_>) {}
+    /// Returns whether a GPU may replay recorded work in one launch and report it with [`on_replay`](Self::on_replay). If
     /// any listener returns false, each op is launched in its range.
-    fn takes_replays(&self) -> bool {
+    fn accepts_replays(&self) -> bool {
         false
     }
     /// Called when the thread has replayed recorded work of `ops` ops. The ranges of these ops were entered and left
     /// before, one after another, and are the last ones in the thread's current range. `kernels` has the index of each
     /// kernel's op, in the order in which the kernels run.
-    fn replayed(&self, _ops: usize, _kernels: &[usize]) {}
+    fn on_replay(&self, _ops: usize, _kernels: &[usize]) {}
 }
 
 type Listeners = Vec<(u64, Arc<dyn Listener>)>;
@@ -160,22 +160,22 @@ thread_local! {
 }
 
 /// Guard: the listener is called until this is dropped.
-#[must_use = "the listener is told until this is dropped"]
-pub struct Listening(u64);
+#[must_use = "the listener is called until this is dropped"]
+pub struct ListenerGuard(u64);
 
 /// Calls `listener` for the events of all threads from now on.
 ///
 /// The [module](self) has an example.
-pub fn listen(listener: Arc<dyn Listener>) -> Listening {
+pub fn listen(listener: Arc<dyn Listener>) -> ListenerGuard {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let id = NEXT.fetch_add(1, Ordering::Relaxed);
     let mut listeners = LISTENERS.write().unwrap_or_else(PoisonError::into_inner);
     listeners.push((id, listener));
     LISTENING.store(listeners.len(), Ordering::Relaxed);
-    Listening(id)
+    ListenerGuard(id)
 }
 
-impl Drop for Listening {
+impl Drop for ListenerGuard {
     fn drop(&mut self) {
         let mut listeners = LISTENERS.write().unwrap_or_else(PoisonError::into_inner);
         listeners.retain(|(id, _)| *id != self.0);
@@ -205,17 +205,17 @@ pub fn is_listening() -> bool {
 
 /// Returns whether recorded work may be replayed: all listeners accept it.
 #[cfg(feature = "cuda")]
-pub(crate) fn takes_replays() -> bool {
+pub(crate) fn accepts_replays() -> bool {
     let listeners = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
     listeners
         .iter()
-        .all(|(_, listener)| listener.takes_replays())
+        .all(|(_, listener)| listener.accepts_replays())
 }
 
 /// Reports a replay of the last `ops` ops of the thread's current range; `kernels` has the index of each kernel's op.
 #[cfg(feature = "cuda")]
-pub(crate) fn replayed(ops: usize, kernels: &[usize]) {
-    tell(|listener| listener.replayed(ops, kernels));
+pub(crate) fn report_replay(ops: usize, kernels: &[usize]) {
+    notify(|listener| listener.on_replay(ops, kernels));
 }
 
 /// Returns this thread's current path.
@@ -258,7 +258,7 @@ pub fn current_phase() -> &'static str {
     PHASE.get()
 }
 
-fn tell(f: impl Fn(&dyn Listener)) {
+fn notify(f: impl Fn(&dyn Listener)) {
     let listeners = LISTENERS.read().unwrap_or_else(PoisonError::into_inner);
     listeners.iter().for_each(|(_, listener)| f(&**listener));
 }

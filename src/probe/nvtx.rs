@@ -1,7 +1,7 @@
 //! NVTX ranges for NVIDIA's profilers.
 
 use crate::Result;
-use crate::probe::Listening;
+use crate::probe::ListenerGuard;
 
 /// Passes every range of this crate to NVTX while the returned guard is alive: steps, phases, layers, ops forward and
 /// backward, and a user's ranges ([`range`](super::range)), nested on their thread. Nsight Systems draws them above the
@@ -28,7 +28,7 @@ use crate::probe::Listening;
 /// # Errors
 /// [`Error::Config`](crate::Error::Config) in a build without the feature `nvtx` (`cuda` includes it).
 #[cfg(feature = "nvtx")]
-pub fn emit_nvtx() -> Result<Listening> {
+pub fn emit_nvtx() -> Result<ListenerGuard> {
     Ok(crate::probe::listen(std::sync::Arc::new(emitting::Ranges)))
 }
 
@@ -46,7 +46,7 @@ pub fn emit_nvtx() -> Result<Listening> {
 /// # Errors
 /// Always in this build: [`Error::Config`](crate::Error::Config).
 #[cfg(not(feature = "nvtx"))]
-pub fn emit_nvtx() -> Result<Listening> {
+pub fn emit_nvtx() -> Result<ListenerGuard> {
     Err(crate::Error::config("profile", "nvtx", "on").must_be(
         "off",
         "this build has no NVTX; build with --features nvtx, which cuda includes",
@@ -66,7 +66,7 @@ mod emitting {
     pub(super) struct Ranges;
 
     impl Listener for Ranges {
-        fn entered(&self, event: &Event<'_>) {
+        fn on_enter(&self, event: &Event<'_>) {
             // C strings end at the first zero byte.
             let name = event.name.split('\0').next().unwrap_or_default();
             match event.kind {
@@ -76,7 +76,7 @@ mod emitting {
             OPEN.set(OPEN.get() + 1);
         }
 
-        fn left(&self, _event: &Event<'_>) {
+        fn on_leave(&self, _event: &Event<'_>) {
             // A range that began before the listener was not pushed.
             if let Some(open) = OPEN.get().checked_sub(1) {
                 OPEN.set(open);

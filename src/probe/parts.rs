@@ -15,21 +15,21 @@ use std::time::Instant;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parts {
     /// Time in matmuls, the packing of their operands included.
-    pub products_ns: u64,
-    /// The part of `products_ns` in attention's scores, q k^T, and in the gradients of q and k.
+    pub matmul_ns: u64,
+    /// The part of `matmul_ns` in attention's scores, q k^T, and in the gradients of q and k.
     pub scores_ns: u64,
-    /// The part of `products_ns` in attention's matmul with values, p v, and in the gradients of p and v.
+    /// The part of `matmul_ns` in attention's matmul with values, p v, and in the gradients of p and v.
     pub values_ns: u64,
     /// Time in softmax and its gradient, scale and mask included.
     pub softmax_ns: u64,
     /// Time in GPU kernels that fuse matmuls and softmax, such as flash attention's.
-    pub fused_ns: u64,
+    pub attention_ns: u64,
 }
 
 impl Parts {
     /// Returns the sum of all parts.
     pub fn sum_ns(&self) -> u64 {
-        self.products_ns + self.softmax_ns + self.fused_ns
+        self.matmul_ns + self.softmax_ns + self.attention_ns
     }
 
     pub(crate) fn scaled(self, numerator: u64, denominator: u64) -> Self {
@@ -42,11 +42,11 @@ impl Parts {
 
     fn with(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
         Self {
-            products_ns: f(self.products_ns, other.products_ns),
+            matmul_ns: f(self.matmul_ns, other.matmul_ns),
             scores_ns: f(self.scores_ns, other.scores_ns),
             values_ns: f(self.values_ns, other.values_ns),
             softmax_ns: f(self.softmax_ns, other.softmax_ns),
-            fused_ns: f(self.fused_ns, other.fused_ns),
+            attention_ns: f(self.attention_ns, other.attention_ns),
         }
     }
 }
@@ -65,7 +65,7 @@ pub(crate) enum Part {
     /// The matmul with attention's values, or of the gradients through it.
     Values,
     /// Any other matmul.
-    Products,
+    Matmul,
     Softmax,
 }
 
@@ -75,11 +75,11 @@ impl Part {
         match self {
             Self::Scores => parts.scores_ns = ns,
             Self::Values => parts.values_ns = ns,
-            Self::Products => {}
+            Self::Matmul => {}
             Self::Softmax => parts.softmax_ns = ns,
         }
         if self != Self::Softmax {
-            parts.products_ns = ns;
+            parts.matmul_ns = ns;
         }
         parts
     }

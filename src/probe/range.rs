@@ -2,7 +2,7 @@
 
 use super::parts::{self, Parts};
 use super::{
-    CURRENT, Cost, Event, Kind, OPEN, Operand, Operands, PHASE, Path, current, is_listening, tell,
+    CURRENT, Cost, Event, Kind, OPEN, Operand, Operands, PHASE, Path, current, is_listening, notify,
 };
 use candle_core::DType;
 use std::borrow::Cow;
@@ -71,7 +71,7 @@ impl RangeGuard {
             parts: parts.unwrap_or_default(),
             in_order,
         };
-        tell(|listener| listener.left(&event));
+        notify(|listener| listener.on_leave(&event));
         CURRENT.set(entered.path_before);
         PHASE.set(entered.phase_before);
         OPEN.set(OPEN.get() - 1);
@@ -120,7 +120,7 @@ fn begin(kind: Kind, name: Cow<'static, str>, path: Path, phase: &'static str) -
         parts: Parts::default(),
         in_order: true,
     };
-    tell(|listener| listener.entered(&event));
+    notify(|listener| listener.on_enter(&event));
     RangeGuard {
         entered: Some(entered),
         thread: PhantomData,

@@ -142,20 +142,23 @@ impl Drawing {
 
 /// Returns `text` if it fits, else its beginning if at least four characters do.
 fn fitting(text: &str, width: f64) -> Option<String> {
-    let room = ((width - 6.0) / CHARACTER_WIDTH).max(0.0) as usize;
+    let capacity = ((width - 6.0) / CHARACTER_WIDTH).max(0.0) as usize;
     match text.chars().count() {
-        count if count <= room => Some(text.to_string()),
-        _ if room >= 4 => Some(text.chars().take(room - 1).chain(['…']).collect()),
+        count if count <= capacity => Some(text.to_string()),
+        _ if capacity >= 4 => Some(text.chars().take(capacity - 1).chain(['…']).collect()),
         _ => None,
     }
 }
 
-/// Returns a light, warm colour for black text, the same for the same name; grey for candle's own and unexplained time.
+/// Returns a light, warm colour for black text, the same for the same name; grey for time outside of ops: candle's own,
+/// between the calls of a plan, idle, unexplained.
 fn colour(name: &str) -> String {
     let others = [
         LineKind::GraphSort,
         LineKind::GradientSums,
         LineKind::GraphFree,
+        LineKind::Plan,
+        LineKind::Idle,
         LineKind::Unexplained,
     ];
     let is_other = others.iter().any(|kind| kind.name() == name);
@@ -166,4 +169,26 @@ fn colour(name: &str) -> String {
         hash.wrapping_mul(31).wrapping_add(byte.into())
     });
     format!("hsl({}, 85%, {}%)", 15 + hash % 45, 62 + hash / 64 % 14)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_ops_have_warm_colours() {
+        const GREY: &str = "#d0d0d0";
+        for kind in [
+            LineKind::GraphSort,
+            LineKind::GradientSums,
+            LineKind::GraphFree,
+            LineKind::CandleForward,
+            LineKind::Plan,
+            LineKind::Idle,
+            LineKind::Unexplained,
+        ] {
+            assert_eq!(colour(kind.name()), GREY, "{kind:?}");
+        }
+        assert_ne!(colour("linear"), GREY);
+    }
 }

@@ -15,7 +15,7 @@ use std::time::Instant;
 const NUMBER_BITS: u32 = 40;
 
 /// The GPU side of a running profiler.
-pub(super) struct Watch {
+pub(super) struct Collector {
     context: Arc<CudaContext>,
     collecting: Collecting,
     profiler: u64,
@@ -24,7 +24,7 @@ pub(super) struct Watch {
 }
 
 /// Starts to collect the kernels of `device`; `None` for a device that is not an NVIDIA GPU.
-pub(super) fn watch(device: &Device) -> Result<Option<Watch>> {
+pub(super) fn start(device: &Device) -> Result<Option<Collector>> {
     static PROFILERS: AtomicU64 = AtomicU64::new(0);
     let Device::Cuda(gpu) = device else {
         return Ok(None);
@@ -32,7 +32,7 @@ pub(super) fn watch(device: &Device) -> Result<Option<Watch>> {
     let context = gpu.cuda_stream().context().clone();
     context.synchronize().w()?; // kernels launched before are not of this recording
     let collecting = Collecting::start()?;
-    Ok(Some(Watch {
+    Ok(Some(Collector {
         now: (Instant::now(), collecting.now()?),
         context,
         collecting,
@@ -40,7 +40,7 @@ pub(super) fn watch(device: &Device) -> Result<Option<Watch>> {
     }))
 }
 
-impl Watch {
+impl Collector {
     /// Waits for all streams.
     pub fn wait(&self) {
         let _ = self.context.synchronize(); // errors are reported by the next op
@@ -75,7 +75,7 @@ impl Watch {
             return Err(Error::Order {
                 op: "Profiler::finish",
                 problem: format!(
-                    "CUPTI tells of {} kernels, and of none what launched it",
+                    "expected launch ids from CUPTI, got {} kernels without one",
                     activities.len()
                 ),
                 hint: "use Profiler::start_waiting_for, which times ops without it".into(),

@@ -5,13 +5,13 @@ use crate::Result;
 use candle_core::Device;
 use std::time::Instant;
 
-pub(super) enum Watch {}
+pub(super) enum Collector {}
 
-pub(super) fn watch(_device: &Device) -> Result<Option<Watch>> {
+pub(super) fn start(_device: &Device) -> Result<Option<Collector>> {
     Ok(None)
 }
 
-impl Watch {
+impl Collector {
     pub fn wait(&self) {
         match *self {}
     }

@@ -3,7 +3,7 @@
 use super::gpu;
 use super::recording::{Kernel, OperandShape, Recording, Span};
 use crate::memory::tracker;
-use crate::probe::{self, Event, Kind, Listener, Listening};
+use crate::probe::{self, Event, Kind, Listener, ListenerGuard};
 use crate::{Error, Result};
 use candle_core::Device;
 use std::collections::{BTreeMap, HashMap};
@@ -23,13 +23,13 @@ static RUNNING: AtomicBool = AtomicBool::new(false);
 #[must_use = "nothing is recorded once it is dropped"]
 pub struct Profiler {
     recorder: Arc<Recorder>,
-    listening: Listening,
-    _alone: Alone,
+    listening: ListenerGuard,
+    _running: Running,
 }
 
-struct Alone;
+struct Running;
 
-impl Alone {
+impl Running {
     fn new() -> Result<Self> {
         match RUNNING.swap(true, Ordering::AcqRel) {
             false => Ok(Self),
@@ -42,7 +42,7 @@ impl Alone {
     }
 }
 
-impl Drop for Alone {
+impl Drop for Running {
     fn drop(&mut self) {
         RUNNING.store(false, Ordering::Release);
     }
@@ -54,7 +54,7 @@ impl Profiler {
     /// # Errors
     /// [`Error::Order`] if another profiler runs.
     pub fn start() -> Result<Self> {
-        Ok(Self::started(Alone::new()?, None, None, None))
+        Ok(Self::started(Running::new()?, None, None, None))
     }
 
     /// Starts to record all threads, and the kernels that run on `device`. On the CPU it is the same as
@@ -72,8 +72,8 @@ impl Profiler {
         if device.is_metal() {
             return Self::start_waiting_for(device);
         }
-        let alone = Alone::new()?;
-        Ok(Self::started(alone, None, None, gpu::watch(device)?))
+        let running = Running::new()?;
+        Ok(Self::started(running, None, None, gpu::start(device)?))
     }
 
     /// Starts to record all threads, and waits for `device` where a range begins and ends, so that the time of work
@@ -83,8 +83,8 @@ impl Profiler {
     /// # Errors
     /// Those of [`start`](Self::start).
     pub fn start_waiting_for(device: &Device) -> Result<Self> {
-        let awaited = Some(device.clone()).filter(|device| !device.is_cpu());
-        Ok(Self::started(Alone::new()?, None, awaited, None))
+        let synchronized = Some(device.clone()).filter(|device| !device.is_cpu());
+        Ok(Self::started(Running::new()?, None, synchronized, None))
     }
 
     /// Starts to record the calling thread only.
@@ -93,26 +93,26 @@ impl Profiler {
     /// Those of [`start`](Self::start).
     pub fn start_on_this_thread() -> Result<Self> {
         let only = Some(thread::current().id());
-        Ok(Self::started(Alone::new()?, only, None, None))
+        Ok(Self::started(Running::new()?, only, None, None))
     }
 
     fn started(
-        alone: Alone,
+        running: Running,
         only: Option<ThreadId>,
-        awaited: Option<Device>,
-        gpu: Option<gpu::Watch>,
+        synchronized: Option<Device>,
+        gpu: Option<gpu::Collector>,
     ) -> Self {
         let recorder = Arc::new(Recorder {
             start: Instant::now(),
             only,
-            awaited,
+            synchronized,
             gpu,
             state: Mutex::default(),
         });
         Self {
             listening: probe::listen(recorder.clone()),
             recorder,
-            _alone: alone,
+            _running: running,
         }
     }
 
@@ -151,8 +151,8 @@ impl Profiler {
             }
         }
         let names = state.threads.into_iter().map(|thread| thread.name);
-        place_replayed(&mut kernels, &state.replayed)?;
-        place_unknown(&mut kernels, &state.spans);
+        assign_replayed(&mut kernels, &state.replayed)?;
+        assign_unknown(&mut kernels, &state.spans);
         Ok(Recording {
             spans: state.spans,
             kernels,
@@ -164,7 +164,7 @@ impl Profiler {
 
 /// Assigns kernels of unknown launch to the innermost phase or step in which they ran: the profiler waits for the GPU
 /// where phases and steps begin and end.
-fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
+fn assign_unknown(kernels: &mut [Kernel], spans: &[Span]) {
     for kernel in kernels.iter_mut().filter(|kernel| kernel.span.is_none()) {
         let holds = |span: &Span| {
             matches!(span.kind, Kind::Phase | Kind::Step)
@@ -175,7 +175,7 @@ fn place_unknown(kernels: &mut [Kernel], spans: &[Span]) {
 }
 
 /// Assigns the kernels of a replay to its ops: they ran in the order in which they were recorded.
-fn place_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>) -> Result<()> {
+fn assign_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>) -> Result<()> {
     for (around, ops) in replayed {
         let launched = kernels.iter_mut();
         let launched = launched.filter(|kernel| kernel.span == Some(*around));
@@ -184,9 +184,9 @@ fn place_replayed(kernels: &mut [Kernel], replayed: &BTreeMap<usize, Vec<usize>>
             return Err(Error::Order {
                 op: "Profiler::finish",
                 problem: format!(
-                    "CUPTI tells of {} kernels of a replay, which has {}",
-                    launched.len(),
-                    ops.len()
+                    "expected {} kernels of a replay from CUPTI, got {}",
+                    ops.len(),
+                    launched.len()
                 ),
                 hint: "use Profiler::start_waiting_for, which has ops launched one by one".into(),
             });
@@ -202,8 +202,8 @@ struct Recorder {
     start: Instant,
     only: Option<ThreadId>,
     /// The device to wait for at every range.
-    awaited: Option<Device>,
-    gpu: Option<gpu::Watch>,
+    synchronized: Option<Device>,
+    gpu: Option<gpu::Collector>,
     state: Mutex<State>,
 }
 
@@ -252,9 +252,9 @@ impl Recorder {
     }
 
     /// Returns the time of an event in ns from the start, after waiting for the device where required.
-    fn moment_ns(&self, event: &Event<'_>) -> u64 {
+    fn event_ns(&self, event: &Event<'_>) -> u64 {
         let is_frame = matches!(event.kind, Kind::Phase | Kind::Step);
-        let at = match (&self.awaited, &self.gpu) {
+        let at = match (&self.synchronized, &self.gpu) {
             (Some(device), _) => {
                 let _ = device.synchronize(); // errors are reported by the next op
                 Instant::now()
@@ -268,17 +268,17 @@ impl Recorder {
         nanoseconds(self.start, at)
     }
 
-    fn hears(&self) -> bool {
+    fn is_recorded_thread(&self) -> bool {
         self.only.is_none_or(|only| thread::current().id() == only)
     }
 }
 
 impl Listener for Recorder {
-    fn entered(&self, event: &Event<'_>) {
-        if !self.hears() {
+    fn on_enter(&self, event: &Event<'_>) {
+        if !self.is_recorded_thread() {
             return;
         }
-        let at_ns = self.moment_ns(event);
+        let at_ns = self.event_ns(event);
         let mut state = self.state();
         let thread = state.thread();
         let span = Span {
@@ -304,11 +304,11 @@ impl Listener for Recorder {
         }
     }
 
-    fn left(&self, event: &Event<'_>) {
-        if !self.hears() {
+    fn on_leave(&self, event: &Event<'_>) {
+        if !self.is_recorded_thread() {
             return;
         }
-        let at_ns = self.moment_ns(event);
+        let at_ns = self.event_ns(event);
         let mut state = self.state();
         let thread = state.thread();
         let state = &mut *state;
@@ -339,11 +339,11 @@ impl Listener for Recorder {
         span.parts = event.parts;
     }
 
-    fn takes_replays(&self) -> bool {
+    fn accepts_replays(&self) -> bool {
         self.gpu.is_some()
     }
 
-    fn replayed(&self, ops: usize, kernels: &[usize]) {
+    fn on_replay(&self, ops: usize, kernels: &[usize]) {
         let mut state = self.state();
         let thread = state.thread();
         let Some(&around) = state.threads[thread].open.last() else {
@@ -380,13 +380,13 @@ mod tests {
         ];
         let replayed = |first: &[usize]| BTreeMap::from([(1, first.to_vec()), (4, vec![6])]);
         let mut kernels = recorded.clone();
-        place_replayed(&mut kernels, &replayed(&[3, 2])).unwrap();
+        assign_replayed(&mut kernels, &replayed(&[3, 2])).unwrap();
         let spans = kernels.map(|kernel| kernel.span);
         assert_eq!(spans, [None, Some(3), Some(9), Some(2), Some(6)]);
-        let error = place_replayed(&mut recorded.clone(), &replayed(&[3, 2, 2])).unwrap_err();
+        let error = assign_replayed(&mut recorded.clone(), &replayed(&[3, 2, 2])).unwrap_err();
         let text = error.to_string();
         assert!(
-            text.contains("2 kernels of a replay, which has 3"),
+            text.contains("expected 3 kernels of a replay from CUPTI, got 2"),
             "{text}"
         );
     }

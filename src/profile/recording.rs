@@ -148,7 +148,7 @@ pub struct Kernel {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelWork {
     /// Matmuls: cuBLAS's kernels, and the sums of its split-K kernels.
-    Products,
+    Matmul,
     /// Softmax, or its gradient.
     Softmax,
     /// Matmuls and softmax in one kernel: flash attention.
@@ -161,7 +161,7 @@ fn work_of(name: &str) -> KernelWork {
     const OF_CUBLAS: &str = "gemm nvjet cutlass xmma gemv splitkreduce dot_kernel";
     let is_loss = name.contains("log_softmax") || name.contains("cross_entropy");
     if OF_CUBLAS.split(' ').any(|part| name.contains(part)) {
-        KernelWork::Products
+        KernelWork::Matmul
     } else if name.starts_with("flash") {
         KernelWork::Attention
     } else if name.contains("softmax") && !is_loss {
@@ -185,9 +185,9 @@ impl Kernel {
     pub(super) fn parts(&self) -> Parts {
         let mut parts = Parts::default();
         match self.work() {
-            KernelWork::Products => parts.products_ns = self.duration_ns(),
+            KernelWork::Matmul => parts.matmul_ns = self.duration_ns(),
             KernelWork::Softmax => parts.softmax_ns = self.duration_ns(),
-            KernelWork::Attention => parts.fused_ns = self.duration_ns(),
+            KernelWork::Attention => parts.attention_ns = self.duration_ns(),
             KernelWork::Other => {}
         }
         parts
@@ -242,7 +242,7 @@ pub(super) fn whole_part(span: &Span, ns: u64, holds_ops: bool) -> Parts {
     if span.name() == "softmax" {
         parts.softmax_ns = ns;
     } else if !is_composite && span.cost().is_some_and(|cost| cost.matmul_flops > 0.0) {
-        parts.products_ns = ns;
+        parts.matmul_ns = ns;
     }
     parts
 }
@@ -273,7 +273,7 @@ mod tests {
             cublaslt::splitkreduce_kernel<32,16,int,float>";
         let others = "log_softmax_float cross_entropy_forward_float swiglu_packed_forward_bf16";
         for (names, work) in [
-            (products, KernelWork::Products),
+            (products, KernelWork::Matmul),
             (
                 "softmax_forward_float softmax_backward_bf16",
                 KernelWork::Softmax,

@@ -58,20 +58,20 @@ impl Selection {
         }
     }
 
-    pub(super) fn takes(&self, kind: Kind) -> bool {
+    pub(super) fn selects_kind(&self, kind: Kind) -> bool {
         match self.kinds.is_empty() {
             true => matches!(kind, Kind::Op | Kind::OpBackward),
             false => self.kinds.contains(&kind),
         }
     }
 
-    pub(super) fn is_about(&self, span: &Span) -> bool {
+    pub(super) fn selects_place(&self, span: &Span) -> bool {
         let in_phase = self
             .phase
             .as_deref()
             .is_none_or(|phase| span.phase == phase);
         let within = self.within.as_deref();
-        in_phase && within.is_none_or(|part| lies_within(span.path, part))
+        in_phase && within.is_none_or(|part| contains_names(span.path, part))
     }
 
     pub(super) fn nothing(&self, recording: &Recording) -> Error {
@@ -101,7 +101,7 @@ impl Selection {
 }
 
 /// Returns whether the names of `part` are consecutive somewhere in `path`.
-fn lies_within(path: Path, part: &str) -> bool {
+fn contains_names(path: Path, part: &str) -> bool {
     let names = path.names();
     let part: Vec<&str> = part.split('/').filter(|name| !name.is_empty()).collect();
     part.is_empty() || names.windows(part.len()).any(|window| window == part)

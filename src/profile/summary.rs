@@ -166,11 +166,11 @@ impl ProfileReport {
             fields.insert("bytes", row.cost.map(|cost| cost.bytes()));
             fields.insert("bytes_per_s", row.bytes_per_s());
             let part_ms = |ns: u64| is_op.then(|| self.ms_per_step(ns));
-            fields.insert("products_ms_per_step", part_ms(row.parts.products_ns));
+            fields.insert("products_ms_per_step", part_ms(row.parts.matmul_ns));
             fields.insert("scores_ms_per_step", part_ms(row.parts.scores_ns));
             fields.insert("values_ms_per_step", part_ms(row.parts.values_ns));
             fields.insert("softmax_ms_per_step", part_ms(row.parts.softmax_ns));
-            fields.insert("attention_ms_per_step", part_ms(row.parts.fused_ns));
+            fields.insert("attention_ms_per_step", part_ms(row.parts.attention_ns));
             match &row.launches {
                 None => fields.insert("name", row.label()),
                 Some(launches) => {
@@ -290,7 +290,7 @@ impl Row {
     }
 
     /// Returns whether it has a matmul, whatever else is inside.
-    pub fn is_product(&self) -> bool {
+    pub fn is_matmul(&self) -> bool {
         self.cost.is_some_and(|cost| cost.matmul_flops > 0.0)
     }
 }
@@ -350,7 +350,7 @@ fn ranges(
     let own_costs = own_costs(recording, tree);
     let (mut groups, mut ops_ns) = (Groups::default(), 0);
     for (i, span) in recording.spans.iter().enumerate() {
-        if !tree.counts(i) || !selection.is_about(span) {
+        if !tree.counts(i) || !selection.selects_place(span) {
             continue;
         }
         let ns = match span.is_op() {
@@ -360,7 +360,7 @@ fn ranges(
         if span.is_op() {
             ops_ns += ns;
         }
-        if selection.takes(span.kind) {
+        if selection.selects_kind(span.kind) {
             let group = groups.add(grouping.name_of(span), Some(span.kind), ns);
             group.row.parts += tree.nodes[i].parts;
             group.row.cost = group
@@ -394,7 +394,7 @@ fn kernels(recording: &Recording, tree: &Tree<'_>, selection: &Selection) -> Res
             continue;
         };
         let span = &recording.spans[tree.op_or_itself(at)];
-        if !selection.is_about(span) {
+        if !selection.selects_place(span) {
             continue;
         }
         let launcher = |grouping: Grouping| match span.is_op() {

@@ -186,7 +186,7 @@ impl Trainer {
         parts: Option<&Manifest>,
     ) -> Result<()> {
         let mut lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        PathLock::hold(&mut lock, path)?;
+        PathLock::acquire_for(&mut lock, path)?;
         let checkpoint = Checkpoint {
             step: self.step,
             model: self.model.config().clone(),

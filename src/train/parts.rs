@@ -38,9 +38,11 @@ impl Trainer {
             rank: ranks.rank(),
             world_size: ranks.world_size(),
         };
-        let written = files::save_part(&beside(path, &name(ranks.rank())), parts, &part);
-        let written = on_all(ranks, path, written)?;
-        let files = of_every_rank(ranks, written.crc32)?.into_iter().enumerate();
+        let written = files::save_part(&sibling(path, &name(ranks.rank())), parts, &part);
+        let written = check_all_ranks(ranks, path, written)?;
+        let files = gather_numbers(ranks, written.crc32)?
+            .into_iter()
+            .enumerate();
         let manifest = Manifest {
             save: save.clone(),
             files: files
@@ -55,7 +57,7 @@ impl Trainer {
             0 => self.write(path, Vec::new(), Some(&manifest)),
             _ => Ok(()),
         };
-        on_all(ranks, path, written)?;
+        check_all_ranks(ranks, path, written)?;
         if ranks.rank() == 0 {
             self.remove_old_parts(path, &prefix);
         }
@@ -95,7 +97,7 @@ impl Trainer {
                 Err(_) => return,
             }
         }
-        let Ok(entries) = fs::read_dir(beside(path, ".")) else {
+        let Ok(entries) = fs::read_dir(sibling(path, ".")) else {
             return;
         };
         for entry in entries.flatten() {
@@ -125,7 +127,7 @@ fn prefix_of(path: &Path) -> Result<String> {
     }
 }
 
-fn beside(path: &Path, name: &str) -> PathBuf {
+fn sibling(path: &Path, name: &str) -> PathBuf {
     path.parent().unwrap_or(Path::new("")).join(name)
 }
 
@@ -135,11 +137,11 @@ fn save_number(ranks: &Communicator) -> Result<u32> {
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
     let own = now.as_nanos() as u32 ^ std::process::id();
-    Ok(of_every_rank(ranks, own)?[0])
+    Ok(gather_numbers(ranks, own)?[0])
 }
 
 /// Returns the numbers of all ranks, in rank order.
-fn of_every_rank(ranks: &Communicator, own: u32) -> Result<Vec<u32>> {
+fn gather_numbers(ranks: &Communicator, own: u32) -> Result<Vec<u32>> {
     let world_size = ranks.world_size();
     let mut numbers = vec![0.0; world_size];
     numbers[ranks.rank()] = f64::from(own);
@@ -151,14 +153,14 @@ fn of_every_rank(ranks: &Communicator, own: u32) -> Result<Vec<u32>> {
 }
 
 /// Returns the result of writing; an error on all ranks if it failed on one.
-fn on_all<T>(ranks: &Communicator, path: &Path, written: Result<T>) -> Result<T> {
+fn check_all_ranks<T>(ranks: &Communicator, path: &Path, written: Result<T>) -> Result<T> {
     let failed = f64::from(u8::from(written.is_err()));
     let failed = ranks.mean(&[failed])?[0] > 0.0;
     let written = written?;
     match failed {
         false => Ok(written),
         true => {
-            let other = "another rank could not write its part, and says why";
+            let other = "another rank failed to write its part; see its error";
             Err(Error::io("write", path, std::io::Error::other(other)))
         }
     }

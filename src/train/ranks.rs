@@ -44,13 +44,13 @@ impl Trainer {
         train: impl Into<Data>,
         validation: impl Into<Data>,
     ) -> Result<Self> {
-        let trainer = Self::of_parts(model, sharded, config, train, validation)?;
+        let trainer = Self::sharded_trainer(model, sharded, config, train, validation)?;
         trainer.check_ranks("Trainer::fully_sharded", sharded.communicator())?;
         Ok(trainer)
     }
 
     /// Creates the run without comparing the ranks' settings.
-    pub(super) fn of_parts(
+    pub(super) fn sharded_trainer(
         model: TransformerLM,
         sharded: &FullyShard,
         config: TrainConfig,
@@ -68,7 +68,7 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::Rank`]; a model that is too large for the host.
-    pub fn whole_model(&self) -> Result<Option<TransformerLM>> {
+    pub fn gather_model(&self) -> Result<Option<TransformerLM>> {
         self.optimizer.gather_weights()?;
         let is_first = self.communicator().is_none_or(|ranks| ranks.rank() == 0);
         let Some(Job::FullyShard(sharded)) = &self.job else {
@@ -76,7 +76,7 @@ impl Trainer {
         };
         let mut weights = HashMap::new();
         for (name, _) in &self.parameters {
-            let whole = sharded.whole(name)?;
+            let whole = sharded.full_weight(name)?;
             if is_first {
                 // A variable, which the builder below shares, so that the weights exist only once.
                 let whole = ops::variable_of(&whole.to_device(&Device::Cpu)?)?;
@@ -112,7 +112,7 @@ impl Trainer {
         if self.job.is_some() {
             return Err(Error::Order {
                 op: "Trainer::replicate",
-                problem: "the run is of several ranks already".into(),
+                problem: "the run already has several ranks".into(),
                 hint: "call it once, on a run of Trainer::new or resume".into(),
             });
         }
@@ -130,7 +130,7 @@ impl Trainer {
             return Err(
                 Error::config("TrainConfig", "accumulation", self.config.accumulation).must_be(
                     format!("a multiple of the number of ranks, {world_size}"),
-                    "it counts the batches of a step on all ranks, of which each takes as many",
+                    "it counts the batches of a step on all ranks, and each rank computes the same number",
                 ),
             );
         }
@@ -149,7 +149,7 @@ impl Trainer {
             ("step", self.step.to_string()),
             ("optimizer steps", self.optimizer.steps().to_string()),
         ];
-        communicator.agree(op, &facts)
+        communicator.check_equal(op, &facts)
     }
 
     /// Shards the optimizer's state and update among the ranks that train together (ZeRO stage 1): each rank has the
@@ -168,7 +168,7 @@ impl Trainer {
         };
         let Some(Job::Replicated(replicated)) = &self.job else {
             return refuse(
-                "the run is of no ranks that have all weights",
+                "the run is not replicated over ranks",
                 "call replicate before",
             );
         };

@@ -120,7 +120,7 @@ impl Trainer {
             }
         }
         let mut trainer = match sharded {
-            Some(sharded) => Self::of_parts(model, sharded, config, train, validation)?,
+            Some(sharded) => Self::sharded_trainer(model, sharded, config, train, validation)?,
             None => Self::new(model, config, train, validation)?,
         };
         let data = [saved.training_data, saved.validation_data];

@@ -157,9 +157,9 @@ impl Trainer {
         }
         let _step = probe::step();
         let ranks = self.communicator().cloned();
-        let _watch = ranks
+        let _timeout = ranks
             .as_ref()
-            .map(|ranks| ranks.watch("a step of training"));
+            .map(|ranks| ranks.apply_timeout("a step of training"));
         let report = self.update()?;
         self.step += 1;
         self.history.stepped(report.loss, report.skipped);

@@ -1,6 +1,6 @@
 //! Ranks that stop, die or disagree: the other ranks end within the timeout, with an error that names the rank.
 
-use super::{Ended, at_most, join, ranks};
+use super::{Outcome, at_most, join, ranks};
 use candle_core::{DType, Tensor};
 use std::time::{Duration, Instant};
 use tallow::distributed::Reduce;
@@ -12,7 +12,7 @@ const SOON: Duration = Duration::from_secs(45);
 #[test]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
 fn a_stopped_rank_is_named() {
-    let Ended {
+    let Outcome {
         success,
         text,
         took,
@@ -27,7 +27,7 @@ fn a_stopped_rank_is_named() {
 #[test]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
 fn a_rank_that_ends_ends_all() {
-    let Ended {
+    let Outcome {
         success,
         text,
         took,
@@ -38,7 +38,7 @@ fn a_rank_that_ends_ends_all() {
 #[test]
 #[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
 fn a_rank_that_disagrees_is_named_on_all() {
-    let Ended {
+    let Outcome {
         success,
         text,
         took,
@@ -97,7 +97,7 @@ pub fn disagreeing() -> Result<()> {
         ("model", "tiny".into()),
         ("batch size", batch_size.to_string()),
     ];
-    let error = ranks.agree("the benchmark", &facts).unwrap_err();
+    let error = ranks.check_equal("the benchmark", &facts).unwrap_err();
     let text = error.to_string();
     assert!(
         matches!(error, Error::Rank { rank, .. } if rank == last),

@@ -80,7 +80,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
     }
     for (name, wanted) in distinct(&alone) {
         let values = |x: &Tensor| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
-        let found = values(&sharded.whole(&name)?)?;
+        let found = values(&sharded.full_weight(&name)?)?;
         for (a, b) in found.into_iter().zip(values(&wanted)?) {
             assert!((a - b).abs() <= 1e-4, "tied {tied}, {config:?}: {a} {b}");
         }
@@ -160,7 +160,7 @@ fn as_replicated(
         );
     }
     for (name, wanted) in whole.parameters() {
-        let off = (sharded.whole(&name)? - wanted.as_tensor())?.abs()?;
+        let off = (sharded.full_weight(&name)? - wanted.as_tensor())?.abs()?;
         let off = off.mean_all()?.to_scalar::<f32>()?;
         // One step moves a weight by at most the learning rate, 1e-3.
         assert!(off < 2e-4, "{precision}, {exchange:?}, {name}: {off}");

@@ -66,7 +66,7 @@ fn at_most(count: usize) -> usize {
 }
 
 /// Configures a program to run a case: a rank, or the mpirun that starts the ranks.
-fn of_case<'c>(program: &'c mut Command, case: &str) -> &'c mut Command {
+fn configure_case<'c>(program: &'c mut Command, case: &str) -> &'c mut Command {
     program
         .args(["--exact", "rank", "--nocapture"])
         .env(CASE, case)
@@ -77,13 +77,13 @@ fn of_case<'c>(program: &'c mut Command, case: &str) -> &'c mut Command {
 }
 
 /// The output of all ranks of a case, whether all succeeded, and the time they needed.
-struct Ended {
+struct Outcome {
     success: bool,
     text: String,
     took: Duration,
 }
 
-impl Ended {
+impl Outcome {
     fn of(outputs: &[Output], began: Instant) -> Self {
         let text = outputs.iter().map(|output| {
             let [out, err] = [&output.stdout, &output.stderr].map(|x| String::from_utf8_lossy(x));
@@ -99,7 +99,7 @@ impl Ended {
 
 /// Runs `count` ranks of a case by MPI.
 #[cfg(not(feature = "cuda"))]
-fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
+fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Outcome {
     let began = Instant::now();
     let mut mpirun = Command::new("mpirun");
     mpirun
@@ -111,15 +111,15 @@ fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
         .env("OMPI_MCA_hwloc_base_binding_policy", "none")
         .env("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
         .envs(variables.iter().cloned());
-    let output = of_case(&mut mpirun, case)
+    let output = configure_case(&mut mpirun, case)
         .output()
         .expect("mpirun is there");
-    Ended::of(&[output], began)
+    Outcome::of(&[output], began)
 }
 
 /// Runs `count` ranks of a case by NCCL, with the variables that torchrun sets.
 #[cfg(feature = "cuda")]
-fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
+fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Outcome {
     let began = Instant::now();
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -133,13 +133,13 @@ fn ranks(case: &str, count: usize, variables: &[(&str, String)]) -> Ended {
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
             .envs(variables.iter().cloned());
-        of_case(&mut program, case).spawn().unwrap()
+        configure_case(&mut program, case).spawn().unwrap()
     });
     let children: Vec<_> = children.collect();
     let outputs = children
         .into_iter()
         .map(|child| child.wait_with_output().unwrap());
-    Ended::of(&outputs.collect::<Vec<_>>(), began)
+    Outcome::of(&outputs.collect::<Vec<_>>(), began)
 }
 
 fn succeed(case: &str, count: usize) {

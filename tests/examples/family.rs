@@ -1,6 +1,6 @@
 //! The example `train` with a model in Hugging Face's format.
 
-use super::process::{Ended, example, run};
+use super::process::{Outcome, example, run};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -35,7 +35,7 @@ fn family() -> TempDir {
 
 /// Trains in windows of 8 tokens, after which id 3, which is no word, is never the most likely. `HERE` in `flags`
 /// stands for the folder.
-fn train(folder: &Path, steps: usize, flags: &str) -> Ended {
+fn train(folder: &Path, steps: usize, flags: &str) -> Outcome {
     let flags = flags.replace("HERE", folder.to_str().unwrap());
     let sizes = format!("--batch-size 2 --steps {steps} --lr 0.4 --sample 5 --temperature 0");
     let mut command = example(&format!("train --data DATA {sizes}"));
@@ -50,7 +50,7 @@ fn train(folder: &Path, steps: usize, flags: &str) -> Ended {
 }
 
 #[track_caller]
-fn run_well(ended: &Ended) {
+fn run_well(ended: &Outcome) {
     assert_eq!(
         (ended.status, ended.err.as_str()),
         (Some(0), ""),

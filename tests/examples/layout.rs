@@ -153,7 +153,7 @@ fn every_table_has_its_columns() {
             let mut columns: Vec<&str> = columns
                 .into_iter()
                 .map(|column| {
-                    ["Of which", "Difference"]
+                    ["By kind", "Difference"]
                         .into_iter()
                         .find(|of| column.starts_with(of))
                         .unwrap_or(column)

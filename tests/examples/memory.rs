@@ -1,6 +1,6 @@
 //! Memory of examples under a limit just above their estimate.
 
-use super::process::{Ended, example, run};
+use super::process::{Outcome, example, run};
 use serde_json::Value;
 
 /// Memory of a process of two threads outside its steps: code, stacks, and the threads' buffers for matmuls.
@@ -37,7 +37,7 @@ fn tight_memory_holds_what_was_estimated() {
 }
 
 /// Returns a value of the last row, in MiB, and checks that row's status.
-fn mib(ended: &Ended, status: &str, key: &str) -> f64 {
+fn mib(ended: &Outcome, status: &str, key: &str) -> f64 {
     assert_eq!(ended.status, Some(0), "{}", ended.err);
     let report: Value = serde_json::from_str(&ended.out).unwrap();
     let row = report["rows"].as_array().unwrap().last().unwrap();

@@ -15,7 +15,7 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// The exit status and the output of a process.
 #[derive(Debug)]
-pub struct Ended {
+pub struct Outcome {
     /// `None` if a signal ended the process.
     pub status: Option<i32>,
     pub out: String,
@@ -46,7 +46,7 @@ pub fn example(line: &str) -> Command {
 }
 
 /// Runs a command to its end, with its stdout written to `out`.
-pub fn run_into(mut command: Command, out: Stdio) -> Ended {
+pub fn run_into(mut command: Command, out: Stdio) -> Outcome {
     let folder = tempfile::tempdir().unwrap();
     let err = folder.path().join("err");
     command.stdout(out).stderr(File::create(&err).unwrap());
@@ -66,19 +66,19 @@ pub fn run_into(mut command: Command, out: Stdio) -> Ended {
     };
     let err = String::from_utf8_lossy(&fs::read(err).unwrap()).into_owned();
     assert!(!err.contains("panicked"), "{command:?}: {err}");
-    Ended {
+    Outcome {
         status: status.code(),
         out: String::new(),
         err,
     }
 }
 
-pub fn run(command: Command) -> Ended {
+pub fn run(command: Command) -> Outcome {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     let ended = run_into(command, File::create(&out).unwrap().into());
     let out = String::from_utf8_lossy(&fs::read(out).unwrap()).into_owned();
-    Ended { out, ..ended }
+    Outcome { out, ..ended }
 }
 
 /// Runs an example with `--format json` and returns its report.
@@ -91,7 +91,7 @@ pub fn report(line: &str) -> Value {
 
 /// Checks the exit status, and that the error message contains `words`.
 #[track_caller]
-pub fn assert_refused(line: &str, ended: &Ended, status: i32, words: &str) {
+pub fn assert_refused(line: &str, ended: &Outcome, status: i32, words: &str) {
     assert_eq!(ended.status, Some(status), "{line}: {ended:?}");
     let is_message = ended.err.starts_with("error: ") && ended.err.contains(words);
     assert!(is_message, "{line}: {words} is not in {}", ended.err);

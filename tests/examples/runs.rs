@@ -153,7 +153,7 @@ fn memory() {
 }
 
 #[test]
-fn planned_beside_eager() {
+fn planned_next_to_eager() {
     let report_of = report("compiled_benchmark --config 2-16-32-2-2 --steps 2 --rounds 1");
     assert_eq!(count(&report_of, &[("status", "ok")]), 18);
     for words in [

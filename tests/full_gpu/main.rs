@@ -28,7 +28,7 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
     EndToEnd {
         config: TransformerConfig {
             context_length: 512,
-            ..TransformerConfig::tiny()
+            ..Default::default()
         },
         batch_size,
         sequence_length,
@@ -99,7 +99,7 @@ fn assert_ran_out(rows: &[Fields]) {
     };
     assert_eq!(text(row, "status"), "OOM");
     let reason = text(row, "reason");
-    let answers = ["OUT_OF_MEMORY", "the arena of a planned step: wants"];
+    let answers = ["OUT_OF_MEMORY", "the arena of a planned step: needs"];
     assert!(
         answers.iter().any(|answer| reason.contains(answer)),
         "{reason}"

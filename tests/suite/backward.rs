@@ -191,7 +191,7 @@ fn the_first_gradient_is_not_written() -> CandleResult<()> {
 
 /// Returned gradients are independent: changing one changes neither another nor the gradient passed by the caller.
 #[test]
-fn gradients_are_nobody_elses() -> CandleResult<()> {
+fn gradients_are_independent() -> CandleResult<()> {
     let (a, b) = (var(&[3, 5], 1), var(&[3, 5], 2));
     let (dy, before) = (numbers(&[3, 5], 3), numbers(&[3, 5], 3));
     let parameters = [("a".to_string(), a.clone()), ("b".to_string(), b.clone())];
@@ -211,8 +211,8 @@ fn gradients_are_nobody_elses() -> CandleResult<()> {
 
 /// Saved tensors of a chain of ops are freed during backward, unless the caller still holds them.
 #[test]
-fn the_graph_goes() {
-    if crate::child::ran("backward::the_graph_goes") {
+fn the_graph_is_freed() {
+    if crate::child::ran("backward::the_graph_is_freed") {
         return;
     }
     const BYTES: u64 = 4 << 20;

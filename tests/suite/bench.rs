@@ -129,7 +129,7 @@ fn flops_and_mfu_are_the_models() {
 #[test]
 fn what_does_not_fit_is_a_row() {
     let run = EndToEnd {
-        config: TransformerConfig::b10(),
+        config: TransformerConfig::preset("10b").unwrap(),
         sequence_length: 256,
         ..run(Mode::TrainStep)
     };
@@ -147,7 +147,7 @@ fn what_does_not_fit_is_a_row() {
 /// Sizes for which planning would need hours or all memory are refused before the planning.
 #[test]
 fn absurd_sizes_are_a_row_at_once() {
-    let tiny = TransformerConfig::tiny();
+    let tiny = TransformerConfig::default();
     let sized = |batch_size, context_length, num_layers, vocab_size| EndToEnd {
         config: TransformerConfig {
             context_length,

@@ -7,7 +7,6 @@ mod attention_gpu;
 mod attention_judged;
 mod dropout;
 mod eager;
-mod given_gradient;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod half;
@@ -18,6 +17,7 @@ mod loss_step;
 mod memory;
 mod missing_gradients;
 mod options;
+mod output_gradient;
 mod packed;
 mod phase_times;
 mod plans;

@@ -347,7 +347,7 @@ fn fsdp_run(own: &HashMap<String, Tensor>, precision: Precision) -> Vec<(String,
             }
         }
         let names = first.keys();
-        let whole = names.map(|name| Ok((name.clone(), sharded.whole(name)?)));
+        let whole = names.map(|name| Ok((name.clone(), sharded.full_weight(name)?)));
         whole.collect::<Result<Vec<_>>>()
     });
     let [run, other] = of_ranks.try_into().unwrap_or_else(|_| panic!("two ranks"));

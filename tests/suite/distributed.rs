@@ -3,9 +3,9 @@
 
 mod answers;
 mod collectives;
+mod estimated_steps;
 mod fully_sharded;
 mod missing_gradients;
-mod paper;
 mod planned;
 mod replicated;
 mod sharded;

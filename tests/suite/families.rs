@@ -48,7 +48,7 @@ fn fixtures() -> PathBuf {
 const DOCUMENTS: [&[usize]; 2] = [&[4, 9], &[1, 7, 5]];
 
 /// The prefixes of weights' names.
-const BEGINNINGS: [&str; 3] = ["model.", "transformer.", "lm_head."];
+const PREFIXES: [&str; 3] = ["model.", "transformer.", "lm_head."];
 
 /// A golden file, written by `fixtures/generate.py families`, and a folder with the model's files.
 struct Golden {
@@ -62,7 +62,7 @@ impl Golden {
         let (tensors, metadata) = fixture(&format!("families/{name}"));
         let weights = tensors
             .iter()
-            .filter(|(name, _)| BEGINNINGS.iter().any(|prefix| name.starts_with(prefix)));
+            .filter(|(name, _)| PREFIXES.iter().any(|prefix| name.starts_with(prefix)));
         let weights: HashMap<String, Tensor> =
             weights.map(|(name, x)| (name.clone(), x.clone())).collect();
         let folder = tempdir().unwrap();
@@ -100,7 +100,7 @@ impl Golden {
 
 /// Converts the model's tensors to those of the golden files. In GPT-2's files q, k and v are one tensor, and weights
 /// of linear layers are (in, out).
-fn as_theirs(
+fn to_golden_layout(
     model: &TransformerLM,
     named: impl IntoIterator<Item = (String, Tensor)>,
 ) -> BTreeMap<String, Tensor> {
@@ -132,7 +132,11 @@ fn logits_loss_and_gradients(golden: &Golden, model: &TransformerLM, dtype: DTyp
     close("logits.packed", &packed, wanted, logits_bound);
     close("loss", &loss, golden.get("loss"), loss_bound);
     let gradients = gradients_of(model.parameters(), &tallow::backward(loss).unwrap());
-    close_gradients(&golden.tensors, as_theirs(model, gradients), gradient_bound);
+    close_gradients(
+        &golden.tensors,
+        to_golden_layout(model, gradients),
+        gradient_bound,
+    );
 }
 
 /// Compares five steps; `step` returns each step's loss.
@@ -150,7 +154,7 @@ fn five_steps(golden: &Golden, model: &TransformerLM, dtype: DType, mut step: im
     let parameters = model.parameters().into_iter();
     let parameters = parameters.map(|(name, var)| (name, var.as_tensor().clone()));
     let mut found = 0;
-    for (name, weight) in as_theirs(model, parameters) {
+    for (name, weight) in to_golden_layout(model, parameters) {
         let key = format!("final.{name}");
         if let Some(wanted) = golden.tensors.get(&key) {
             close(&key, &weight, wanted, weight_bound);
@@ -205,7 +209,7 @@ fn planned(name: &str, attention: Algorithm, device: &Device) {
     step.forward_backward((&tokens, &targets)).unwrap();
     let gradients = step.gradients().unwrap();
     let [_, _, bound] = bounds(DType::F32);
-    close_gradients(&golden.tensors, as_theirs(&model, gradients), bound);
+    close_gradients(&golden.tensors, to_golden_layout(&model, gradients), bound);
     five_steps(&golden, &model, DType::F32, || {
         f64::from(step.run(&mut optimizer, (&tokens, &targets)).unwrap())
     });
@@ -492,7 +496,7 @@ fn settings_of_gpt2_that_change_nothing() {
 fn rates_of_dropout() {
     let golden = Golden::read("gpt2");
     let dropout = || hf::config(golden.folder.path()).unwrap().dropout;
-    assert!(!dropout().is_any());
+    assert!(!dropout().is_active());
     golden.set("attn_pdrop", json!(0.3));
     golden.set("resid_pdrop", json!(0.2));
     golden.set("embd_pdrop", json!(null));
@@ -625,10 +629,7 @@ fn folders_that_are_refused() {
             fs::write(f.join(index), text.replace(from, to)).unwrap();
         }
     };
-    refused(
-        &changed(shard, "../model.safetensors"),
-        "no file of the folder",
-    );
+    refused(&changed(shard, "../model.safetensors"), "not in the folder");
     refused(
         &changed("model.norm.weight", "model.norm.bias"),
         "model.norm.",
@@ -637,7 +638,7 @@ fn folders_that_are_refused() {
 
 /// Tokenizer files are copied with the model. A folder with shards becomes one file, and its index is removed.
 #[test]
-fn what_stands_beside_the_weights_is_copied() {
+fn tokenizer_files_are_copied() {
     let from = fixtures().join("sharded");
     let model = hf::load(&from, &Device::Cpu).unwrap();
     let [source, target] = [tempdir().unwrap(), tempdir().unwrap()];

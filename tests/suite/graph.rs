@@ -41,7 +41,7 @@ struct Log {
 }
 
 impl Listener for Log {
-    fn left(&self, event: &probe::Event<'_>) {
+    fn on_leave(&self, event: &probe::Event<'_>) {
         if self.thread != thread::current().id() || event.kind != Kind::Op {
             return;
         }

@@ -116,7 +116,7 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
         mode: Mode::TrainStep,
         ..Default::default()
     };
-    let plan = estimate(&TransformerConfig::b10(), &workload).unwrap();
+    let plan = estimate(&TransformerConfig::preset("10b").unwrap(), &workload).unwrap();
     assert_eq!(plan.peak_bytes, u64::MAX);
 }
 
@@ -131,10 +131,10 @@ fn heads_that_flash_attention_does_not_take() {
     });
     let wide = TransformerConfig {
         attention: Algorithm::Flash,
-        ..TransformerConfig::wide()
+        ..TransformerConfig::preset("wide").unwrap()
     };
     estimate(&wide, &naive).unwrap();
-    for config in [wide, TransformerConfig::wide()] {
+    for config in [wide, TransformerConfig::preset("wide").unwrap()] {
         refusal(estimate(&config, &flash), &["flash for heads of 800"]);
     }
 }
@@ -149,7 +149,7 @@ fn flash_attention_is_linear_in_the_sequence() {
             attention,
             ..Default::default()
         };
-        let config = TransformerConfig::small();
+        let config = TransformerConfig::preset("small").unwrap();
         estimate(&config, &workload).unwrap().activation_bytes
     };
     for length in [1, 128, 4096] {
@@ -263,7 +263,7 @@ fn what_ulimit_leaves_is_what_there_is() {
     assert_eq!(total, 1_500_000 << 10);
     let available = tallow::hardware::available_bytes().unwrap();
     assert!((1 << 20..total).contains(&available), "{available}");
-    let small = TransformerConfig::small();
+    let small = TransformerConfig::preset("small").unwrap();
     for execution in [Execution::Eager, Execution::Planned] {
         for (config, mode, expected) in [
             (&config(64, 100, 2, 500), Mode::Forward, Status::Ok),

@@ -10,7 +10,7 @@ mod fixture;
 use crate::check::elements;
 use crate::flash::problem::device;
 use candle_core::{DType, Device, Tensor, Var};
-use express::{Call, Way, ways};
+use express::{Call, Implementation, implementations};
 use fixture::{File, Sample, folder, index};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tallow::Result;
@@ -39,7 +39,7 @@ fn judge_all(policy: KernelPolicy) {
         assert_eq!(file.samples.len(), *count, "{name}");
         for (number, sample) in file.samples.iter().enumerate() {
             for (run, dtype) in RUNS.iter().enumerate() {
-                for (way, apply) in ways(name) {
+                for (way, apply) in implementations(name) {
                     let roundings = match way == "naive" && device.is_cuda() {
                         true => 2.0,
                         false => 1.0,
@@ -68,7 +68,13 @@ fn judge_all(policy: KernelPolicy) {
 /// one, because its probabilities and their gradients are rounded before the matmuls. PyTorch's three ops do that too:
 /// on 200 problems of these sizes their errors were 4.6e-3 in dq and 4.3e-3 in dk, and up to 6.4e-3 (bf16, one H200,
 /// PyTorch 2.11).
-fn judge(sample: &Sample, run: usize, way: Way, device: &Device, roundings: f64) -> Vec<String> {
+fn judge(
+    sample: &Sample,
+    run: usize,
+    way: Implementation,
+    device: &Device,
+    roundings: f64,
+) -> Vec<String> {
     // On a GPU neither backward nor broadcast_as of candle works on empty tensors.
     if device.is_cuda() && sample.is_empty() {
         return Vec::new();
@@ -102,7 +108,12 @@ fn judge(sample: &Sample, run: usize, way: Way, device: &Device, roundings: f64)
 }
 
 /// Returns the output, then the gradient of each differentiable operand; `None` if there is none.
-fn results(sample: &Sample, run: usize, way: Way, device: &Device) -> Result<Vec<Option<Tensor>>> {
+fn results(
+    sample: &Sample,
+    run: usize,
+    way: Implementation,
+    device: &Device,
+) -> Result<Vec<Option<Tensor>>> {
     let (mut leaves, mut operands) = (Vec::new(), Vec::new());
     for operand in &sample.operands {
         let value = operand.in_memory(RUNS[run])?.to_device(device)?;

@@ -24,14 +24,14 @@ impl Log {
         })
     }
 
-    fn is_mine(&self) -> bool {
+    fn is_on_this_thread(&self) -> bool {
         thread::current().id() == self.thread
     }
 }
 
 impl Listener for Log {
-    fn left(&self, event: &Event<'_>) {
-        if self.is_mine() {
+    fn on_leave(&self, event: &Event<'_>) {
+        if self.is_on_this_thread() {
             let is_op = matches!(event.kind, Kind::Op | Kind::OpBackward);
             assert!(event.operands.is_none() || is_op);
             let line = (
@@ -146,8 +146,8 @@ fn ranges_left_out_of_order_say_so() {
     drop(inner);
     drop(listening);
     let lines = log.lines.lock().unwrap();
-    let said: Vec<_> = lines.iter().map(|line| (line.1.as_str(), line.3)).collect();
-    assert_eq!(said, [("outer", false), ("outer/inner", false)]);
+    let ranges: Vec<_> = lines.iter().map(|line| (line.1.as_str(), line.3)).collect();
+    assert_eq!(ranges, [("outer", false), ("outer/inner", false)]);
 }
 
 #[test]

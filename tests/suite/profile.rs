@@ -24,9 +24,9 @@ use tallow::probe::{Kind, Path};
 use tallow::profile::{self, Profiler, Recording, Span};
 
 /// Locks the profiler: only one can run at a time, and tests run in parallel.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+fn exclusive() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const STEPS: usize = 2;
@@ -71,7 +71,7 @@ fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
 }
 
 fn record(attention: Algorithm, precision: Precision) -> Recording {
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     train(attention, precision);
     profiler.finish().unwrap()
@@ -106,7 +106,7 @@ fn span(
 fn recording_changes_no_bit() {
     for attention in [Algorithm::Naive, Algorithm::Flash] {
         for precision in [Precision::F32, Precision::BF16] {
-            let _alone = alone();
+            let _lock = exclusive();
             let before = train(attention, precision);
             let profiler = Profiler::start_on_this_thread().unwrap();
             let during = train(attention, precision);
@@ -122,7 +122,7 @@ fn laps_and_the_trainer_open_steps() {
     use tallow::data::Tokens;
     use tallow::train::{TrainConfig, Trainer};
 
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     let device = Device::Cpu;
     let lap = |lap: &mut tallow::bench::Lap<'_>| lap.time("forward", || Ok::<_, tallow::Error>(()));
@@ -158,7 +158,7 @@ fn laps_and_the_trainer_open_steps() {
 
 #[test]
 fn ranges_open_at_the_end_end_there() {
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     let open = profile::range("open");
     drop(profile::range("closed"));
@@ -172,7 +172,7 @@ fn ranges_open_at_the_end_end_there() {
     assert!(open.start_ns <= closed.start_ns && closed.end_ns <= open.end_ns);
 
     // Ranges that were open before the profiler started are not recorded.
-    let open = tallow::probe::listen(std::sync::Arc::new(Deaf));
+    let open = tallow::probe::listen(std::sync::Arc::new(ListenerWithoutReplays));
     let before = profile::range("before");
     let profiler = Profiler::start_on_this_thread().unwrap();
     drop(before);
@@ -180,5 +180,5 @@ fn ranges_open_at_the_end_end_there() {
     assert_eq!(profiler.finish().unwrap().spans, []);
 }
 
-struct Deaf;
-impl tallow::probe::Listener for Deaf {}
+struct ListenerWithoutReplays;
+impl tallow::probe::Listener for ListenerWithoutReplays {}

@@ -97,7 +97,7 @@ impl Executor {
         )?;
         let (model_gpu, stream) = (gpu.clone(), gpu.cuda_stream());
         let (gpu, cublas_lt) = {
-            let _undisturbed = hardware::cuda::undisturbed();
+            let _lock = hardware::cuda::lock_captures();
             let gpu = CudaDevice::new_with_stream(stream.context().ordinal())?;
             let cublas_lt = CublasLt::new(&gpu, tf32)?;
             (gpu, cublas_lt)
@@ -204,7 +204,7 @@ impl Executor {
         // A first run loads kernels, which would invalidate another thread's recording.
         let segments = self.segments(plan, scope);
         let recorded = self.recorded[scope as usize].is_of(&segments);
-        let _undisturbed = (!recorded).then(hardware::cuda::undisturbed);
+        let _lock = (!recorded).then(hardware::cuda::lock_captures);
         let launched = self.launch_segments(plan, scope, &segments);
         self.stream.join(&stream).w()?; // after an error too: launched kernels read the caller's tensors
         launched?;
@@ -227,7 +227,7 @@ impl Executor {
             let copies = vec![(plan.first_run_only(), 0)];
             self.launch(plan, &copies, scope)?;
         }
-        match probe::takes_replays() {
+        match probe::accepts_replays() {
             true => self.run_recorded(plan, scope, segments),
             false => self.launch_all(plan, scope, segments),
         }
@@ -396,7 +396,7 @@ impl DerefMut for SerializedDrop {
 
 impl Drop for SerializedDrop {
     fn drop(&mut self) {
-        let _undisturbed = hardware::cuda::undisturbed();
+        let _lock = hardware::cuda::lock_captures();
         // SAFETY: it is not used afterwards.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }

@@ -92,7 +92,7 @@ impl Lower<'_> {
     }
 
     fn shard(&self) -> Shard {
-        self.request.config.ranks.shard().unwrap_or(Shard::ALONE)
+        self.request.config.ranks.shard().unwrap_or(Shard::SINGLE)
     }
 
     /// Frees the weights that forward gathered; backward gathers them again. On a GPU the last bucket is kept, because

@@ -284,7 +284,7 @@ impl<'l> Step<'l> {
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
     /// use tallow::model::TransformerConfig;
     ///
-    /// let (model, batch) = (TransformerConfig::small(), Batch::meta(4, 256)?);
+    /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::meta(4, 256)?);
     /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
     /// println!("{} calls, an arena of {} MiB", plan.calls().len(), plan.peak_bytes() >> 20);
     /// # Ok::<(), tallow::Error>(())

@@ -19,13 +19,13 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
         return Err(Error::order(
             "distributed::init",
             format!(
-                "the environment says rank {} of {}, and MPI rank {} of {}",
+                "the environment has rank {} of {}, and MPI has rank {} of {}",
                 place.rank, place.world_size, of_mpi.rank, of_mpi.world_size
             ),
             "start ranks on CPUs with mpirun, or with srun --mpi=pmix, which MPI knows them by",
         ));
     }
-    let master = meet(&queue, &mut ranks, config.timeout)?;
+    let master = rendezvous(&queue, &mut ranks, config.timeout)?;
     let (membership, _) = Membership::join(&ranks, master, config.timeout, String::new())?;
     let backend = Backend::Host(queue);
     Ok(Communicator::new(place, Device::Cpu, backend, membership))
@@ -33,7 +33,7 @@ pub(super) fn join_on_cpu(mut ranks: Ranks, config: &DistConfig) -> Result<Commu
 
 /// Returns the address at which rank 0 will listen, and sets the job's secret. Rank 0 broadcasts both by MPI, from its
 /// environment or newly chosen.
-fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(String, u16)> {
+fn rendezvous(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(String, u16)> {
     /// More than the longest host, port and token together.
     const BYTES: usize = 1 << 10;
     let mut text = Vec::new();
@@ -50,7 +50,7 @@ fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(Stri
     }
     text.resize(BYTES, 0);
     let text = Tensor::from_vec(text, BYTES, &Device::Cpu)?;
-    let waiting = Arc::new(Membership::alone());
+    let waiting = Arc::new(Membership::single_rank());
     let exchanged = Exchanged::Tensor(text.clone());
     let done = queue.start(
         waiting.clone(),
@@ -59,7 +59,7 @@ fn meet(queue: &HostQueue, ranks: &mut Ranks, timeout: Duration) -> Result<(Stri
     );
     done.recv_timeout(timeout).unwrap_or_else(|_| {
         let problem = format!("has not said where it listens within {timeout:?}");
-        let hint = "are all processes started? their own output says more";
+        let hint = "are all processes started? see their own output";
         waiting.fail(0, "rendezvous", &problem, hint);
         HostQueue::wait(done)
     })?;

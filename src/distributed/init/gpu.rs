@@ -40,7 +40,7 @@ pub(super) fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communica
     let context = gpu.cuda_stream().context().clone();
     let bind = move || Ok(context.bind_to_thread().map_err(candle_core::Error::wrap)?);
     let nccl = {
-        let _watch = membership.enter(BEGINNING);
+        let _timeout = membership.enter(BEGINNING);
         let check = || membership.check();
         NcclBackend::new(place, &id, config.nccl_max_ctas, bind, &check)?
     };

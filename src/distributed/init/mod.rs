@@ -40,8 +40,8 @@ use candle_core::Device;
 pub fn init(config: &DistConfig) -> Result<Communicator> {
     match Ranks::from_env()? {
         Some(ranks) if ranks.world_size > 1 => join(ranks, config),
-        Some(ranks) => Ok(Communicator::alone(&device_of(&ranks, config)?)),
-        None => Ok(Communicator::alone(&crate::device(&config.device)?)),
+        Some(ranks) => Ok(Communicator::single_rank(&device_of(&ranks, config)?)),
+        None => Ok(Communicator::single_rank(&crate::device(&config.device)?)),
     }
 }
 
@@ -77,7 +77,7 @@ pub fn threads(world_size: usize) -> Result<Vec<Communicator>> {
             place,
             Device::Cpu,
             Backend::Host(queue),
-            Membership::alone(),
+            Membership::single_rank(),
         ))
     });
     ranks.collect()
@@ -113,7 +113,7 @@ fn join(ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
 #[cfg(not(feature = "cuda"))]
 fn join_on_gpu(ranks: Ranks, config: &DistConfig) -> Result<Communicator> {
     // Returns the error that this build has no CUDA.
-    device_of(&ranks, config).map(|device| Communicator::alone(&device))
+    device_of(&ranks, config).map(|device| Communicator::single_rank(&device))
 }
 
 #[cfg(not(feature = "mpi"))]

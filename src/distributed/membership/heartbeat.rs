@@ -1,6 +1,6 @@
 //! The heartbeat: a thread that reports this rank's activity to rank 0, and receives failures.
 
-use super::roll::{Doing, ENDED, Failure, LEFT, Pace, SILENT, seconds};
+use super::roll::{ENDED, Failure, LEFT, Pace, Progress, SILENT, seconds};
 use super::wire::{Connection, Message, TICK};
 use crate::Result;
 use crate::distributed::locked;
@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Time for a rank's last message: that it fails, or leaves.
-pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
+pub(super) const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
 /// State shared by the heartbeat thread and the other threads.
 pub(super) struct Shared {
@@ -53,13 +53,13 @@ struct Open {
 }
 
 /// Guard: while it is alive, the job's timeout applies to what this rank waits for.
-#[must_use = "the time counts while it lives"]
-pub struct Watch<'a> {
+#[must_use = "the timeout applies until this is dropped"]
+pub struct TimeoutGuard<'a> {
     shared: &'a Shared,
     id: u64,
 }
 
-impl Drop for Watch<'_> {
+impl Drop for TimeoutGuard<'_> {
     fn drop(&mut self) {
         let mut state = locked(&self.shared.state);
         state.open.retain(|open| open.id != self.id);
@@ -67,10 +67,10 @@ impl Drop for Watch<'_> {
 }
 
 impl State {
-    pub(super) fn doing(&self) -> Doing {
+    pub(super) fn progress(&self) -> Progress {
         let open = self.open.first();
         let shown = open.or(self.last.as_ref());
-        Doing {
+        Progress {
             entered: self.entered,
             what: shown.map_or_else(String::new, |open| open.what.clone()),
             number: shown.map_or(0, |open| open.number),
@@ -92,7 +92,7 @@ impl State {
 
     /// Returns the time at which the oldest open operation began.
     #[cfg(test)]
-    pub(super) fn doing_since(&self) -> Option<Instant> {
+    pub(super) fn oldest_since(&self) -> Option<Instant> {
         self.open.first().map(|open| open.since)
     }
 }
@@ -107,7 +107,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn enter(&self, what: &str, is_of_all: bool) -> Watch<'_> {
+    pub(super) fn enter(&self, what: &str, is_of_all: bool) -> TimeoutGuard<'_> {
         let mut state = locked(&self.state);
         state.entered += u64::from(is_of_all);
         state.opened += 1;
@@ -119,7 +119,7 @@ impl Shared {
         };
         state.open.push(open.clone());
         state.last = Some(open);
-        Watch {
+        TimeoutGuard {
             shared: self,
             id: state.opened,
         }
@@ -145,12 +145,12 @@ impl Shared {
             std::mem::take(&mut state.hooks)
         };
         self.has_failed.store(true, Ordering::Release);
-        self.wait(LAST_WORDS, |state| state.is_known);
+        self.wait(LAST_MESSAGE, |state| state.is_known);
         hooks.into_iter().for_each(|hook| hook());
     }
 
     /// Records the job's first failure.
-    fn hear(&self, failure: Failure) {
+    fn receive_failure(&self, failure: Failure) {
         let hooks = {
             let mut state = locked(&self.state);
             if std::mem::replace(&mut state.is_known, true) {
@@ -180,7 +180,7 @@ impl Shared {
     /// Makes the heartbeat thread say goodbye. It is not joined, since a hook may hang there and a process must end.
     pub(super) fn leave(&self) {
         locked(&self.state).is_leaving = true;
-        self.wait(2 * LAST_WORDS, |_| false);
+        self.wait(2 * LAST_MESSAGE, |_| false);
     }
 
     pub(super) fn beat(&self, connection: Connection) {
@@ -188,12 +188,12 @@ impl Shared {
         let mut rank_0_left = None;
         let (mut asked, mut is_answered, mut is_declared) = (Instant::now(), true, false);
         loop {
-            let (doing, has_failed, unknown, is_leaving) = {
+            let (progress, has_failed, unknown, is_leaving) = {
                 let mut state = locked(&self.state);
                 state.run(Instant::now(), self.pace.silence);
                 let unknown = state.failure.clone().filter(|_| !state.is_known);
                 (
-                    state.doing(),
+                    state.progress(),
                     state.failure.is_some(),
                     unknown,
                     state.is_leaving,
@@ -203,7 +203,7 @@ impl Shared {
                 if is_leaving {
                     break;
                 }
-                self.beat_alone(rank_0_left, &doing);
+                self.beat_without_hub(rank_0_left, &progress);
                 thread::sleep(TICK);
                 continue;
             };
@@ -212,16 +212,16 @@ impl Shared {
                 let _ = connection.send(&Message::Failure(failure));
             } else if !has_failed && is_answered && asked.elapsed() >= self.pace.interval {
                 (asked, is_answered) = (Instant::now(), false);
-                let _ = connection.send(&Message::Beat(doing.clone()));
+                let _ = connection.send(&Message::Beat(progress.clone()));
             }
             let is_silent = !is_answered && asked.elapsed() > self.pace.silence;
             let mut lost = None;
             match connection.receive() {
-                Ok(Some(Message::Heard)) => is_answered = true,
+                Ok(Some(Message::Ack)) => is_answered = true,
                 Ok(Some(Message::Welcome(welcome))) => locked(&self.state).welcome = Some(welcome),
-                Ok(Some(Message::Failure(failure))) => self.hear(failure),
+                Ok(Some(Message::Failure(failure))) => self.receive_failure(failure),
                 Ok(Some(Message::Left(entered))) => (rank_0_left, hub) = (Some(entered), None),
-                Ok(None) if is_silent && self.is_overdue(&doing) => {
+                Ok(None) if is_silent && self.is_overdue(&progress) => {
                     let time = seconds(asked.elapsed());
                     lost = Some((format!("has not been heard of for {time}"), SILENT));
                 }
@@ -229,31 +229,32 @@ impl Shared {
                 Err(error) if error.kind() != ErrorKind::InvalidData => {
                     lost = Some(("its process has ended".into(), ENDED));
                 }
-                _ => lost = Some(("sends what rank 0 never does".into(), ENDED)),
+                _ => lost = Some(("sent an unexpected message".into(), ENDED)),
             }
             if let Some((problem, hint)) = lost {
                 hub = None;
-                self.hear(Failure::new(0, "its own work", problem, hint));
+                self.receive_failure(Failure::new(0, "its own work", problem, hint));
             }
         }
         if let Some(connection) = hub {
-            say_goodbye(connection, locked(&self.state).doing());
+            say_goodbye(connection, locked(&self.state).progress());
         }
         locked(&self.state).has_ended = true;
     }
 
     /// Fails operations that rank 0 can no longer end, after it has left: those with a number that rank 0 had not
     /// begun, and overdue ones.
-    fn beat_alone(&self, rank_0_left: Option<u64>, doing: &Doing) {
-        let is_missed = rank_0_left < Some(doing.entered) && doing.inside > Some(self.pace.silence);
-        if rank_0_left.is_some() && (is_missed || self.is_overdue(doing)) {
-            let problem = format!("has left; rank {} waits in {doing}", self.rank);
-            self.hear(Failure::new(0, "its own work", problem, LEFT));
+    fn beat_without_hub(&self, rank_0_left: Option<u64>, progress: &Progress) {
+        let is_missed =
+            rank_0_left < Some(progress.entered) && progress.inside > Some(self.pace.silence);
+        if rank_0_left.is_some() && (is_missed || self.is_overdue(progress)) {
+            let problem = format!("has left; rank {} waits in {progress}", self.rank);
+            self.receive_failure(Failure::new(0, "its own work", problem, LEFT));
         }
     }
 
-    fn is_overdue(&self, doing: &Doing) -> bool {
-        doing.inside > Some(self.pace.timeout)
+    fn is_overdue(&self, progress: &Progress) -> bool {
+        progress.inside > Some(self.pace.timeout)
     }
 }
 
@@ -266,8 +267,8 @@ fn as_field(text: &str) -> String {
 }
 
 /// Sends the goodbye, without which the connection's end is a failure, and waits for rank 0 to read it.
-fn say_goodbye(mut connection: Connection, doing: Doing) {
+fn say_goodbye(mut connection: Connection, progress: Progress) {
     let began = Instant::now();
-    let _ = connection.send(&Message::Goodbye(doing));
-    while began.elapsed() < LAST_WORDS && connection.receive().is_ok() {}
+    let _ = connection.send(&Message::Goodbye(progress));
+    while began.elapsed() < LAST_MESSAGE && connection.receive().is_ok() {}
 }

@@ -17,7 +17,7 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 /// How long the hub reads after its last message.
 const LINGER: Duration = Duration::from_millis(250);
 /// Limit of connections without a first line, in addition to those that the ranks themselves may be opening.
-const STRANGERS: usize = 64;
+const MAX_PENDING: usize = 64;
 
 /// The running hub. Dropping it notifies the ranks, and closes the port.
 pub(super) struct Hub {
@@ -42,7 +42,7 @@ struct Peer {
     since: Instant,
     is_welcome: bool,
     /// Whether it knows how the job ends.
-    is_told: bool,
+    is_notified: bool,
 }
 
 impl Hub {
@@ -109,9 +109,9 @@ impl Serving {
             let mut peers = std::mem::take(&mut self.peers);
             peers.retain_mut(|peer| self.serve(peer));
             self.peers = peers;
-            self.tell_all(is_last);
+            self.notify_all(is_last);
             if is_last {
-                return self.listen_to_the_end();
+                return self.drain_peers();
             }
             thread::sleep(TICK);
         }
@@ -119,7 +119,7 @@ impl Serving {
 
     /// Reads what the ranks still send until they have closed; those that run do so within a few heartbeats. Closing a
     /// connection with unread data may lose what was sent.
-    fn listen_to_the_end(mut self) {
+    fn drain_peers(mut self) {
         let began = Instant::now();
         while began.elapsed() < LINGER && !self.peers.is_empty() {
             self.peers.retain_mut(|peer| {
@@ -138,8 +138,8 @@ impl Serving {
 
     fn accept(&mut self) {
         while let Ok((stream, _)) = self.listener.accept() {
-            let strangers = self.peers.iter().filter(|peer| peer.rank.is_none()).count();
-            if strangers <= STRANGERS + self.world_size
+            let pending = self.peers.iter().filter(|peer| peer.rank.is_none()).count();
+            if pending <= MAX_PENDING + self.world_size
                 && let Ok(connection) = Connection::new(stream, None)
             {
                 self.peers.push(Peer {
@@ -147,7 +147,7 @@ impl Serving {
                     rank: None,
                     since: Instant::now(),
                     is_welcome: false,
-                    is_told: false,
+                    is_notified: false,
                 });
             }
         }
@@ -160,7 +160,7 @@ impl Serving {
                 Ok(Some(message)) => message,
                 Ok(None) => return peer.rank.is_some() || peer.since.elapsed() < HANDSHAKE,
                 Err(error) if error.kind() == ErrorKind::InvalidData => {
-                    return self.end(peer, "sends what no rank does");
+                    return self.end(peer, "sent an unexpected message");
                 }
                 Err(_) => return self.end(peer, "its process has ended"),
             };
@@ -172,21 +172,21 @@ impl Serving {
                         return false;
                     }
                     peer.rank = Some(hello.rank);
-                    peer.connection.send(&Message::Heard)
+                    peer.connection.send(&Message::Ack)
                 }
-                (Message::Beat(doing), Some(rank)) => {
-                    self.roll.beat(rank, doing, Instant::now());
-                    peer.connection.send(&Message::Heard)
+                (Message::Beat(progress), Some(rank)) => {
+                    self.roll.beat(rank, progress, Instant::now());
+                    peer.connection.send(&Message::Ack)
                 }
                 (Message::Failure(failure), Some(_)) => {
                     self.roll.declare(failure);
                     Ok(())
                 }
-                (Message::Goodbye(doing), Some(rank)) => {
-                    self.roll.leave(rank, doing);
+                (Message::Goodbye(progress), Some(rank)) => {
+                    self.roll.leave(rank, progress);
                     return false;
                 }
-                _ => return self.end(peer, "sends what no rank does"),
+                _ => return self.end(peer, "sent an unexpected message"),
             };
         }
     }
@@ -209,7 +209,7 @@ impl Serving {
         } = hello;
         // Checked first: without the token a stranger learns nothing else.
         if !is_same(token, &self.token) {
-            return Err("the job's token is another".into());
+            return Err("the job's token differs".into());
         }
         let own = env!("CARGO_PKG_VERSION");
         if version != own {
@@ -224,14 +224,14 @@ impl Serving {
                 self.world_size
             ));
         }
-        match self.roll.come(*rank, Instant::now()) {
+        match self.roll.admit(*rank, Instant::now()) {
             true => Ok(()),
-            false => Err(format!("rank {rank} is already there")),
+            false => Err(format!("rank {rank} has already joined")),
         }
     }
 
     /// Notifies each rank once that all have joined, and once how the job ends.
-    fn tell_all(&mut self, is_last: bool) {
+    fn notify_all(&mut self, is_last: bool) {
         let is_complete = self.roll.is_complete();
         let end = match self.roll.failure() {
             Some(failure) => Some(Message::Failure(failure.clone())),
@@ -243,7 +243,7 @@ impl Serving {
                 let _ = peer.connection.send(&self.welcome);
             }
             if let Some(end) = &end
-                && !std::mem::replace(&mut peer.is_told, true)
+                && !std::mem::replace(&mut peer.is_notified, true)
             {
                 let _ = peer.connection.send(end);
             }

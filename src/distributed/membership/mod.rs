@@ -12,13 +12,13 @@ mod roll;
 mod tests;
 mod wire;
 
-pub use heartbeat::Watch;
+pub use heartbeat::TimeoutGuard;
 pub(crate) use wire::is_loopback;
 
 use super::ranks::Ranks;
 use super::{locked, spawn};
 use crate::Result;
-use heartbeat::{LAST_WORDS, Shared};
+use heartbeat::{LAST_MESSAGE, Shared};
 use hub::Hub;
 use roll::{Failure, Pace};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) struct Membership {
     rank: usize,
     shared: Arc<Shared>,
     /// Whether there is nobody to notify: a job of one rank, or ranks that are threads.
-    is_alone: bool,
+    is_single_rank: bool,
     /// The hub of rank 0. Dropped after the goodbye.
     _hub: Option<Hub>,
 }
@@ -74,41 +74,41 @@ impl Membership {
         let membership = Self {
             rank: ranks.rank,
             shared,
-            is_alone: false,
+            is_single_rank: false,
             _hub: hub,
         };
-        let watch = membership.enter_some("rendezvous");
+        let timeout_guard = membership.enter_some("rendezvous");
         let shared = &membership.shared;
         shared.wait(Duration::MAX, |state| {
             state.welcome.is_some() || state.failure.is_some()
         });
-        drop(watch);
+        drop(timeout_guard);
         membership.check()?;
         let welcome = locked(&membership.shared.state).welcome.take();
         Ok((membership, welcome.unwrap_or_default()))
     }
 
     /// Creates a job of one rank, without hub or thread.
-    pub(crate) fn alone() -> Self {
+    pub(crate) fn single_rank() -> Self {
         let shared = Shared::new(0, Pace::new(Duration::MAX));
         locked(&shared.state).has_ended = true;
         Self {
             rank: 0,
             shared: Arc::new(shared),
-            is_alone: true,
+            is_single_rank: true,
             _hub: None,
         }
     }
 
     /// Begins an operation of all ranks, each of which counts it under the same number. The timeout applies while the
     /// guard is alive. It does no I/O.
-    pub(crate) fn enter(&self, what: &str) -> Watch<'_> {
+    pub(crate) fn enter(&self, what: &str) -> TimeoutGuard<'_> {
         self.shared.enter(what, true)
     }
 
     /// Begins an operation of some ranks, or one that contains operations of all ranks. The timeout applies, and the
     /// number of operations does not change.
-    pub(crate) fn enter_some(&self, what: &str) -> Watch<'_> {
+    pub(crate) fn enter_some(&self, what: &str) -> TimeoutGuard<'_> {
         self.shared.enter(what, false)
     }
 
@@ -130,7 +130,7 @@ impl Membership {
     /// Declares a failure of this rank that may be a consequence of another rank's (a closed connection between ranks).
     /// It first waits a second for that failure to be reported.
     pub(crate) fn fail_unless_known(&self, during: &str, problem: &str) {
-        if !self.is_alone {
+        if !self.is_single_rank {
             self.await_failure();
             self.fail(self.rank, during, problem, OWN_OUTPUT);
         }
@@ -139,7 +139,7 @@ impl Membership {
     /// Waits for a failure to be reported, for at most a second.
     pub(crate) fn await_failure(&self) {
         self.shared
-            .wait(LAST_WORDS, |state| state.failure.is_some());
+            .wait(LAST_MESSAGE, |state| state.failure.is_some());
     }
 
     /// Calls `hook` once when a failure is declared, on the thread that declares or receives it (immediately if there
@@ -156,13 +156,13 @@ impl Membership {
 }
 
 /// The hint for a rank that failed by itself.
-pub(crate) const OWN_OUTPUT: &str = "the rank's own output says more";
+pub(crate) const OWN_OUTPUT: &str = "see the rank's own output";
 
 impl Drop for Membership {
     fn drop(&mut self) {
         if thread::panicking() {
-            let doing = locked(&self.shared.state).doing();
-            self.fail(self.rank, &doing.to_string(), "panicked", OWN_OUTPUT);
+            let progress = locked(&self.shared.state).progress();
+            self.fail(self.rank, &progress.to_string(), "panicked", OWN_OUTPUT);
         }
         self.shared.leave();
     }

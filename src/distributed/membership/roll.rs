@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 /// The most characters of a failure's text.
 const MAX_TEXT: usize = 4 << 10;
 
-pub(super) const ENDED: &str =
-    "its own output or the system's log says why (killed for want of memory?); start the job again";
+pub(super) const ENDED: &str = "see its own output or the system's log (killed by the out-of-memory killer?); start the job again";
 pub(super) const LEFT: &str =
-    "do all ranks take the same number of steps? one that ends early says why in its output";
+    "do all ranks take the same number of steps? see the output of one that ends early";
 pub(super) const SILENT: &str =
     "is the process stopped, or its host out of reach? start the job again";
-const MISSING: &str = "are all processes started, with this WORLD_SIZE? their own output says more";
+const MISSING: &str = "are all processes started, with this WORLD_SIZE? see their own output";
 const BEHIND: &str =
     "do all ranks take the same steps, and is this one only slow? then set a longer timeout";
 const STUCK: &str = "is a network between the hosts stuck, or a GPU? if an operation may take so long, set a longer \
@@ -45,7 +44,7 @@ impl Pace {
 
 /// The operation that a rank is in, and its progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Doing {
+pub(super) struct Progress {
     /// Number of operations of all ranks that it has begun.
     pub entered: u64,
     /// The oldest operation that it is in; outside of operations, its last one.
@@ -56,7 +55,7 @@ pub(super) struct Doing {
     pub inside: Option<Duration>,
 }
 
-impl fmt::Display for Doing {
+impl fmt::Display for Progress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.inside, self.what.as_str()) {
             (None, "") => return f.write_str("its own work"),
@@ -110,9 +109,9 @@ impl From<Failure> for Error {
 
 /// A rank that joined. Its place is never free again: a process that joins later would not know the job's state.
 struct Member {
-    doing: Doing,
+    progress: Progress,
     /// Time of its last heartbeat.
-    heard: Instant,
+    last_beat: Instant,
     /// Whether its last heartbeat reported an overdue wait.
     is_overdue: bool,
     has_left: bool,
@@ -138,11 +137,11 @@ impl Roll {
     }
 
     /// Admits a rank; returns whether its place was free.
-    pub(super) fn come(&mut self, rank: usize, now: Instant) -> bool {
+    pub(super) fn admit(&mut self, rank: usize, now: Instant) -> bool {
         let is_free = !self.members.contains_key(&rank);
         self.members.entry(rank).or_insert(Member {
-            doing: Doing::default(),
-            heard: now,
+            progress: Progress::default(),
+            last_beat: now,
             is_overdue: false,
             has_left: false,
         });
@@ -164,15 +163,15 @@ impl Roll {
 
     /// Records a heartbeat. The second overdue one in a row declares a failure. If rank 0 was stopped, it learns
     /// between the two of ranks that ended or continued meanwhile, and judges by the current state.
-    pub(super) fn beat(&mut self, rank: usize, doing: Doing, now: Instant) {
+    pub(super) fn beat(&mut self, rank: usize, progress: Progress, now: Instant) {
         let Some(member) = self.members.get_mut(&rank) else {
             return;
         };
-        let was_stopped = now.saturating_duration_since(member.heard) > self.pace.silence;
+        let was_stopped = now.saturating_duration_since(member.last_beat) > self.pace.silence;
         let was_overdue = member.is_overdue && !was_stopped;
-        member.is_overdue = doing.inside > Some(self.pace.timeout);
-        member.heard = now;
-        member.doing = doing;
+        member.is_overdue = progress.inside > Some(self.pace.timeout);
+        member.last_beat = now;
+        member.progress = progress;
         let is_certain = was_overdue && member.is_overdue;
         let failure = self.waits_for_left(rank);
         let failure = failure.or_else(|| is_certain.then(|| self.culprit(rank, now))?);
@@ -181,19 +180,22 @@ impl Roll {
             .for_each(|failure| self.declare(failure));
     }
 
-    pub(super) fn leave(&mut self, rank: usize, doing: Doing) {
+    pub(super) fn leave(&mut self, rank: usize, progress: Progress) {
         if let Some(member) = self.members.get_mut(&rank) {
-            member.doing = doing;
+            member.progress = progress;
             member.has_left = true;
         }
     }
 
     /// Records the end of a rank's connection without a goodbye, which is a failure.
     pub(super) fn end(&mut self, rank: usize, problem: &str) {
-        let doing = self.members.get(&rank).map(|member| member.doing.clone());
+        let progress = self
+            .members
+            .get(&rank)
+            .map(|member| member.progress.clone());
         self.declare(Failure::new(
             rank,
-            doing.unwrap_or_default(),
+            progress.unwrap_or_default(),
             problem,
             ENDED,
         ));
@@ -202,16 +204,16 @@ impl Roll {
     /// Returns the number of operations of all ranks that the rank has begun.
     pub(super) fn entered(&self, rank: usize) -> u64 {
         let member = self.members.get(&rank);
-        member.map_or(0, |member| member.doing.entered)
+        member.map_or(0, |member| member.progress.entered)
     }
 
     /// Returns the failure of a rank that left before an operation that `rank` waits in, which therefore never ends.
     /// This is known after some seconds, before the timeout.
     fn waits_for_left(&self, rank: usize) -> Option<Failure> {
-        let waiting = &self.members.get(&rank)?.doing;
+        let waiting = &self.members.get(&rank)?.progress;
         let is_waiting = waiting.inside? > self.pace.silence;
         self.left(rank, |left| {
-            is_waiting && left.doing.entered < waiting.entered
+            is_waiting && left.progress.entered < waiting.entered
         })
     }
 
@@ -219,7 +221,7 @@ impl Roll {
     fn culprit(&self, asker: usize, now: Instant) -> Option<Failure> {
         let mut missing = (0..self.world_size).filter(|rank| !self.members.contains_key(rank));
         if let Some(first) = missing.next() {
-            let mut problem = format!("has not come within {}", seconds(self.pace.timeout));
+            let mut problem = format!("has not joined within {}", seconds(self.pace.timeout));
             let others: Vec<_> = missing.take(16).map(|rank| rank.to_string()).collect();
             if !others.is_empty() {
                 problem += &format!(", nor has {} of {}", others.join(", "), self.world_size);
@@ -227,41 +229,42 @@ impl Roll {
             return Some(Failure::new(first, "rendezvous", problem, MISSING));
         }
         let asking = self.members.get(&asker)?;
-        let there = || self.members.iter().filter(|(_, member)| !member.has_left);
-        let silence = |member: &Member| now.saturating_duration_since(member.heard);
-        let (rank, silent) = there().max_by_key(|(_, member)| silence(member))?;
+        let present = || self.members.iter().filter(|(_, member)| !member.has_left);
+        let silence = |member: &Member| now.saturating_duration_since(member.last_beat);
+        let (rank, silent) = present().max_by_key(|(_, member)| silence(member))?;
         if silence(silent) > self.pace.silence {
             let problem = format!("has not been heard of for {}", seconds(silence(silent)));
-            return Some(Failure::new(*rank, &silent.doing, problem, SILENT));
+            return Some(Failure::new(*rank, &silent.progress, problem, SILENT));
         }
-        let (rank, behind) = there().min_by_key(|(_, member)| member.doing.entered)?;
+        let (rank, behind) = present().min_by_key(|(_, member)| member.progress.entered)?;
         let (first, ahead) =
-            there().max_by_key(|(rank, member)| (member.doing.entered, **rank == asker))?;
-        if behind.doing.entered < ahead.doing.entered {
+            present().max_by_key(|(rank, member)| (member.progress.entered, **rank == asker))?;
+        if behind.progress.entered < ahead.progress.entered {
             let here = behind
-                .doing
+                .progress
                 .inside
-                .map(|time| format!("has been there for {}; ", seconds(time)));
+                .map(|time| format!("has been in it for {}; ", seconds(time)));
             let problem = here.unwrap_or_default() + &waits(*first, ahead);
-            return Some(Failure::new(*rank, &behind.doing, problem, BEHIND));
+            return Some(Failure::new(*rank, &behind.progress, problem, BEHIND));
         }
         // The same operation by number, under another name.
-        let differs = |doing: &Doing| {
-            let same =
-                doing.inside.is_some() && doing.number > 0 && doing.number == asking.doing.number;
-            same && doing.what != asking.doing.what
+        let differs = |progress: &Progress| {
+            let same = progress.inside.is_some()
+                && progress.number > 0
+                && progress.number == asking.progress.number;
+            same && progress.what != asking.progress.what
         };
-        if let Some((rank, member)) = there().find(|(_, member)| differs(&member.doing)) {
+        if let Some((rank, member)) = present().find(|(_, member)| differs(&member.progress)) {
             return Some(Failure::new(
                 *rank,
-                &member.doing,
+                &member.progress,
                 waits(asker, asking),
                 BEHIND,
             ));
         }
         let stuck = "has waited too long, though no rank is behind";
         self.left(asker, |_| true)
-            .or_else(|| Some(Failure::new(asker, &asking.doing, stuck, STUCK)))
+            .or_else(|| Some(Failure::new(asker, &asking.progress, stuck, STUCK)))
     }
 
     /// Returns the failure of a rank that has left and `is_missed` by `waiting`.
@@ -269,15 +272,15 @@ impl Roll {
         let mut left = self.members.iter().filter(|(_, member)| member.has_left);
         let (rank, member) = left.find(|(_, member)| is_missed(member))?;
         let problem = format!("has left; {}", waits(waiting, self.members.get(&waiting)?));
-        Some(Failure::new(*rank, &member.doing, problem, LEFT))
+        Some(Failure::new(*rank, &member.progress, problem, LEFT))
     }
 }
 
 fn waits(rank: usize, member: &Member) -> String {
-    let doing = &member.doing;
-    match doing.inside {
-        Some(time) => format!("rank {rank} has waited for {} in {doing}", seconds(time)),
-        None => format!("rank {rank} is in {doing}"),
+    let progress = &member.progress;
+    match progress.inside {
+        Some(time) => format!("rank {rank} has waited for {} in {progress}", seconds(time)),
+        None => format!("rank {rank} is in {progress}"),
     }
 }
 
@@ -291,8 +294,8 @@ mod tests {
 
     const SILENCE: Duration = Duration::from_secs(5);
 
-    fn doing(operation: u64, inside: Option<u64>) -> Doing {
-        Doing {
+    fn progress(operation: u64, inside: Option<u64>) -> Progress {
+        Progress {
             entered: operation,
             what: "all_reduce".into(),
             number: operation,
@@ -304,10 +307,10 @@ mod tests {
     fn roll(now: Instant) -> Roll {
         let mut roll = Roll::new(3, Pace::new(Duration::from_secs(2)));
         for rank in 0..3 {
-            assert!(roll.come(rank, now));
-            roll.beat(rank, doing(1, None), now);
+            assert!(roll.admit(rank, now));
+            roll.beat(rank, progress(1, None), now);
         }
-        roll.beat(1, doing(2, Some(0)), now);
+        roll.beat(1, progress(2, Some(0)), now);
         roll
     }
 
@@ -318,10 +321,10 @@ mod tests {
         for stopped in [4, 60] {
             let mut roll = roll(began);
             let resumed = began + Duration::from_secs(stopped);
-            roll.beat(1, doing(2, Some(stopped)), resumed);
+            roll.beat(1, progress(2, Some(stopped)), resumed);
             assert_eq!(roll.failure(), None);
             roll.end(2, "its process has ended");
-            roll.beat(1, doing(2, Some(stopped)), resumed + SILENCE / 20);
+            roll.beat(1, progress(2, Some(stopped)), resumed + SILENCE / 20);
             let failure = roll.failure().unwrap();
             assert_eq!(
                 (failure.rank, failure.texts[1].as_str()),
@@ -334,11 +337,11 @@ mod tests {
     fn a_rank_that_is_behind_is_declared_at_the_second_heartbeat() {
         let began = Instant::now();
         let mut roll = roll(began);
-        roll.beat(0, doing(2, Some(0)), began);
+        roll.beat(0, progress(2, Some(0)), began);
         for (seconds, rank) in [(3, None), (4, Some(2))] {
             roll.beat(
                 1,
-                doing(2, Some(seconds)),
+                progress(2, Some(seconds)),
                 began + Duration::from_secs(seconds),
             );
             assert_eq!(roll.failure().map(|failure| failure.rank), rank);

@@ -2,7 +2,7 @@
 //! hang.
 
 use super::hub::Hub;
-use super::roll::{Doing, LEFT};
+use super::roll::{LEFT, Progress};
 use super::wire::{Connection, Message, TICK};
 use super::*;
 use crate::Error;
@@ -32,8 +32,8 @@ const fn pace(timeout: Duration, silence: Duration) -> Pace {
     }
 }
 
-fn doing(what: &str, number: u64, inside: Option<Duration>) -> Doing {
-    Doing {
+fn progress(what: &str, number: u64, inside: Option<Duration>) -> Progress {
+    Progress {
         entered: number,
         what: what.into(),
         number,
@@ -103,9 +103,9 @@ fn next(connection: &mut Connection) -> Message {
 }
 
 fn beat(connection: &mut Connection, what: &str, number: u64) {
-    let doing = doing(what, number, Some(Duration::ZERO));
-    connection.send(&Message::Beat(doing)).unwrap();
-    while next(connection) != Message::Heard {}
+    let progress = progress(what, number, Some(Duration::ZERO));
+    connection.send(&Message::Beat(progress)).unwrap();
+    while next(connection) != Message::Ack {}
 }
 
 /// Asserts that the text contains each part of the words.
@@ -129,7 +129,7 @@ fn ranks_that_do_not_come_are_named_to_all() {
         let text = joined.err().unwrap().to_string();
         assert_words(
             &text,
-            "rank 2, in rendezvous: has not come within 0.3 s, nor has 3 of 4",
+            "rank 2, in rendezvous: has not joined within 0.3 s, nor has 3 of 4",
         );
     }
 }
@@ -172,7 +172,7 @@ fn a_rank_that_stands_still_is_named_once_others_wait() {
     let job: Vec<_> = job.into_iter().map(Result::unwrap).collect();
     sleep(2 * SILENCE);
     job[0].check().unwrap(); // silence alone is not a failure
-    let _watch = job[1].enter("all_reduce");
+    let _timeout = job[1].enter("all_reduce");
     for member in &job {
         assert_fails(
             member,
@@ -206,10 +206,10 @@ fn a_rank_that_left_is_named_once_others_wait_for_it(#[values(0, 2)] leaving: us
     let mut job = job(3, pace(LONG, SILENCE));
     drop([1, 2, 0].map(|rank| job[rank].enter("all_reduce")));
     let left = job.remove(leaving);
-    let watch = job[0].enter_some("receive");
+    let timeout_guard = job[0].enter_some("receive");
     drop(left);
     sleep(2 * TICK);
-    drop(watch);
+    drop(timeout_guard);
     job.iter().for_each(|member| member.check().unwrap());
     let _watches = [job[0].enter("barrier"), job[1].enter("barrier")];
     let words = format!("rank {leaving}, in its own work .. has left .. barrier (operation 2)");
@@ -229,7 +229,7 @@ fn joined_to_bare(rank: usize, world_size: usize, pace: Pace) -> (Membership, Co
         let (stream, _) = listener.accept().unwrap();
         let mut connection = Connection::new(stream, Some(TICK)).unwrap();
         assert!(matches!(next(&mut connection), Message::Hello(_)));
-        for answer in [Message::Heard, Message::Welcome(String::new())] {
+        for answer in [Message::Ack, Message::Welcome(String::new())] {
             connection.send(&answer).unwrap();
         }
         let (member, _) = joining.join().unwrap().unwrap();
@@ -242,7 +242,7 @@ fn joined_to_bare(rank: usize, world_size: usize, pace: Pace) -> (Membership, Co
 #[case(false, "has not been heard of for")]
 fn a_rank_0_that_ends_or_stands_still_is_named(#[case] ends: bool, #[case] words: &str) {
     let (member, connection) = joined_to_bare(1, 2, pace(SHORT, SILENCE));
-    let _watch = member.enter("all_reduce");
+    let _timeout = member.enter("all_reduce");
     let kept = (!ends).then_some(connection);
     assert_fails(&member, &format!("rank 0, in .. {words}"));
     drop(kept);
@@ -260,7 +260,7 @@ fn a_rank_that_was_stopped_hears_which_one_died() {
     assert_fails(&rank_0, "rank 2, in");
     let began = Instant::now();
     drop(rank_0);
-    assert!(began.elapsed() < LAST_WORDS, "nobody is waited for");
+    assert!(began.elapsed() < LAST_MESSAGE, "nobody is waited for");
     let mut resumed = others.pop().unwrap();
     assert_eq!(next(&mut resumed), Message::Welcome("to all".into()));
     assert!(matches!(
@@ -293,11 +293,11 @@ fn time_in_which_a_rank_was_stopped_is_no_waiting() {
     let shared = Shared::new(1, Pace::new(Duration::from_secs(60)));
     let began = Instant::now();
     locked(&shared.state).run(began, SILENCE);
-    let _watch = shared.enter("all_reduce", true);
+    let _timeout = shared.enter("all_reduce", true);
     let inside = |now: Instant| {
         let mut state = locked(&shared.state);
         state.run(now, SILENCE);
-        now - state.doing_since().unwrap()
+        now - state.oldest_since().unwrap()
     };
     let hour = Duration::from_secs(3600);
     assert!(inside(began + SILENCE) <= SILENCE);
@@ -342,8 +342,8 @@ fn a_panic_is_a_failure() {
 
 #[test]
 fn alone_there_is_nobody_to_wait_for() {
-    let member = Membership::alone();
-    let _watch = member.enter("all_reduce");
+    let member = Membership::single_rank();
+    let _timeout = member.enter("all_reduce");
     member.check().unwrap();
     member.fail(0, "forward", "NaN", OWN_OUTPUT);
     assert_fails(&member, "rank 0, in forward: NaN");
@@ -397,7 +397,7 @@ fn those_of_another_job_are_refused() {
     };
     refused(
         Hello::new(1, 4, "b"),
-        "refuses rank 1: the job's token is another",
+        "refuses rank 1: the job's token differs",
     );
     refused(
         Hello {
@@ -408,10 +408,10 @@ fn those_of_another_job_are_refused() {
     );
     refused(old(), "this rank 0.0.1");
     let first = connect(&hub.master(), hello(), LONG).unwrap();
-    refused(hello(), "rank 1 is already there");
+    refused(hello(), "rank 1 has already joined");
     drop(first);
     sleep(2 * TICK);
-    refused(hello(), "rank 1 is already there"); // it has ended, and the job with it
+    refused(hello(), "rank 1 has already joined"); // it has ended, and the job with it
 }
 
 /// Without the token a stranger gets no place, declares no failure, and receives no other answer.
@@ -433,7 +433,7 @@ fn a_stranger_can_do_nothing(
     if let Ok(answer) = stranger.receive() {
         assert_eq!(
             answer,
-            Some(Message::Refused("the job's token is another".into()))
+            Some(Message::Refused("the job's token differs".into()))
         );
     }
     assert!(stranger.receive().is_err(), "it is closed");
@@ -467,15 +467,15 @@ fn a_rank_0_that_is_not_there_is_waited_for_and_named() {
 
 #[test]
 fn messages_are_read_as_written_and_nothing_else_is() {
-    let [doing, outside] = [Some(LONG), None].map(|inside| doing("all_reduce", 3, inside));
-    let failure = Failure::new(1, &doing, "ß\n".repeat(10_000), LEFT);
+    let [progress, outside] = [Some(LONG), None].map(|inside| progress("all_reduce", 3, inside));
+    let failure = Failure::new(1, &progress, "ß\n".repeat(10_000), LEFT);
     assert!(failure.texts[1].len() < 10_000);
     let messages = [
         Message::Hello(Hello::new(1, 4, TOKEN)),
         Message::Refused("no\nmore".into()),
-        Message::Heard,
+        Message::Ack,
         Message::Welcome(String::new()),
-        Message::Beat(doing),
+        Message::Beat(progress),
         Message::Goodbye(outside),
         Message::Failure(failure),
         Message::Left(9),

@@ -1,6 +1,6 @@
 //! Messages between ranks and rank 0's hub: lines of fields over TCP.
 
-use super::roll::{Doing, Failure, seconds};
+use super::roll::{Failure, Progress, seconds};
 use crate::{Error, Result};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -19,18 +19,18 @@ pub(super) const SEPARATOR: &str = "\u{1f}";
 const NEWLINE: &str = "\u{1e}";
 
 /// A message. Ranks begin with `Hello`, then send `Beat`, `Failure` and `Goodbye`. The hub answers `Hello` with
-/// `Refused` or `Heard`, and each `Beat` with `Heard`; it sends the others once, unasked.
+/// `Refused` or `Ack`, and each `Beat` with `Ack`; it sends the others once, unasked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     Hello(Hello),
     Refused(String),
-    Heard,
+    Ack,
     /// All ranks have joined. The text is from rank 0.
     Welcome(String),
-    Beat(Doing),
+    Beat(Progress),
     /// The job cannot continue.
     Failure(Failure),
-    Goodbye(Doing),
+    Goodbye(Progress),
     /// Rank 0 ends normally, after it has entered this many operations of all ranks.
     Left(u64),
 }
@@ -58,12 +58,12 @@ impl Hello {
 impl Message {
     pub(super) fn line(&self) -> String {
         let s = SEPARATOR;
-        let doing = |kind: &str, doing: &Doing| {
-            let inside = doing.inside.map(|time| time.as_millis().to_string());
-            let (inside, what) = (inside.unwrap_or_default(), &doing.what);
+        let progress = |kind: &str, progress: &Progress| {
+            let inside = progress.inside.map(|time| time.as_millis().to_string());
+            let (inside, what) = (inside.unwrap_or_default(), &progress.what);
             format!(
                 "{kind}{s}{}{s}{}{s}{inside}{s}{what}",
-                doing.entered, doing.number
+                progress.entered, progress.number
             )
         };
         let fields = match self {
@@ -75,10 +75,10 @@ impl Message {
                 )
             }
             Self::Refused(problem) => format!("refused{s}{problem}"),
-            Self::Heard => "heard".into(),
+            Self::Ack => "heard".into(),
             Self::Welcome(text) => format!("welcome{s}{text}"),
-            Self::Beat(own) => doing("beat", own),
-            Self::Goodbye(own) => doing("goodbye", own),
+            Self::Beat(own) => progress("beat", own),
+            Self::Goodbye(own) => progress("goodbye", own),
             Self::Failure(failure) => {
                 format!("failure{s}{}{s}{}", failure.rank, failure.texts.join(s))
             }
@@ -99,12 +99,12 @@ impl Message {
                 token: token.into(),
             }),
             ["refused", problem] => Self::Refused(problem.into()),
-            ["heard"] => Self::Heard,
+            ["heard"] => Self::Ack,
             ["welcome", text] => Self::Welcome(text.into()),
             [kind @ ("beat" | "goodbye"), entered, number, inside, what] => {
                 let inside =
                     (!inside.is_empty()).then(|| inside.parse().map(Duration::from_millis));
-                let doing = Doing {
+                let progress = Progress {
                     entered: entered.parse().ok()?,
                     what: what.into(),
                     number: number.parse().ok()?,
@@ -115,7 +115,7 @@ impl Message {
                 } else {
                     Self::Goodbye
                 };
-                message(doing)
+                message(progress)
             }
             ["failure", rank, during, problem, hint] => {
                 Self::Failure(Failure::new(rank.parse().ok()?, during, problem, hint))
@@ -221,7 +221,7 @@ pub(super) fn connect(
     loop {
         let left = timeout.saturating_sub(began.elapsed());
         let problem = match attempt(master, &hello, left) {
-            Ok((connection, Message::Heard)) => return Ok(connection),
+            Ok((connection, Message::Ack)) => return Ok(connection),
             Ok((_, Message::Refused(problem))) => {
                 return Err(Error::order(
                     "rendezvous",

@@ -92,7 +92,7 @@ impl NcclBackend {
     ) -> Result<Self> {
         let digits = (0..id.len()).step_by(2).map(|at| id.get(at..at + 2));
         let bytes = digits.map_while(|digits| u8::from_str_radix(digits?, 16).ok());
-        let wrong = |id: Vec<u8>| format!("its id has 128 bytes, and {} came", id.len());
+        let wrong = |id: Vec<u8>| format!("expected an id of 128 bytes, got {}", id.len());
         let id = <[u8; 128]>::try_from(bytes.collect::<Vec<_>>());
         let id = UniqueId(id.map_err(|id| refusal(&wrong(id)))?);
         let number = |number: u32| match c_int::try_from(number) {
@@ -244,6 +244,8 @@ impl NcclBackend {
         // SAFETY: as NCCL declares it. A group belongs to its thread.
         self.answered(DURING, unsafe { (self.nccl.group_start)() })?;
         let result = collectives();
+        // After an abort the group is not ended: NCCL would use its communicator, which is freed. Every later call of
+        // this communicator is refused, so nothing is added to the open group of this thread.
         // SAFETY: as NCCL declares it; called after an error of `collectives` too.
         let ended = self.call(DURING, |nccl, _| unsafe { (nccl.group_end)() });
         result.and(ended)
@@ -261,7 +263,7 @@ impl NcclBackend {
     ) -> Result<()> {
         let communicator = self.communicator.load(Ordering::Acquire);
         if communicator.is_null() {
-            let problem = "NCCL was aborted, for a rank failed".into();
+            let problem = "NCCL was aborted because a rank failed".into();
             return Err(failure(self.place.rank, during, problem));
         }
         self.answered(during, call(self.nccl, communicator))
@@ -300,6 +302,6 @@ fn failure(rank: usize, during: &str, problem: String) -> Error {
         rank,
         during: during.into(),
         problem,
-        hint: "NCCL_DEBUG=WARN has NCCL say more; go on from a checkpoint".into(),
+        hint: "set NCCL_DEBUG=WARN for details; continue from a checkpoint".into(),
     }
 }

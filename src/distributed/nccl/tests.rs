@@ -258,7 +258,7 @@ fn id(milliseconds: u8, code: u8) -> [u8; 128] {
 #[rstest]
 #[case(&id(200, 0), None, "too late")]
 #[case(&id(0, 1), None, "in the beginning of NCCL: NCCL answers a failure")]
-#[case(&[0; 127], None, "its id has 128 bytes, and 127 came")]
+#[case(&[0; 127], None, "expected an id of 128 bytes, got 127")]
 #[case(&[0; 128], Some(0), "nccl_max_ctas must be from 1")]
 #[case(&[0; 128], Some(u32::MAX), "nccl_max_ctas must be from 1")]
 fn what_cannot_begin_is_told(

@@ -98,8 +98,8 @@ type Timestamp = unsafe extern "C" fn(*mut u64) -> u32;
 
 const USE: Use = Use {
     op: "Profiler::start_on",
-    told: "a GPU's kernels",
-    without: "Profiler::start_waiting_for times ops without it",
+    reported: "a GPU's kernels",
+    alternative: "Profiler::start_waiting_for times ops without it",
 };
 
 /// A piece of work of a GPU. Times are in ns of CUPTI's clock.
@@ -331,7 +331,7 @@ impl Collecting {
         self.library
             .check(unsafe { dropped(std::ptr::null(), 0, &mut lost) })?;
         if lost > 0 {
-            return Err(USE.refusal(format!("{lost} of its records found no room")));
+            return Err(USE.refusal(format!("CUPTI dropped {lost} records")));
         }
         let Some(collected) = collected().take() else {
             return Ok(Vec::new());

@@ -8,13 +8,13 @@ use std::ffi::{c_char, c_void};
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Call {
     /// A block was allocated.
-    Taken { address: usize, bytes: usize },
+    Allocated { address: usize, bytes: usize },
     /// A block is about to be freed.
-    GivenBack { address: usize },
+    Freed { address: usize },
 }
 
 /// Called with the context of a call and the call, on the thread that makes the call.
-pub(crate) type Heard = fn(context: usize, call: Call);
+pub(crate) type CallHandler = fn(context: usize, call: Call);
 
 /// The process's only subscription to CUPTI's callbacks, until it is dropped.
 pub(crate) struct Subscription {
@@ -40,8 +40,8 @@ type Unsubscribe = unsafe extern "C" fn(*mut c_void) -> u32;
 
 const USE: Use = Use {
     op: "memory::record_on",
-    told: "a GPU's allocations",
-    without: "memory::Meter has the pool's peaks without it",
+    reported: "a GPU's allocations",
+    alternative: "memory::Meter has the pool's peaks without it",
 };
 
 const DRIVER_API: u32 = 1;
@@ -78,38 +78,43 @@ struct FreeParameters {
 }
 
 /// CUPTI's callback, before and after each call of an enabled driver function.
-unsafe extern "C" fn called(heard: *mut c_void, _domain: u32, id: u32, data: *const CallbackData) {
-    // SAFETY: CUPTI's data is valid for this call; its parameters are those of the function with this id; `heard` is
+unsafe extern "C" fn called(
+    handler: *mut c_void,
+    _domain: u32,
+    id: u32,
+    data: *const CallbackData,
+) {
+    // SAFETY: CUPTI's data is valid for this call; its parameters are those of the function with this id; `handler` is
     // the function that `subscribe` passed.
     unsafe {
-        let heard = std::mem::transmute::<*mut c_void, Heard>(heard);
+        let handler = std::mem::transmute::<*mut c_void, CallHandler>(handler);
         let (data, is_enter) = (&*data, (*data).site == ENTER);
         let call = if FREES.contains(&id) && is_enter {
             let address = (*data.parameters.cast::<FreeParameters>()).address as usize;
-            Call::GivenBack { address }
+            Call::Freed { address }
         } else if ALLOCATIONS.contains(&id) && !is_enter && *data.return_value == SUCCESS {
             let parameters = &*data.parameters.cast::<AllocationParameters>();
             let (address, bytes) = (*parameters.address as usize, parameters.bytes);
-            Call::Taken { address, bytes }
+            Call::Allocated { address, bytes }
         } else {
             return;
         };
-        heard(data.context.addr(), call);
+        handler(data.context.addr(), call);
     }
 }
 
-/// Calls `heard` for every allocation and free on any GPU, until the subscription is dropped.
+/// Calls `handler` for every allocation and free on any GPU, until the subscription is dropped.
 ///
 /// # Errors
 /// CUPTI is missing, or another tool uses it.
-pub(crate) fn subscribe(heard: Heard) -> Result<Subscription> {
+pub(crate) fn subscribe(handler: CallHandler) -> Result<Subscription> {
     let library = Library::load(&USE)?;
     let subscribe: Subscribe = library.function(c"cuptiSubscribe")?;
     let enable: EnableCallback = library.function(c"cuptiEnableCallback")?;
     let unsubscribe: Unsubscribe = library.function(c"cuptiUnsubscribe")?;
     let mut subscriber = std::ptr::null_mut();
     // SAFETY: as CUPTI declares it; `called` expects the pointer that is passed here.
-    let code = unsafe { subscribe(&mut subscriber, called, heard as *mut c_void) };
+    let code = unsafe { subscribe(&mut subscriber, called, handler as *mut c_void) };
     library.check(code)?;
     let subscription = Subscription {
         subscriber,

@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 
 /// Total bytes, and the bytes of them that can still be allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Room {
+pub(super) struct HostMemory {
     pub total_bytes: u64,
     pub available_bytes: u64,
 }
 
-impl Room {
+impl HostMemory {
     /// Returns what a limit leaves of which some is used.
     fn under(limit_bytes: u64, used_bytes: u64) -> Self {
         Self {
@@ -34,25 +34,25 @@ impl Room {
 
 /// Returns the minimum of the machine, of every control group from this process's to the root, and of the process's
 /// limits. `None` if the machine's memory cannot be read.
-pub(super) fn room(root: &Path) -> Option<Room> {
-    let limits = rooms(root).into_iter();
+pub(super) fn host_memory(root: &Path) -> Option<HostMemory> {
+    let limits = group_limits(root).into_iter();
     let limits = limits.chain(of_process(root));
-    Some(limits.fold(of_machine(root)?, Room::least))
+    Some(limits.fold(of_machine(root)?, HostMemory::least))
 }
 
-fn of_machine(root: &Path) -> Option<Room> {
+fn of_machine(root: &Path) -> Option<HostMemory> {
     let meminfo = read(root, "proc/meminfo")?;
     let total_bytes = kibibytes(&meminfo, "MemTotal:")?;
     let available = kibibytes(&meminfo, "MemAvailable:"); // since Linux 3.14
     let available = available.or_else(|| kibibytes(&meminfo, "MemFree:"))?;
-    Some(Room {
+    Some(HostMemory {
         total_bytes,
         available_bytes: available.min(total_bytes),
     })
 }
 
 /// Returns what `ulimit -v` (all addresses) and `ulimit -d` (private writable memory) leave.
-fn of_process(root: &Path) -> Vec<Room> {
+fn of_process(root: &Path) -> Vec<HostMemory> {
     let (Some(limits), Some(status)) = (
         read(root, "proc/self/limits"),
         read(root, "proc/self/status"),
@@ -63,12 +63,12 @@ fn of_process(root: &Path) -> Vec<Room> {
         ("Max address space", "VmSize:"),
         ("Max data size", "VmData:"),
     ];
-    let rooms = pairs.into_iter().filter_map(|(limit, used)| {
+    let limits = pairs.into_iter().filter_map(|(limit, used)| {
         let soft = limits.lines().find_map(|line| line.strip_prefix(limit))?;
         let soft = soft.split_whitespace().next()?.parse().ok()?; // `None` for "unlimited"
-        Some(Room::under(soft, kibibytes(&status, used)?))
+        Some(HostMemory::under(soft, kibibytes(&status, used)?))
     });
-    rooms.collect()
+    limits.collect()
 }
 
 /// Parses the bytes of a line such as `MemTotal:  24684084 kB`.
@@ -108,7 +108,7 @@ const TWO: Version = Version {
 
 /// Returns what each limited group leaves, from this process's own group to the root, in both versions: a system may
 /// have both, with memory in one of them.
-fn rooms(root: &Path) -> Vec<Room> {
+fn group_limits(root: &Path) -> Vec<HostMemory> {
     let groups = read(root, "proc/self/cgroup").unwrap_or_default();
     let of_memory = groups.lines().filter_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -119,18 +119,20 @@ fn rooms(root: &Path) -> Vec<Room> {
             _ => is_of_memory.then_some((ONE, group)),
         }
     });
-    let rooms = of_memory.flat_map(|(version, group)| {
+    let limits = of_memory.flat_map(|(version, group)| {
         let levels = levels(&root.join(version.mount_point), group);
-        let rooms = levels.into_iter().map(move |folder| version.room(&folder));
-        rooms.flatten()
+        let limits = levels
+            .into_iter()
+            .map(move |folder| version.host_memory(&folder));
+        limits.flatten()
     });
-    rooms.collect()
+    limits.collect()
 }
 
 impl Version {
     /// Returns what a group's limits leave; `None` without limits. The page cache counts as free: the system drops it
     /// before it refuses memory.
-    fn room(&self, folder: &Path) -> Option<Room> {
+    fn host_memory(&self, folder: &Path) -> Option<HostMemory> {
         let number = |name: &str| read(folder, name)?.trim().parse::<u64>().ok();
         let limit = self.limits.iter().filter_map(|name| number(name)).min()?;
         let stat = read(folder, "memory.stat").unwrap_or_default();
@@ -138,7 +140,7 @@ impl Version {
         let caches = lines.filter(|(key, _)| self.caches.contains(key));
         let cache = caches.filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok());
         let used = number(self.used).unwrap_or_default();
-        Some(Room::under(limit, used.saturating_sub(cache.sum())))
+        Some(HostMemory::under(limit, used.saturating_sub(cache.sum())))
     }
 }
 

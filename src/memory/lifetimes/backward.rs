@@ -1,7 +1,7 @@
 //! Backward as [`backward`](crate::backward()) runs it, node by node in candle's order.
 
 use super::pass::Pass;
-use super::{Buffer, END, Formula, What};
+use super::{Buffer, BufferName, END, Formula};
 use crate::graph::{Node, Source, Target, ValueId, ValueRef, View};
 use crate::memory::MemoryKind;
 use crate::op_table::{self, lowering_of};
@@ -14,21 +14,21 @@ use std::collections::{BTreeMap, HashSet};
 pub(super) struct Gradient {
     buffer: usize,
     /// Whether no other gradient uses the buffer, so that gradients can be added in place.
-    is_own: bool,
+    is_exclusive: bool,
 }
 
 impl Gradient {
     pub fn shared(buffer: usize) -> Self {
         Self {
             buffer,
-            is_own: false,
+            is_exclusive: false,
         }
     }
 
     fn own(buffer: usize) -> Self {
         Self {
             buffer,
-            is_own: true,
+            is_exclusive: true,
         }
     }
 }
@@ -54,7 +54,7 @@ impl<'a> Pass<'a> {
         let mut path: Vec<(usize, &[ValueRef], usize)> = Vec::new();
         let mut next = Some(root);
         loop {
-            let found = next.take().and_then(|value| self.maker_behind(value));
+            let found = next.take().and_then(|value| self.graph_node_of(value));
             if let Some(event) = found
                 && seen.insert(event)
             {
@@ -80,7 +80,7 @@ impl<'a> Pass<'a> {
 
     /// Returns the event that made a value, if candle's graph has a node for it. Variables have none, and a segment's
     /// copy of an input is a variable.
-    fn maker_behind(&self, value: ValueId) -> Option<usize> {
+    fn graph_node_of(&self, value: ValueId) -> Option<usize> {
         let event = self.makers[value.0]?;
         let is_leaf = self.node(event).is_some_and(Node::is_leaf);
         (self.graph.value(value).tracked && !is_leaf).then_some(event)
@@ -95,7 +95,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Marks everything that a node holds as needed until now, when backward reaches it.
-    fn need_held(&mut self, event: usize) {
+    fn need_saved(&mut self, event: usize) {
         let Some(node) = self.node(event) else {
             return;
         };
@@ -111,9 +111,9 @@ impl<'a> Pass<'a> {
 
     fn backward_of(&mut self, event: usize, node: &'a Node, gradients: &mut Gradients) {
         let Some(incoming) = gradients.remove(&node.output) else {
-            return self.need_held(event);
+            return self.need_saved(event);
         };
-        let again = self.make_again(node);
+        let again = self.recompute_missing(node);
         let signature = Signature::of(self.graph, node);
         let mut made: Vec<(Slot, usize)> = Vec::new();
         let mut passed_on: Vec<(usize, Gradient)> = Vec::new();
@@ -126,13 +126,13 @@ impl<'a> Pass<'a> {
                     &mut made,
                     wants,
                     |pass, slot| match slot {
-                        Slot::Gradient(i) => Some(pass.make_like(&node.inputs[i], BETWEEN)),
-                        Slot::ExtraInput(i) => pass.of[node.extra_inputs[i].value.0],
+                        Slot::Gradient(i) => Some(pass.make_like(&node.inputs[i], GRADIENTS)),
+                        Slot::ExtraInput(i) => pass.buffer_of[node.extra_inputs[i].value.0],
                         _ => None,
                     },
                 );
                 let same = Gradient {
-                    is_own: incoming.is_own && calls.aliases.len() == 1,
+                    is_exclusive: incoming.is_exclusive && calls.aliases.len() == 1,
                     ..incoming
                 };
                 let inputs = calls.aliases.iter().filter(|(input, _)| wants(*input));
@@ -145,12 +145,12 @@ impl<'a> Pass<'a> {
                     self.make_workspace(MemoryKind::Scratch, taken(&signature));
                 }
                 for (i, input) in node.inputs.iter().enumerate() {
-                    made.push((Slot::Gradient(i), self.make_like(input, BETWEEN)));
+                    made.push((Slot::Gradient(i), self.make_like(input, GRADIENTS)));
                 }
             }
         }
         for value in again {
-            self.of[value.0] = None;
+            self.buffer_of[value.0] = None;
         }
         let of_inputs = made.into_iter().filter_map(|(slot, buffer)| match slot {
             Slot::Gradient(input) => Some((input, Gradient::own(buffer))),
@@ -161,7 +161,7 @@ impl<'a> Pass<'a> {
         of_inputs
             .iter()
             .for_each(|(_, gradient)| self.need(gradient.buffer));
-        self.need_held(event);
+        self.need_saved(event);
         self.need(incoming.buffer);
         for (i, gradient) in of_inputs {
             if node.inputs[i].tracked {
@@ -174,15 +174,15 @@ impl<'a> Pass<'a> {
         self.now += 1;
         let new = match &input.view {
             None => gradient,
-            Some(view) => self.of_whole(input, view, gradient),
+            Some(view) => self.gradient_of_base(input, view, gradient),
         };
         let sum = match gradients.remove(&input.value) {
             None => new,
             Some(before) => {
-                let sum = match (before.is_own, new.is_own) {
+                let sum = match (before.is_exclusive, new.is_exclusive) {
                     (true, _) => before,
                     (false, true) => new,
-                    (false, false) => Gradient::own(self.make_like(&whole(input), BETWEEN)),
+                    (false, false) => Gradient::own(self.make_like(&base_of(input), GRADIENTS)),
                 };
                 for part in [before, new] {
                     let is_shared = |other: &Gradient| other.buffer == part.buffer;
@@ -197,7 +197,7 @@ impl<'a> Pass<'a> {
         if let Source::Weight(_) = self.graph.value(input.value).source {
             let buffer = &mut self.buffers[sum.buffer];
             buffer.kind = MemoryKind::Gradients;
-            buffer.what = What::Weight(input.value);
+            buffer.name = BufferName::Weight(input.value);
             buffer.formula = Formula::Of(input.value);
             buffer.until = END;
         }
@@ -205,7 +205,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Returns the gradient of a value from the gradient of a view of it: unchanged, reordered, or padded with zeros.
-    fn of_whole(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
+    fn gradient_of_base(&mut self, input: &ValueRef, view: &View, gradient: Gradient) -> Gradient {
         let value = self.graph.value(input.value);
         let order = contiguous_order(view, &value.shape);
         // Dimensions of size 1 can be anywhere in the order.
@@ -219,9 +219,9 @@ impl<'a> Pass<'a> {
         self.need(gradient.buffer);
         // With zeros around it, a half-precision gradient is summed in f32 and then rounded.
         if order.is_none() && value.dtype.size_in_bytes() < 4 {
-            self.make_like_in(&whole(input), "sums in f32", DType::F32);
+            self.make_like_in(&base_of(input), "sums in f32", DType::F32);
         }
-        Gradient::own(self.make_like(&whole(input), BETWEEN))
+        Gradient::own(self.make_like(&base_of(input), GRADIENTS))
     }
 
     /// Runs a segment's forward again, then its backward. Gradients of values outside are added to theirs afterwards.
@@ -234,17 +234,17 @@ impl<'a> Pass<'a> {
             return;
         };
         let Some(incoming) = gradients.remove(&node.output) else {
-            return self.need_held(end);
+            return self.need_saved(end);
         };
-        let there = self.of.clone();
-        let made_again = self.run(inside, true);
+        let there = self.buffer_of.clone();
+        let recomputed = self.run(inside, true);
         let mut found = Gradients::new();
         found.insert(output, Gradient::shared(incoming.buffer));
         self.backward(output, &mut found);
-        let with_segment = copies.iter().chain(&made_again);
+        let with_segment = copies.iter().chain(&recomputed);
         with_segment.for_each(|value| self.need_value(*value));
-        self.of = there;
-        self.need_held(end);
+        self.buffer_of = there;
+        self.need_saved(end);
         self.need(incoming.buffer);
         let of_inputs: Vec<Option<Gradient>> =
             copies.iter().map(|copy| found.remove(copy)).collect();
@@ -273,7 +273,7 @@ impl<'a> Pass<'a> {
         for output in self.graph.outputs.iter().skip(1) {
             self.need_value(output.value);
         }
-        let held = self.of.iter().flatten().chain(self.ids.values());
+        let held = self.buffer_of.iter().flatten().chain(self.ids.values());
         for buffer in held.copied().collect::<Vec<_>>() {
             if self.buffers[buffer].until < began {
                 self.need(buffer);
@@ -316,9 +316,9 @@ impl<'a> Pass<'a> {
     }
 }
 
-const BETWEEN: &str = "gradients between ops";
+const GRADIENTS: &str = "gradients between ops";
 
-fn whole(operand: &ValueRef) -> ValueRef {
+fn base_of(operand: &ValueRef) -> ValueRef {
     ValueRef {
         view: None,
         ..*operand

@@ -28,7 +28,7 @@ use pass::Pass;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Buffer {
     pub kind: MemoryKind,
-    pub what: What,
+    pub name: BufferName,
     pub formula: Formula,
     /// In f64: exact to 2^53, without overflow beyond.
     pub elements: f64,
@@ -40,7 +40,7 @@ pub(super) struct Buffer {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum What {
+pub(super) enum BufferName {
     Named(&'static str),
     /// A weight, or a buffer of its size.
     Weight(ValueId),
@@ -55,7 +55,7 @@ pub(super) enum Formula {
     Of(ValueId),
 }
 
-impl From<&'static str> for What {
+impl From<&'static str> for BufferName {
     fn from(name: &'static str) -> Self {
         Self::Named(name)
     }
@@ -79,14 +79,14 @@ impl Buffer {
     /// Creates a buffer that is alive before, during and after the pass.
     pub fn new(
         kind: MemoryKind,
-        what: impl Into<What>,
+        what: impl Into<BufferName>,
         formula: impl Into<Formula>,
         elements: f64,
         width: usize,
     ) -> Self {
         Self {
             kind,
-            what: what.into(),
+            name: what.into(),
             formula: formula.into(),
             elements,
             width,
@@ -187,7 +187,7 @@ fn peak(buffers: &[Buffer], last: usize) -> (f64, usize) {
 pub(super) fn after_forward(graph: &Graph) -> Vec<(ValueId, &Node)> {
     let mut pass = Pass::new(graph, []);
     pass.run(0..graph.events.len(), false);
-    let values = pass.of.iter().enumerate();
+    let values = pass.buffer_of.iter().enumerate();
     let there = values.filter_map(|(i, buffer)| buffer.map(|_| i));
     let there = there.filter_map(|i| Some((ValueId(i), pass.node(pass.makers[i]?)?)));
     there.collect()

@@ -1,6 +1,6 @@
 //! Forward, event by event, and the buffers that a pass makes and needs.
 
-use super::{Buffer, Formula, What, elements};
+use super::{Buffer, BufferName, Formula, elements};
 use crate::graph::{Graph, Node, Target, TraceEvent, ValueId, ValueRef};
 use crate::memory::MemoryKind::{self, Activations, Inputs, Logits, Scratch, WeightCasts};
 use crate::op_table::lowering_of;
@@ -19,7 +19,7 @@ pub(super) struct Pass<'a> {
     pub buffers: Vec<Buffer>,
     pub now: usize,
     /// The buffer of each value, from when it is made until it is dropped.
-    pub of: Vec<Option<usize>>,
+    pub buffer_of: Vec<Option<usize>>,
     /// The copies of the ids that nodes check, by the node's event.
     pub ids: HashMap<usize, usize>,
 }
@@ -40,7 +40,7 @@ impl<'a> Pass<'a> {
             segments: segments(graph),
             buffers: residents.into_iter().collect(),
             now: 0,
-            of: vec![None; graph.values.len()],
+            buffer_of: vec![None; graph.values.len()],
             ids: HashMap::new(),
         }
     }
@@ -69,7 +69,7 @@ impl<'a> Pass<'a> {
     }
 
     pub fn need_value(&mut self, value: ValueId) {
-        if let Some(buffer) = self.of[value.0] {
+        if let Some(buffer) = self.buffer_of[value.0] {
             self.need(buffer);
         }
     }
@@ -79,16 +79,16 @@ impl<'a> Pass<'a> {
         let value = self.graph.value(id);
         let (elements, width) = (elements(&value.shape), value.dtype.size_in_bytes());
         let buffer = self.add(Buffer::new(kind, what, id, elements, width));
-        self.of[id.0] = Some(buffer);
+        self.buffer_of[id.0] = Some(buffer);
         buffer
     }
 
-    fn named(&self, event: usize, id: ValueId) -> (MemoryKind, What) {
+    fn named(&self, event: usize, id: ValueId) -> (MemoryKind, BufferName) {
         let Some(node) = self.node(event) else {
-            return (Activations, What::Output(event));
+            return (Activations, BufferName::Output(event));
         };
         if node.op == WEIGHT_CAST {
-            return (WeightCasts, What::Weight(node.inputs[0].value));
+            return (WeightCasts, BufferName::Weight(node.inputs[0].value));
         }
         let mut results = self.graph.outputs.iter();
         let kind = match results.any(|output| output.value == node.output) {
@@ -96,8 +96,8 @@ impl<'a> Pass<'a> {
             false => Activations,
         };
         match node.saved.iter().find(|kept| kept.value == id) {
-            Some(kept) => (kind, What::Named(kept.name)),
-            None => (kind, What::Output(event)),
+            Some(kept) => (kind, BufferName::Named(kept.name)),
+            None => (kind, BufferName::Output(event)),
         }
     }
 
@@ -129,15 +129,15 @@ impl<'a> Pass<'a> {
 
     /// Runs forward of these events: of the whole graph, or of a segment again. Again, values from outside that had
     /// been freed are made again, and returned.
-    pub fn run(&mut self, events: Range<usize>, is_again: bool) -> Vec<ValueId> {
-        let mut made_again = Vec::new();
+    pub fn run(&mut self, events: Range<usize>, is_recomputation: bool) -> Vec<ValueId> {
+        let mut recomputed = Vec::new();
         let end = events.end;
         for event in events {
             self.now += 1;
             match &self.graph.events[event] {
                 TraceEvent::Node(node) => {
-                    if is_again {
-                        made_again.extend(self.make_again(node));
+                    if is_recomputation {
+                        recomputed.extend(self.recompute_missing(node));
                     }
                     self.forward_of(event, node, end);
                 }
@@ -145,15 +145,15 @@ impl<'a> Pass<'a> {
                 TraceEvent::Enter | TraceEvent::Leave | TraceEvent::AutocastEnd => {}
             }
         }
-        made_again
+        recomputed
     }
 
     /// Makes what a node reads and has been freed.
-    pub fn make_again(&mut self, node: &Node) -> Vec<ValueId> {
+    pub fn recompute_missing(&mut self, node: &Node) -> Vec<ValueId> {
         let mut made = Vec::new();
         for operand in node.inputs.iter().chain(&node.extra_inputs) {
             let value = operand.value;
-            if let (None, Some(maker)) = (self.of[value.0], self.makers[value.0]) {
+            if let (None, Some(maker)) = (self.buffer_of[value.0], self.makers[value.0]) {
                 self.make(maker, value);
                 made.push(value);
             }
@@ -164,7 +164,7 @@ impl<'a> Pass<'a> {
     /// Frees a value with its last tensor, and the node that made it.
     fn drop_value(&mut self, value: ValueId) {
         self.need_value(value);
-        self.of[value.0] = None;
+        self.buffer_of[value.0] = None;
         if let Some(event) = self.makers[value.0]
             && let Some(node) = self.node(event)
             && node.output == value
@@ -178,7 +178,7 @@ impl<'a> Pass<'a> {
         for kept in &node.saved {
             if !self.is_read[kept.value.0] {
                 self.need_value(kept.value);
-                self.of[kept.value.0] = None;
+                self.buffer_of[kept.value.0] = None;
             }
         }
         if let Some(ids) = self.ids.remove(&event) {
@@ -203,7 +203,7 @@ impl<'a> Pass<'a> {
                 |pass, slot| match slot {
                     Slot::Output => Some(pass.make(event, node.output)),
                     Slot::Saved(i) => Some(pass.make(event, node.saved[i].value)),
-                    Slot::ExtraInput(i) => pass.of[node.extra_inputs[i].value.0],
+                    Slot::ExtraInput(i) => pass.buffer_of[node.extra_inputs[i].value.0],
                     _ => None,
                 },
             );
@@ -230,7 +230,7 @@ impl<'a> Pass<'a> {
         let dropped: Vec<ValueId> = drops.collect();
         for operand in &node.extra_inputs {
             match calls.is_some() && dropped.contains(&operand.value) {
-                true => self.of[operand.value.0] = None,
+                true => self.buffer_of[operand.value.0] = None,
                 false => self.need_value(operand.value),
             }
         }
@@ -263,9 +263,9 @@ impl<'a> Pass<'a> {
                 let buffer = match (there, *slot) {
                     (Some((_, buffer)), _) => Some(*buffer),
                     (None, Slot::Scratch(i)) => {
-                        let room = &calls.scratch[i];
-                        let elements = elements(&room.shape);
-                        let width = room.dtype.size_in_bytes();
+                        let scratch = &calls.scratch[i];
+                        let elements = elements(&scratch.shape);
+                        let width = scratch.dtype.size_in_bytes();
                         Some(self.add(Buffer::new(Scratch, "scratch", "", elements, width)))
                     }
                     (None, slot) => find(self, slot),

@@ -17,10 +17,10 @@ use std::time::Instant;
 pub(super) const OP: &str = "memory::record";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::memory) enum What {
+pub(in crate::memory) enum EventKind {
     Begins,
-    Taken,
-    GivenBack,
+    Allocated,
+    Freed,
     PhaseBegins,
     PhaseEnds,
     OpBegins,
@@ -30,7 +30,7 @@ pub(in crate::memory) enum What {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Event {
     pub at_ns: u64,
-    pub what: What,
+    pub kind: EventKind,
     /// Address of the block that `bytes` is the size of; 0 without a block.
     pub address: usize,
     pub bytes: usize,
@@ -90,14 +90,14 @@ fn thread_number() -> u32 {
 #[inline]
 pub(in crate::memory) fn change(
     place: Place,
-    what: What,
+    kind: EventKind,
     address: usize,
     bytes: usize,
     count: impl FnOnce() -> usize,
 ) {
     match bytes < THRESHOLD_BYTES[place as usize].load(Relaxed) {
         true => _ = count(),
-        false => push(what, address, bytes, count),
+        false => push(kind, address, bytes, count),
     }
 }
 
@@ -109,20 +109,20 @@ fn current_bytes() -> usize {
 }
 
 /// Writes an event for the begin or end of a phase, of an op, or of the recording.
-pub(super) fn mark(what: What, path: Path, phase: &'static str) {
-    write(what, [0, 0], path, phase, current_bytes);
+pub(super) fn mark(kind: EventKind, path: Path, phase: &'static str) {
+    write(kind, [0, 0], path, phase, current_bytes);
 }
 
 #[cold]
 #[inline(never)]
-fn push(what: What, address: usize, bytes: usize, count: impl FnOnce() -> usize) {
+fn push(kind: EventKind, address: usize, bytes: usize, count: impl FnOnce() -> usize) {
     let (path, phase) = (probe::current(), probe::current_phase());
-    write(what, [address, bytes], path, phase, count);
+    write(kind, [address, bytes], path, phase, count);
 }
 
 /// Updates the count, then writes the event with its time and count if a recording runs and has capacity left.
 fn write(
-    what: What,
+    kind: EventKind,
     [address, bytes]: [usize; 2],
     path: Path,
     phase: &'static str,
@@ -140,7 +140,7 @@ fn write(
     }
     let event = Event {
         at_ns: buffer.start.elapsed().as_nanos() as u64,
-        what,
+        kind,
         address,
         bytes,
         current_bytes,
@@ -162,7 +162,7 @@ pub(super) fn start(place: Place, config: &RecordConfig) -> Result<()> {
     let events = layout.and_then(|layout| NonNull::new(unsafe { System.alloc(layout) }));
     let events = events.ok_or_else(|| {
         let wanted_bytes = capacity.saturating_mul(size_of::<Event>()) as u64;
-        hardware::not_granted(&format!("{OP}, room for {capacity} events"), wanted_bytes)
+        hardware::not_granted(&format!("{OP}, {capacity} events"), wanted_bytes)
     })?;
     let new = Buffer {
         start: Instant::now(),

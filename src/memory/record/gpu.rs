@@ -1,6 +1,6 @@
 //! Counts and records a GPU's blocks, from the driver's calls: what the tracker does for the host's memory.
 
-use super::buffer::{self, GPU_BYTES, Place, What};
+use super::buffer::{self, EventKind, GPU_BYTES, Place};
 use crate::Result;
 use crate::hardware::cuda::{Counter, pool_bytes};
 use crate::hardware::cupti::allocations::{self, Call, Subscription};
@@ -23,49 +23,49 @@ fn sizes() -> MutexGuard<'static, HashMap<usize, usize>> {
 }
 
 /// Guard: while it is alive, a GPU's blocks are counted and written to the running recording.
-pub(super) struct Watch {
+pub(super) struct PoolRecorder {
     _subscription: Subscription,
 }
 
 /// Starts to count the blocks of `device`. The count begins with what its pool has allocated.
-pub(super) fn watch(device: &Device) -> Result<Watch> {
+pub(super) fn start(device: &Device) -> Result<PoolRecorder> {
     let context = device.as_cuda_device()?.cuda_stream().context().cu_ctx();
     device.synchronize()?; // finish pending frees
     let current_bytes = pool_bytes(device, Counter::Used).unwrap_or_default();
     GPU_BYTES.store(current_bytes as usize, Relaxed);
     UNKNOWN_BLOCKS.store(0, Relaxed);
     sizes().clear();
-    let watch = Watch {
-        _subscription: allocations::subscribe(heard)?,
+    let recorder = PoolRecorder {
+        _subscription: allocations::subscribe(handle)?,
     };
     CONTEXT.store(context.addr(), Relaxed);
-    Ok(watch)
+    Ok(recorder)
 }
 
-impl Drop for Watch {
+impl Drop for PoolRecorder {
     fn drop(&mut self) {
         CONTEXT.store(0, Relaxed);
     }
 }
 
-fn heard(context: usize, call: Call) {
+fn handle(context: usize, call: Call) {
     if context != CONTEXT.load(Relaxed) {
         return;
     }
     match call {
-        Call::Taken { address, bytes } => {
+        Call::Allocated { address, bytes } => {
             sizes().insert(address, bytes);
             ALLOCATIONS.fetch_add(1, Relaxed);
-            buffer::change(Place::Gpu, What::Taken, address, bytes, || {
+            buffer::change(Place::Gpu, EventKind::Allocated, address, bytes, || {
                 GPU_BYTES.fetch_add(bytes, Relaxed) + bytes
             });
         }
-        Call::GivenBack { address } => {
+        Call::Freed { address } => {
             let Some(bytes) = sizes().remove(&address) else {
                 UNKNOWN_BLOCKS.fetch_add(1, Relaxed);
                 return;
             };
-            buffer::change(Place::Gpu, What::GivenBack, address, bytes, || {
+            buffer::change(Place::Gpu, EventKind::Freed, address, bytes, || {
                 GPU_BYTES.fetch_sub(bytes, Relaxed) - bytes
             });
         }
@@ -76,13 +76,13 @@ pub(super) fn allocations() -> u64 {
     ALLOCATIONS.load(Relaxed)
 }
 
-/// Returns the number of freed blocks of unknown size: allocated before the watch, and not passed to
+/// Returns the number of freed blocks of unknown size: allocated before the recording, and not passed to
 /// [`register_block`].
 pub(super) fn unknown_blocks() -> u64 {
     UNKNOWN_BLOCKS.load(Relaxed)
 }
 
-/// Registers the size of a block that was allocated before the watch.
+/// Registers the size of a block that was allocated before the recording.
 pub(super) fn register_block(address: usize, bytes: usize) {
     sizes().entry(address).or_insert(bytes);
 }

@@ -1,27 +1,27 @@
 //! Recording of every block of memory with its origin, while a step runs; sums, charts and PyTorch's snapshot of it.
 
+mod blocks;
 pub(super) mod buffer;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_gpu.rs"]
 mod gpu;
-mod lives;
 mod report;
 mod snapshot;
 mod sums;
 
-pub use lives::{Block, PhaseSpan};
+pub use blocks::{Block, PhaseSpan};
 pub use report::timeline;
 pub use snapshot::Snapshot;
-pub use sums::Holdings;
+pub use sums::BytesByKind;
 
 use super::breakdown::MemoryKind;
 use super::tracker;
-use crate::probe::{self, Event, Kind, Listener, Listening};
+use crate::probe::{self, Event, Kind, Listener, ListenerGuard};
 use crate::{Error, Result};
-use buffer::{OP, Place, What};
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use buffer::{EventKind, OP, Place};
+use candle_core::{CpuStorage, Device, DeviceLocation, Storage, Tensor};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -56,10 +56,11 @@ pub struct Recorder {
     config: RecordConfig,
     began: SystemTime,
     labels: Vec<Label>,
+    location: DeviceLocation,
     /// Guard of a GPU's recording; `None` when the host's blocks are recorded.
-    gpu: Option<gpu::Watch>,
+    gpu: Option<gpu::PoolRecorder>,
     /// Guard: keeps threads' paths up to date.
-    _listening: Listening,
+    _listening: ListenerGuard,
 }
 
 /// The use and name of a block, given by the caller.
@@ -191,14 +192,15 @@ pub fn record_on(device: &Device, config: RecordConfig) -> Result<Recorder> {
         config,
         began,
         labels: Vec::new(),
+        location: device.location(),
         gpu: None,
         _listening: listening,
     };
     if place == Place::Gpu {
-        recorder.gpu = Some(gpu::watch(device)?);
+        recorder.gpu = Some(gpu::start(device)?);
     }
     // The first event has the bytes alive at the start.
-    buffer::mark(What::Begins, probe::current(), probe::current_phase());
+    buffer::mark(EventKind::Begins, probe::current(), probe::current_phase());
     Ok(recorder)
 }
 
@@ -206,7 +208,7 @@ impl Recorder {
     /// Sets the use and name of the block that holds `tensor`'s elements: parameters, optimizer state, inputs. It may
     /// have been allocated before the recording. Tensors on another device than the recorded one are ignored.
     pub fn label(&mut self, kind: MemoryKind, name: impl Into<String>, tensor: &Tensor) {
-        if tensor.device().is_cpu() != self.gpu.is_none() {
+        if tensor.device().location() != self.location {
             return;
         }
         if let Some((address, bytes)) = block_of(tensor) {
@@ -228,7 +230,7 @@ impl Recorder {
         let (events, lost_events) = buffer::stop();
         let unknown_blocks = self.gpu.take().map_or(0, |_| gpu::unknown_blocks());
         let labels = std::mem::take(&mut self.labels);
-        let (blocks, phases) = lives::of(&events, labels);
+        let (blocks, phases) = blocks::of(&events, labels);
         let beyond = |bytes: usize| (bytes as u64).saturating_sub(self.config.baseline_bytes);
         let curve = events.iter().map(|event| Sample {
             at_ns: event.at_ns,
@@ -254,7 +256,7 @@ impl Drop for Recorder {
 }
 
 /// Returns the number of blocks allocated on `device` so far; those of a GPU are counted only while recorded.
-pub(crate) fn blocks_taken(device: &Device) -> u64 {
+pub(crate) fn blocks_allocated(device: &Device) -> u64 {
     match device.is_cpu() {
         true => tracker::allocations().unwrap_or_default(),
         false => gpu::allocations(),
@@ -287,7 +289,7 @@ pub(super) fn block_of(tensor: &Tensor) -> Option<(usize, usize)> {
 struct Marks;
 
 impl Marks {
-    fn mark(event: &Event<'_>, [phase, op]: [What; 2]) {
+    fn mark(event: &Event<'_>, [phase, op]: [EventKind; 2]) {
         match event.kind {
             Kind::Phase => buffer::mark(phase, event.path, event.phase),
             Kind::Op | Kind::OpBackward => buffer::mark(op, event.path, event.phase),
@@ -297,11 +299,11 @@ impl Marks {
 }
 
 impl Listener for Marks {
-    fn entered(&self, event: &Event<'_>) {
-        Self::mark(event, [What::PhaseBegins, What::OpBegins]);
+    fn on_enter(&self, event: &Event<'_>) {
+        Self::mark(event, [EventKind::PhaseBegins, EventKind::OpBegins]);
     }
 
-    fn left(&self, event: &Event<'_>) {
-        Self::mark(event, [What::PhaseEnds, What::OpEnds]);
+    fn on_leave(&self, event: &Event<'_>) {
+        Self::mark(event, [EventKind::PhaseEnds, EventKind::OpEnds]);
     }
 }

@@ -3,9 +3,9 @@
 use crate::{Error, Result};
 use candle_core::Device;
 
-pub(super) enum Watch {}
+pub(super) enum PoolRecorder {}
 
-pub(super) fn watch(device: &Device) -> Result<Watch> {
+pub(super) fn start(device: &Device) -> Result<PoolRecorder> {
     Err(Error::Device {
         name: crate::hardware::device_name(device),
         problem: "blocks of memory are recorded on the CPU and, in builds for CUDA, on NVIDIA's GPUs".into(),

@@ -1,6 +1,6 @@
 //! A recording as tables, and as a chart.
 
-use super::{Block, Holdings, MemoryKind, MemoryRecording};
+use super::{Block, BytesByKind, MemoryKind, MemoryRecording};
 use crate::probe::Path;
 use crate::report::plot::{AreaChart, AreaLayer, TimeSpan};
 use crate::report::{Column, Report, bytes_to_mib};
@@ -11,7 +11,7 @@ impl Block {
     pub fn origin(&self) -> String {
         match (&self.name, self.path) {
             (Some(name), _) => name.clone(),
-            (None, Path::ROOT) if self.taken_at.is_none() => "before the recording".into(),
+            (None, Path::ROOT) if self.allocated_at.is_none() => "before the recording".into(),
             (None, Path::ROOT) => "candle".into(),
             (None, path) => path.to_string(),
         }
@@ -21,22 +21,22 @@ impl Block {
 impl MemoryRecording {
     /// Returns the peak of each phase as a table, and the bytes alive then by use.
     pub fn phase_report(&self) -> Report {
-        let holdings = self
+        let by_kind = self
             .phases
             .iter()
-            .map(|phase| self.holdings_at(self.worst_in(phase)));
-        let holdings: Vec<Holdings> = holdings.collect();
-        let is_held = |kind: &MemoryKind| holdings.iter().any(|held| held.bytes_of(*kind) > 0);
-        let kinds: Vec<MemoryKind> = MemoryKind::ALL.into_iter().filter(is_held).collect();
+            .map(|phase| self.bytes_by_kind_at(self.peak_event_in(phase)));
+        let by_kind: Vec<BytesByKind> = by_kind.collect();
+        let has_bytes = |kind: &MemoryKind| by_kind.iter().any(|held| held.bytes_of(*kind) > 0);
+        let kinds: Vec<MemoryKind> = MemoryKind::ALL.into_iter().filter(has_bytes).collect();
         let mut columns = vec![
             Column::text("phase", "Phase"),
             Column::mib("peak_bytes", "Peak"),
         ];
         columns.extend((1..).zip(&kinds).map(|(minor, kind)| {
             let key = format!("{}_bytes", kind.name().replace(' ', "_"));
-            Column::mib(key, kind.name()).under("Of which").minor(minor)
+            Column::mib(key, kind.name()).under("By kind").minor(minor)
         }));
-        let rows = self.phases.iter().zip(&holdings).map(|(phase, held)| {
+        let rows = self.phases.iter().zip(&by_kind).map(|(phase, held)| {
             let mut row = vec![json!(phase.name), json!(self.peak_bytes_in(phase))];
             row.extend(kinds.iter().map(|kind| json!(held.bytes_of(*kind))));
             row.into()
@@ -88,14 +88,14 @@ impl MemoryRecording {
         let mut notes = Vec::new();
         if self.lost_events > 0 {
             notes.push(format!(
-                "{} events found no room in a recording of {}: sums by origin are incomplete; record with a larger \
+                "{} events exceed the capacity of {}: sums by origin are incomplete; record with a larger \
                  capacity",
                 self.lost_events, self.config.capacity
             ));
         }
         if self.unknown_blocks > 0 {
             notes.push(format!(
-                "{} blocks were given back that had been taken before the recording, of unknown size: sums after them \
+                "{} freed blocks have an unknown size, since they were allocated before the recording: sums after them \
                  are too large; label them",
                 self.unknown_blocks
             ));
@@ -145,12 +145,12 @@ const MOMENTS: usize = 1200;
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaChart {
-    let holdings = recording.holdings();
-    let stretch = holdings.len().div_ceil(MOMENTS).max(1);
-    let moments: Vec<usize> = (0..holdings.len())
+    let by_kind = recording.bytes_by_kind();
+    let stretch = by_kind.len().div_ceil(MOMENTS).max(1);
+    let moments: Vec<usize> = (0..by_kind.len())
         .step_by(stretch)
         .map(|from| {
-            let stretch = from..(from + stretch).min(holdings.len());
+            let stretch = from..(from + stretch).min(by_kind.len());
             let worst = stretch.rev().max_by_key(|event| recording.bytes_at(*event));
             worst.unwrap_or(from)
         })
@@ -173,12 +173,12 @@ pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaCh
         MemoryKind::Logits,
         MemoryKind::Scratch,
     ];
-    let is_there = |kind: &MemoryKind| holdings.iter().any(|held| held.bytes_of(*kind) > 0);
-    let layers = order.into_iter().filter(is_there).map(|kind| AreaLayer {
+    let has_bytes = |kind: &MemoryKind| by_kind.iter().any(|held| held.bytes_of(*kind) > 0);
+    let layers = order.into_iter().filter(has_bytes).map(|kind| AreaLayer {
         name: kind.name().into(),
         values: moments
             .iter()
-            .map(|event| bytes_to_mib(holdings[*event].bytes_of(kind)))
+            .map(|event| bytes_to_mib(by_kind[*event].bytes_of(kind)))
             .collect(),
         colour: Some(colour(kind)),
     });

@@ -75,23 +75,23 @@ impl Snapshot {
         let mut arena = Arena::default();
         let mut addresses = vec![0; recording.blocks.len()];
         for (place, block) in recording.blocks.iter().enumerate() {
-            if block.taken_at.is_none() {
-                addresses[place] = arena.take(block.bytes);
+            if block.allocated_at.is_none() {
+                addresses[place] = arena.allocate(block.bytes);
             }
         }
         let began = recording.began.duration_since(UNIX_EPOCH);
         let began_us = began.unwrap_or_default().as_micros() as u64;
         let mut trace = Vec::new();
         for (change, sample) in recording.changes().into_iter().zip(&recording.curve) {
-            let Some((is_taken, place)) = change else {
+            let Some((is_allocation, place)) = change else {
                 continue;
             };
             let block = &recording.blocks[place];
-            let actions: &[&'static str] = if is_taken {
-                addresses[place] = arena.take(block.bytes);
+            let actions: &[&'static str] = if is_allocation {
+                addresses[place] = arena.allocate(block.bytes);
                 &["alloc"]
             } else {
-                arena.give_back(addresses[place], block.bytes);
+                arena.free(addresses[place], block.bytes);
                 &["free_requested", "free_completed"]
             };
             trace.extend(actions.iter().map(|action| TraceEntry {
@@ -104,7 +104,7 @@ impl Snapshot {
             }));
         }
         let blocks = recording.blocks.iter().zip(&addresses);
-        let at_end = blocks.filter(|(block, _)| block.given_back_at.is_none());
+        let at_end = blocks.filter(|(block, _)| block.freed_at.is_none());
         let segment = segment(at_end.collect(), arena.end);
         Self {
             segments: segment.into_iter().collect(),
@@ -199,7 +199,7 @@ fn frames(block: &Block) -> Vec<Frame> {
         path = around;
     }
     if frames.is_empty() {
-        let name = match block.taken_at {
+        let name = match block.allocated_at {
             Some(_) => "candle",
             None => "before the recording",
         };
@@ -220,7 +220,7 @@ struct Arena {
 }
 
 impl Arena {
-    fn take(&mut self, bytes: u64) -> u64 {
+    fn allocate(&mut self, bytes: u64) -> u64 {
         let fitting = self.gaps.iter().filter(|(_, size)| **size >= bytes);
         let smallest = fitting.min_by_key(|(address, size)| (**size, **address));
         let Some((address, size)) = smallest.map(|(address, size)| (*address, *size)) else {
@@ -234,7 +234,7 @@ impl Arena {
         address
     }
 
-    fn give_back(&mut self, address: u64, bytes: u64) {
+    fn free(&mut self, address: u64, bytes: u64) {
         let (mut from, mut to) = (address, address + bytes);
         let below = self.gaps.range(..address).next_back();
         if let Some((&gap, &size)) = below
@@ -254,14 +254,14 @@ mod tests {
     #[test]
     fn gaps_are_used_and_grow_together() {
         let mut arena = Arena::default();
-        let [a, b, c] = [100, 50, 30].map(|bytes| arena.take(bytes));
+        let [a, b, c] = [100, 50, 30].map(|bytes| arena.allocate(bytes));
         assert_eq!((a, b, c, arena.end), (0, 100, 150, 180));
-        arena.give_back(a, 100);
-        arena.give_back(c, 30);
-        assert_eq!(arena.take(30), 150); // the smaller gap
-        assert_eq!(arena.take(60), 0);
-        arena.give_back(b, 50);
-        assert_eq!(arena.take(90), 60); // 40 and 50 merged
+        arena.free(a, 100);
+        arena.free(c, 30);
+        assert_eq!(arena.allocate(30), 150); // the smaller gap
+        assert_eq!(arena.allocate(60), 0);
+        arena.free(b, 50);
+        assert_eq!(arena.allocate(90), 60); // 40 and 50 merged
         assert_eq!(arena.end, 180);
     }
 }

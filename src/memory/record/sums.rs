@@ -4,9 +4,9 @@ use super::{Block, MemoryKind, MemoryRecording, PhaseSpan};
 
 /// Bytes alive at one point in time, by use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holdings([u64; MemoryKind::ALL.len()]);
+pub struct BytesByKind([u64; MemoryKind::ALL.len()]);
 
-impl Holdings {
+impl BytesByKind {
     /// Returns the bytes of this use.
     pub fn bytes_of(&self, kind: MemoryKind) -> u64 {
         self.0[kind as usize]
@@ -52,24 +52,24 @@ impl MemoryRecording {
     }
 
     /// Returns the event after which the most bytes were alive; 0 without events.
-    pub fn peak_at(&self) -> usize {
-        self.worst(0, self.curve.len())
+    pub fn peak_event(&self) -> usize {
+        self.peak_event_between(0, self.curve.len())
     }
 
     /// Returns the largest number of bytes alive after any event, small blocks included, as the allocator counted.
     /// Allocations below the threshold can raise memory above it between two events.
     pub fn peak_bytes(&self) -> u64 {
-        self.bytes_at(self.peak_at())
+        self.bytes_at(self.peak_event())
     }
 
     /// Returns the peak in a phase.
     pub fn peak_bytes_in(&self, phase: &PhaseSpan) -> u64 {
-        self.bytes_at(self.worst_in(phase))
+        self.bytes_at(self.peak_event_in(phase))
     }
 
     /// Returns the event of a phase after which the most bytes were alive.
-    pub fn worst_in(&self, phase: &PhaseSpan) -> usize {
-        self.worst(phase.begins_at, phase.ends_at.saturating_add(1))
+    pub fn peak_event_in(&self, phase: &PhaseSpan) -> usize {
+        self.peak_event_between(phase.begins_at, phase.ends_at.saturating_add(1))
     }
 
     /// Returns the bytes alive after this event.
@@ -78,12 +78,12 @@ impl MemoryRecording {
     }
 
     /// Returns the number of events: the indices of [`bytes_at`](Self::bytes_at) and
-    /// [`holdings_at`](Self::holdings_at).
+    /// [`bytes_by_kind_at`](Self::bytes_by_kind_at).
     pub fn events(&self) -> usize {
         self.curve.len()
     }
 
-    fn worst(&self, from: usize, to: usize) -> usize {
+    fn peak_event_between(&self, from: usize, to: usize) -> usize {
         let to = to.min(self.curve.len());
         let range = (from..to).rev(); // of equals the first
         range
@@ -93,17 +93,20 @@ impl MemoryRecording {
 
     /// Returns the bytes alive after this event, by use. The sum is [`bytes_at`](Self::bytes_at): bytes of no recorded
     /// block are [`MemoryKind::Other`].
-    pub fn holdings_at(&self, event: usize) -> Holdings {
-        let mut holdings = Holdings::default();
+    pub fn bytes_by_kind_at(&self, event: usize) -> BytesByKind {
+        let mut by_kind = BytesByKind::default();
         let alive = self.blocks.iter().filter(|block| block.is_alive_at(event));
-        alive.for_each(|block| holdings.add(block));
-        holdings.filled_up(self.bytes_at(event))
+        alive.for_each(|block| by_kind.add(block));
+        by_kind.filled_up(self.bytes_at(event))
     }
 
-    /// Returns [`holdings_at`](Self::holdings_at) of every event.
-    pub fn holdings(&self) -> Vec<Holdings> {
-        let mut now = Holdings::default();
-        let before = self.blocks.iter().filter(|block| block.taken_at.is_none());
+    /// Returns [`bytes_by_kind_at`](Self::bytes_by_kind_at) of every event.
+    pub fn bytes_by_kind(&self) -> Vec<BytesByKind> {
+        let mut now = BytesByKind::default();
+        let before = self
+            .blocks
+            .iter()
+            .filter(|block| block.allocated_at.is_none());
         before.for_each(|block| now.add(block));
         let steps = self.changes().into_iter().zip(&self.curve);
         let each = steps.map(|(change, sample)| {
@@ -121,9 +124,9 @@ impl MemoryRecording {
     pub(super) fn changes(&self) -> Vec<Option<(bool, usize)>> {
         let mut changes = vec![None; self.curve.len()];
         for (place, block) in self.blocks.iter().enumerate() {
-            for (event, is_taken) in [(block.taken_at, true), (block.given_back_at, false)] {
+            for (event, is_allocation) in [(block.allocated_at, true), (block.freed_at, false)] {
                 if let Some(event) = event {
-                    changes[event] = Some((is_taken, place));
+                    changes[event] = Some((is_allocation, place));
                 }
             }
         }
@@ -132,8 +135,11 @@ impl MemoryRecording {
 
     /// Returns the `count` largest blocks allocated during the recording, the largest first.
     pub fn largest(&self, count: usize) -> Vec<&Block> {
-        let taken = self.blocks.iter().filter(|block| block.taken_at.is_some());
-        let mut blocks: Vec<&Block> = taken.collect();
+        let allocated = self
+            .blocks
+            .iter()
+            .filter(|block| block.allocated_at.is_some());
+        let mut blocks: Vec<&Block> = allocated.collect();
         blocks.sort_by_key(|block| std::cmp::Reverse(block.bytes)); // stable: of equals the first
         blocks.truncate(count);
         blocks

@@ -153,7 +153,7 @@ impl GradScaler {
         if !self.enabled {
             return Ok(());
         }
-        let parameters = some_parameters(UNSCALE, parameters)?;
+        let parameters = distinct_parameters(UNSCALE, parameters)?;
         for (name, var) in &parameters {
             if let Some(progress) = self.unscaled.get(&var.id()) {
                 let problem = match progress.stepped {
@@ -218,7 +218,7 @@ impl GradScaler {
             update(gradients)?;
             return Ok(true);
         }
-        let parameters = some_parameters(STEP, parameters)?;
+        let parameters = distinct_parameters(STEP, parameters)?;
         let mut fresh = Vec::new();
         for (name, var) in &parameters {
             match self.unscaled.get(&var.id()) {
@@ -353,7 +353,10 @@ const UNSCALE: &str = "GradScaler::unscale";
 const STEP: &str = "GradScaler::step";
 
 /// Returns each variable of `parameters` once; an error if there are none.
-fn some_parameters(op: &'static str, parameters: &[(String, Var)]) -> Result<Vec<(String, Var)>> {
+fn distinct_parameters(
+    op: &'static str,
+    parameters: &[(String, Var)],
+) -> Result<Vec<(String, Var)>> {
     let parameters = distinct(parameters);
     if parameters.is_empty() {
         return Err(Error::config(op, "parameters", "none").must_be(

@@ -84,7 +84,7 @@ fn unscale(gradient: &Tensor, factor: f64, owners: &Owners) -> Result<(Option<Te
             with_mut_slice(x, |x: &mut [T]| Ok(kernel::in_place(x, factor)))
         })
     };
-    if owners.is_alone(&gradient) {
+    if owners.can_overwrite(&gradient) {
         return Ok((None, in_place(&gradient)?));
     }
     ops::check_granted_on(&Device::Cpu, gradient.dims(), gradient.dtype())?;

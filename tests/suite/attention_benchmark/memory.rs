@@ -9,7 +9,7 @@ use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
 use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
 use tallow::memory::{
     AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, attention_breakdown,
-    self_attention_breakdown, smallest_beyond, tracker,
+    self_attention_breakdown, smallest_not_fitting, tracker,
 };
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
@@ -368,7 +368,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
         None,
         "no heads of that width"
     );
-    assert!(smallest_beyond(u64::MAX, |_| Some(limit.breakdown.clone())).is_none());
+    assert!(smallest_not_fitting(u64::MAX, |_| Some(limit.breakdown.clone())).is_none());
 }
 
 /// Any size gives rows of `OOM` or errors, without allocating for the workload.

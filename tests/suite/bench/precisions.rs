@@ -157,7 +157,7 @@ fn losses_are_compared_by_their_spread() {
 #[test]
 fn the_header_says_what_half_arithmetic_there_is() {
     let header = text(&environment(&Device::Cpu), "half arithmetic");
-    match tallow::hardware::bf16_products() {
+    match tallow::hardware::bf16_matmul_unit() {
         None => assert!(header.contains("compute in f32"), "{header}"),
         Some(unit) => assert!(
             header.contains(&format!("bf16 products by {unit}")),

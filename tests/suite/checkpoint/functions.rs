@@ -8,16 +8,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tallow::precision::{self, Autocast};
 use tallow::{Result, autocast, nn, no_grad, ops};
 
-type Of1 = fn(&Tensor, &[Var]) -> Result<Tensor>;
+type Segment = fn(&Tensor, &[Var]) -> Result<Tensor>;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum How {
+enum Mode {
     Plain,
     Checkpoint,
 }
 
-impl How {
-    fn call(self, f: Of1, x: &Tensor, vars: &[Var]) -> Result<Tensor> {
+impl Mode {
+    fn call(self, f: Segment, x: &Tensor, vars: &[Var]) -> Result<Tensor> {
         let vars = vars.to_vec();
         match self {
             Self::Plain => f(x, &vars),
@@ -27,7 +27,7 @@ impl How {
 }
 
 /// A function of candle's own ops, with views, a mask of ones and zeros, and a variable used twice.
-fn candles_own(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
+fn of_candle_ops(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     let mlp = || -> CandleResult<Tensor> {
         let h = x.matmul(&vars[0].t()?)?.tanh()?;
         let mask = Tensor::new(&[1f32, 0.0, 1.0, 1.0], &CPU)?;
@@ -38,7 +38,7 @@ fn candles_own(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     Ok(mlp()?)
 }
 
-fn ours(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
+fn of_crate_ops(x: &Tensor, vars: &[Var]) -> Result<Tensor> {
     let h = ops::linear(x, &vars[0])?;
     ops::softmax(&ops::swiglu(&h, &h)?, 0.7, tallow::attention::Mask::Full)
 }
@@ -48,24 +48,24 @@ fn transposed(x: &Tensor, _: &[Var]) -> Result<Tensor> {
     Ok(x.t()?)
 }
 
-fn input_itself(x: &Tensor, _: &[Var]) -> Result<Tensor> {
+fn identity(x: &Tensor, _: &[Var]) -> Result<Tensor> {
     Ok(x.clone())
 }
 
 #[rstest]
-#[case::candles_own(candles_own)]
-#[case::ours(ours)]
+#[case::of_candle_ops(of_candle_ops)]
+#[case::of_crate_ops(of_crate_ops)]
 #[case::transposed(transposed)]
-#[case::input_itself(input_itself)]
-fn gradients_have_the_same_bits(#[case] f: Of1, #[values(false, true)] input_is_var: bool) {
+#[case::identity(identity)]
+fn gradients_have_the_same_bits(#[case] f: Segment, #[values(false, true)] input_is_var: bool) {
     let vars = [var(&[4, 5], 1), var(&[3], 2)];
     let x = var(&[2, 5], 3);
-    let run = |how: How| {
+    let run = |mode: Mode| {
         let input = match input_is_var {
             true => x.as_tensor().clone(),
             false => (x.as_tensor() * 1.5).unwrap(),
         };
-        let y = how.call(f, &input, &vars).unwrap();
+        let y = mode.call(f, &input, &vars).unwrap();
         let weights = numbers(y.dims(), 9);
         let loss = (&y * &weights).unwrap().sum_all().unwrap();
         let gradients = loss.backward().unwrap();
@@ -76,8 +76,8 @@ fn gradients_have_the_same_bits(#[case] f: Of1, #[values(false, true)] input_is_
         all.push(Some(bits(gradients.get(&x).unwrap())));
         (bits(&y), y.is_contiguous(), all)
     };
-    let (y, _, gradients) = run(How::Plain);
-    let found = run(How::Checkpoint);
+    let (y, _, gradients) = run(Mode::Plain);
+    let found = run(Mode::Checkpoint);
     assert_eq!((&found.0, &found.2), (&y, &gradients));
     assert!(found.1);
 }

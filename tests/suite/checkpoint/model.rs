@@ -174,7 +174,7 @@ fn threads_share_a_graph() {
 /// A configuration from before this field existed.
 #[test]
 fn configurations_without_it_keep_the_graph() {
-    let mut json = serde_json::to_value(TransformerConfig::small()).unwrap();
+    let mut json = serde_json::to_value(TransformerConfig::preset("small").unwrap()).unwrap();
     assert_eq!(json["checkpointing"], "none");
     json.as_object_mut().unwrap().remove("checkpointing");
     let config: TransformerConfig = serde_json::from_value(json).unwrap();

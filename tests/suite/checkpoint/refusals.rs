@@ -61,8 +61,8 @@ fn errors_of_the_function_are_the_callers() {
 /// An op without a gradient between input and output, where candle would panic.
 #[test]
 fn an_input_that_no_gradient_reaches() {
-    struct Deaf;
-    impl candle_core::CustomOp1 for Deaf {
+    struct WithoutBackward;
+    impl candle_core::CustomOp1 for WithoutBackward {
         fn name(&self) -> &'static str {
             "deaf"
         }
@@ -79,7 +79,7 @@ fn an_input_that_no_gradient_reaches() {
     }
     let x = var(&[2, 3], 1);
     let h = x.exp().unwrap();
-    let y = nn::checkpoint(|[h]| Ok(h.apply_op1(Deaf)?), [&h]).unwrap();
+    let y = nn::checkpoint(|[h]| Ok(h.apply_op1(WithoutBackward)?), [&h]).unwrap();
     error(
         y.sum_all().unwrap().backward(),
         &["checkpoint", "input 0", "differentiable"],

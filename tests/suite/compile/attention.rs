@@ -338,8 +338,8 @@ fn the_plan_says_what_it_is() {
 }
 
 #[test]
-fn the_arena_is_all_there_is() {
-    if child::ran("compile::attention::the_arena_is_all_there_is") {
+fn memory_is_the_arena() {
+    if child::ran("compile::attention::memory_is_the_arena") {
         return;
     }
     let [q, k, v, d_out] = inputs(&[8, 1, 700, 64]);
@@ -368,8 +368,8 @@ fn the_arena_is_all_there_is() {
         ..Default::default()
     };
     let predicted = planned_attention_breakdown(&workload, Kernels::Cpu).unwrap();
-    let own = predicted.parts.iter();
-    let own = own.filter(|part| part.what.starts_with("keys, values"));
+    let own = predicted.terms.iter();
+    let own = own.filter(|part| part.name.starts_with("keys, values"));
     let own: u64 = own.map(|part| part.bytes).sum();
     let transient = tracker::peak_bytes().unwrap() - settled;
     assert!(

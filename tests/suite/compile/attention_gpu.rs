@@ -5,7 +5,7 @@ use super::gpu::agree;
 use super::{CPU, config, distance};
 use crate::check::refusal;
 use crate::child;
-use crate::flash::judge::hold_against_alike;
+use crate::flash::judge::check_against_same_rounding;
 use crate::flash::oracle::Oracle;
 use crate::flash::problem::{Attend, Problem, Results, Sizes, elements, on};
 use crate::settings::{in_precision, with_mask};
@@ -76,7 +76,7 @@ fn judge(problem: &Problem, dtype: DType) {
     let mut eager = problem.run(dtype, EAGER);
     eager.lse.clear();
     let found = planned(problem, dtype, &gpu);
-    let held = hold_against_alike(problem, &oracle, &found, &eager, dtype);
+    let held = check_against_same_rounding(problem, &oracle, &found, &eager, dtype);
     held.unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.sizes));
 }
 
@@ -242,8 +242,8 @@ fn the_plan_says_what_it_is() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn the_arena_is_all_there_is() {
-    if child::ran("compile::attention_gpu::the_arena_is_all_there_is") {
+fn memory_is_the_arena() {
+    if child::ran("compile::attention_gpu::memory_is_the_arena") {
         return;
     }
     let gpu = tallow::device("cuda:0").unwrap();

@@ -2,7 +2,7 @@
 //! tests for half precision only.
 
 use super::attention::{self, naive_plan, run};
-use crate::flash::judge::{hold_against, naive};
+use crate::flash::judge::{check_against, naive};
 use crate::flash::oracle::Oracle;
 use crate::flash::problem::{Problem, Results, Sizes, elements};
 use candle_core::{DType, Var};
@@ -40,7 +40,7 @@ fn judge(problem: &Problem, dtype: DType) {
     let mut judge = naive(problem, dtype);
     judge.lse.clear();
     let found = planned(problem, dtype);
-    let held = hold_against(problem, &oracle, &oracle.results, &found, &judge, dtype);
+    let held = check_against(problem, &oracle, &oracle.results, &found, &judge, dtype);
     let shares = held.unwrap_or_else(|error| panic!("{dtype:?} {:?}: {error}", problem.sizes));
     println!("{dtype:?} {:?}: {shares:?}", problem.sizes);
 }

@@ -497,7 +497,7 @@ fn a_step_casts_no_weight() {
     let gpu = crate::gpu();
     let model = TransformerConfig {
         attention: Algorithm::Flash,
-        ..TransformerConfig::small()
+        ..TransformerConfig::preset("small").unwrap()
     };
     let batch = Batch::meta(4, 256).unwrap();
     let (plan, _) =

@@ -137,7 +137,7 @@ fn weights_are_copied_once_a_step(
 ) {
     let model = TransformerConfig {
         checkpointing,
-        ..TransformerConfig::tiny()
+        ..Default::default()
     };
     let plan = StepConfig {
         accumulation,
@@ -176,7 +176,7 @@ fn nothing_is_to_be_refreshed() {
 /// Activations are smaller in bf16, although some stay f32; gradients are not larger.
 #[test]
 fn activations_are_smaller() {
-    let model = TransformerConfig::small();
+    let model = TransformerConfig::preset("small").unwrap();
     let bytes = |precision| {
         let (plan, _) = plan_of(&model, &in_precision(precision), [8, 37]).unwrap();
         [Category::Activation, Category::Gradient].map(|category| plan.category_bytes(category))

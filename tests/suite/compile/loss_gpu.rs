@@ -2,7 +2,7 @@
 
 use super::loss_step::{
     Case, elementwise_ops, every_op, fused_in_segments, ignoring_head, meta, ops_of_other_models,
-    outputs_made_again, parts,
+    parts, recomputed_outputs,
 };
 use super::{CPU, distance};
 use candle_core::{Device, Tensor, Var};
@@ -85,7 +85,7 @@ fn losses_are_those_of_the_cpu(
         elementwise_ops,
         ignoring_head,
         parts,
-        outputs_made_again,
+        recomputed_outputs,
         fused_in_segments
     )]
     case: fn() -> Case,

@@ -587,7 +587,7 @@ pub fn parts() -> Case {
 
 /// Returns a loss in which ops other than linear read the output of a norm or a gate. Backward recomputes these outputs
 /// after such an op has read them.
-pub fn outputs_made_again() -> Case {
+pub fn recomputed_outputs() -> Case {
     Case {
         parameters: vec![
             weight("first", &[8, 6], 1),
@@ -669,7 +669,7 @@ pub fn fused_in_segments() -> Case {
 #[case::ops_of_other_models(ops_of_other_models, &[None, Some(DType::BF16)])]
 #[case::elementwise_ops(elementwise_ops, &[None, Some(DType::BF16)])]
 #[case::parts(parts, &[None])]
-#[case::outputs_made_again(outputs_made_again, &[None, Some(DType::BF16)])]
+#[case::recomputed_outputs(recomputed_outputs, &[None, Some(DType::BF16)])]
 #[case::fused_in_segments(fused_in_segments, &[None, Some(DType::BF16)])]
 fn cases_are_as_eager(#[case] case: fn() -> Case, #[case] dtypes: &[Option<DType>]) {
     for half in dtypes {

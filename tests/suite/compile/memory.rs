@@ -24,7 +24,7 @@ fn the_arena_is_what_the_plan_says() {
             vocab_size: 2_500, // the head's matmuls would dominate the time
             num_layers: 1,
             attention,
-            ..TransformerConfig::tiny()
+            ..Default::default()
         };
         let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
@@ -65,7 +65,7 @@ fn the_arena_is_what_the_plan_says() {
 /// The categories are exact: parameters, two moments and gradients, one value per parameter each.
 #[test]
 fn categories_add_up() {
-    let config = TransformerConfig::tiny();
+    let config = TransformerConfig::default();
     let parameters = 4 * config.num_parameters() as u64;
     let (plan, _) = plan_of(&config, &StepConfig::default(), [4, 256]).unwrap();
     assert_eq!(plan.category_bytes(Category::Parameter), parameters);

@@ -78,7 +78,7 @@ fn live_buffers_never_meet(
 fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let model = TransformerConfig {
         attention,
-        ..TransformerConfig::small()
+        ..TransformerConfig::preset("small").unwrap()
     };
     let wanted = flops::forward_backward(&model, 8, 100).total();
     let plan = |checkpointing| {
@@ -257,7 +257,7 @@ fn no_plan_takes_less_than_the_lower_bound(
     }
     let model = TransformerConfig {
         attention,
-        ..TransformerConfig::tiny()
+        ..Default::default()
     };
     let config = in_precision(precision);
     let least = Step::memory_lower_bound(&model, &config, [16, 256]).unwrap();
@@ -275,7 +275,7 @@ fn what_a_plan_does_not_have_is_none() {
     let of_layers = |num_layers| {
         let model = TransformerConfig {
             num_layers,
-            ..TransformerConfig::tiny()
+            ..Default::default()
         };
         let (plan, _) = plan_of(&model, &StepConfig::default(), [4, 256]).unwrap();
         plan

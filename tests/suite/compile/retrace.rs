@@ -78,7 +78,7 @@ fn after(change: impl Fn(&mut Captured, &Var), words: &[&str]) {
 }
 
 #[test]
-fn what_has_changed() {
+fn changed_captures() {
     after(
         |captured, _| captured.factor = 0.25,
         &["expected scale of softmax to be 0.5, got 0.25"],
@@ -102,7 +102,7 @@ fn what_has_changed() {
 
 /// A new tensor with equal elements is no change, and retracing does not affect the steps.
 #[test]
-fn what_has_not() {
+fn unchanged_captures() {
     let of = |config: &StepConfig| {
         let w = Var::ones((4, 4), DType::F32, &CPU).unwrap();
         let mut optimizer = AdamW::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();

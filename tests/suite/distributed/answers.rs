@@ -33,7 +33,7 @@ fn times(mean: f64, spread: f64) -> Statistics {
 }
 
 fn alone() -> Way {
-    Way::new(StepRanks::Alone)
+    Way::new(StepRanks::Single)
 }
 
 fn config(exchange: Exchange) -> ReplicatedConfig {

@@ -82,7 +82,7 @@ impl ToF32 for Vec<bf16> {
 
 #[test]
 fn what_is_refused() {
-    let ranks = Communicator::alone(&CPU);
+    let ranks = Communicator::single_rank(&CPU);
     let x = Tensor::zeros((4, 3), DType::F32, &CPU).unwrap();
     let refused = |error: Result<()>| error.unwrap_err().to_string();
     assert!(refused(ranks.all_reduce(&x.t().unwrap(), Reduce::Sum)).contains("contiguous"));
@@ -121,11 +121,11 @@ fn facts_are_compared() {
     let errors = on_ranks(3, |ranks| {
         let same = [("model", "tiny".into()), ("seed", "1".into())];
         for _ in 0..3 {
-            ranks.agree("the run", &same)?;
+            ranks.check_equal("the run", &same)?;
         }
         let batch_size = "1".repeat(1 + ranks.rank() / 2);
         let other = [("model", "tiny".into()), ("batch size", batch_size)];
-        let error = ranks.agree("the run", &other).unwrap_err();
+        let error = ranks.check_equal("the run", &other).unwrap_err();
         let later = ranks.barrier().unwrap_err();
         Ok([error, later])
     });
@@ -135,7 +135,7 @@ fn facts_are_compared() {
         assert!(error.to_string().contains(words), "{error}");
     }
     let ended = on_ranks(2, |ranks| match ranks.rank() {
-        0 => Ok(ranks.agree("the run", &[]).err()),
+        0 => Ok(ranks.check_equal("the run", &[]).err()),
         _ => Ok(None),
     });
     let error = ended[0].as_ref().unwrap();

@@ -37,10 +37,10 @@ fn sharded_model(
     Ok((model, optimizer, sharded))
 }
 
-fn whole_weights(model: &TransformerLM, sharded: &FullyShard) -> Result<Vec<(String, Tensor)>> {
+fn full_weights(model: &TransformerLM, sharded: &FullyShard) -> Result<Vec<(String, Tensor)>> {
     let weights = model.parameters().into_iter();
     let whole = weights.map(|(name, _)| {
-        let whole = sharded.whole(&name)?;
+        let whole = sharded.full_weight(&name)?;
         Ok((name, whole))
     });
     whole.collect()
@@ -80,7 +80,7 @@ fn both_ways(
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
     Ok([
         (wanted, weights.collect()),
-        (found, whole_weights(&divided, &sharded)?),
+        (found, full_weights(&divided, &sharded)?),
     ])
 }
 
@@ -154,9 +154,10 @@ fn evaluations(
             ..plan_config(1, None)
         };
         let mut of_whole = Step::for_model(&whole, &optimizer, &step_config)?;
-        let mut of_parts = Step::fully_sharded_for_model(&model, &divided, &step_config, &sharded)?;
+        let mut sharded_step =
+            Step::fully_sharded_for_model(&model, &divided, &step_config, &sharded)?;
         let wanted = of_whole.forward((&tokens, &targets))?;
-        let found = of_parts.forward((&tokens, &targets))?;
+        let found = sharded_step.forward((&tokens, &targets))?;
         let loss =
             |model: &TransformerLM| no_grad(|| precision.run(|| model.loss(&tokens, &targets)));
         let off = (loss(&whole)? - &wanted)?.abs()?.to_scalar::<f32>()?;
@@ -237,17 +238,17 @@ fn a_loss_of_layers() {
         let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
         let (map, scale) = layers(vb)?;
         let mut optimizer = AdamW::new(sharded.parameters(), adamw())?;
-        let mut of_parts = Step::fully_sharded(&optimizer, &config, &sharded, |inputs| {
+        let mut sharded_step = Step::fully_sharded(&optimizer, &config, &sharded, |inputs| {
             loss(&inputs.get("x")?, &map, &scale)
         })?;
         for _ in 0..3 {
             let wanted = step.run(&mut whole, inputs)?;
-            assert_eq!(of_parts.run(&mut optimizer, inputs)?, wanted);
+            assert_eq!(sharded_step.run(&mut optimizer, inputs)?, wanted);
         }
         for (name, var) in &parameters {
-            assert!(bits(&sharded.whole(name)?) == bits(var), "{name}");
+            assert!(bits(&sharded.full_weight(name)?) == bits(var), "{name}");
         }
-        let of_each = of_parts.gradients()?;
+        let of_each = sharded_step.gradients()?;
         assert_eq!(of_each.len(), 2);
         Ok(of_each[0].1.elem_count())
     });
@@ -259,7 +260,7 @@ fn a_loss_of_layers() {
 fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
     let of = |shard: Option<Shard>| {
         let config = StepConfig {
-            ranks: shard.map_or(StepRanks::Alone, |own| {
+            ranks: shard.map_or(StepRanks::Single, |own| {
                 let parts = FullyShardConfig {
                     bucket_bytes: 0,
                     ..Default::default()
@@ -322,7 +323,7 @@ fn what_is_refused() {
             Step::fully_sharded_for_model(&other, &optimizer, &config, &sharded),
             &["FullyShard::builder"],
         );
-        refusal(sharded.whole("nobody"), &["nobody"]);
+        refusal(sharded.full_weight("nobody"), &["nobody"]);
         let in_half = FullyShardConfig {
             dtype: Some(DType::F16),
             ..Default::default()

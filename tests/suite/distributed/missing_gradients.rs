@@ -14,10 +14,10 @@ use tallow::{Result, ops};
 
 #[derive(Clone, Copy, Debug)]
 enum Job {
-    Alone,
+    SingleRank,
     Replicated,
     /// Replicated weights with a sharded optimizer state.
-    Divided,
+    ShardedOptimizer,
     FullySharded,
 }
 
@@ -73,14 +73,14 @@ fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<
         _ => model.parameters(),
     };
     let mut optimizer = AdamW::new(parameters, config)?;
-    if let Job::Divided = job {
+    if let Job::ShardedOptimizer = job {
         optimizer.shard(ranks)?;
     }
     let loss = |inputs: &Inputs| model.loss(&inputs.get("x")?);
     let mut step = match job {
-        Job::Alone => Step::new(&optimizer, &clips, loss)?,
+        Job::SingleRank => Step::new(&optimizer, &clips, loss)?,
         Job::FullySharded => Step::fully_sharded(&optimizer, &clips, &sharded, loss)?,
-        Job::Replicated | Job::Divided => {
+        Job::Replicated | Job::ShardedOptimizer => {
             let parameters = model.parameters();
             let replicated = Replicated::new(ranks, parameters, ReplicatedConfig::default())?;
             Step::new(&optimizer, &clips, loss)?.replicated(&optimizer, &replicated)?
@@ -94,7 +94,7 @@ fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<
     optimizer.gather_weights()?;
     let weights = model.parameters().into_iter();
     let weights = weights.map(|(name, var)| match job {
-        Job::FullySharded => sharded.whole(&name),
+        Job::FullySharded => sharded.full_weight(&name),
         _ => Ok(var.as_tensor().copy()?),
     });
     weights.collect()
@@ -104,9 +104,9 @@ fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<
 #[rstest]
 fn as_alone(
     #[values(MissingGradients::Skip, MissingGradients::Zero)] missing: MissingGradients,
-    #[values(Job::Replicated, Job::Divided, Job::FullySharded)] job: Job,
+    #[values(Job::Replicated, Job::ShardedOptimizer, Job::FullySharded)] job: Job,
 ) {
-    let alone = on_ranks(1, |ranks| weights(&ranks, Job::Alone, missing)).remove(0);
+    let alone = on_ranks(1, |ranks| weights(&ranks, Job::SingleRank, missing)).remove(0);
     for found in on_ranks(2, |ranks| weights(&ranks, job, missing)) {
         assert_eq!(bits(&found[1]), bits(&alone[1]), "idle");
         for (found, alone) in found.iter().zip(&alone) {

@@ -192,7 +192,7 @@ fn an_overflow_is_seen_by_all() {
 
 #[test]
 fn what_is_refused() {
-    let ranks = Communicator::alone(&Device::Cpu);
+    let ranks = Communicator::single_rank(&Device::Cpu);
     let model = model(1);
     let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let bf16 = ReplicatedConfig {
@@ -252,7 +252,7 @@ fn in_bf16_on_a_gpu() {
             exchange: Exchange::Overlapped { bucket_bytes: 3000 },
             dtype,
         };
-        let ranks = Communicator::alone(&gpu);
+        let ranks = Communicator::single_rank(&gpu);
         let replicated = Replicated::new(&ranks, model.parameters(), way).unwrap();
         let mut step = Step::for_model(&model, &optimizer, &config)
             .unwrap()

@@ -53,7 +53,7 @@ fn replicated(ranks: &Communicator, config: TrainConfig) -> Result<Trainer> {
 }
 
 /// Returns a run of ranks with shards of the model.
-fn of_parts(sharded: &FullyShard, config: TrainConfig) -> Result<Trainer> {
+fn sharded_trainer(sharded: &FullyShard, config: TrainConfig) -> Result<Trainer> {
     let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));
     let model = TransformerLM::from_var_builder(&model_config(), vb)?;
     let (train, validation) = text();
@@ -163,7 +163,7 @@ fn what_is_refused() {
         let words = "accumulation must be a multiple of the number of ranks, 3";
         assert!(error.to_string().contains(words), "{error}");
     }
-    let ranks = tallow::distributed::Communicator::alone(&Device::Cpu);
+    let ranks = tallow::distributed::Communicator::single_rank(&Device::Cpu);
     let mut alone = trainer(1).unwrap();
     refusal(alone.shard_optimizer(), &["call replicate before"]);
     alone
@@ -200,7 +200,7 @@ fn ranks_of_other_settings_are_refused(
         Ok(match in_parts {
             true => {
                 let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
-                of_parts(&sharded, config).unwrap_err()
+                sharded_trainer(&sharded, config).unwrap_err()
             }
             false => replicated(&ranks, config).unwrap_err(),
         })
@@ -239,7 +239,7 @@ fn in_parts() {
                 train,
                 validation,
             )?,
-            false => of_parts(&sharded, config(steps))?,
+            false => sharded_trainer(&sharded, config(steps))?,
         };
         Ok((trainer, sharded))
     };
@@ -248,7 +248,7 @@ fn in_parts() {
         let evaluation = trainer.evaluate()?;
         let mut losses = trainer.history().losses.clone();
         losses.push(evaluation);
-        let weights = match trainer.whole_model()? {
+        let weights = match trainer.gather_model()? {
             Some(model) => model
                 .parameters()
                 .iter()
@@ -384,7 +384,7 @@ fn loss_scaling_of_parts() {
     let wanted = on_ranks(2, |ranks| run(replicated(&ranks, config())?));
     let in_parts = on_ranks(2, |ranks| {
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
-        run(of_parts(&sharded, config())?)
+        run(sharded_trainer(&sharded, config())?)
     });
     let (losses, skipped, scale) = &wanted[0];
     assert!(!skipped.is_empty() && skipped.len() < 16, "{skipped:?}");

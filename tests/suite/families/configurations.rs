@@ -148,7 +148,7 @@ fn configurations_of_publishers(
     if config.architecture == Architecture::Llama {
         let theta = json.get("rope_theta").and_then(Value::as_f64);
         assert_eq!(config.rope_theta, theta.unwrap_or(10_000.0));
-        assert_eq!(json!(config.rms_norm_eps), json["rms_norm_eps"]);
+        assert_eq!(json!(config.norm_eps), json["rms_norm_eps"]);
         assert_eq!(json!(config.tie_embeddings), json["tie_word_embeddings"]);
         let padding = json.get("pad_token_id").cloned().unwrap_or_default();
         assert_eq!(json!(config.padding_id), padding);

@@ -2,7 +2,7 @@
 //! probabilities.
 
 use super::judge::judge_each;
-use super::packed::{naive_there, of_lengths, window};
+use super::packed::{naive_on_test_device, of_lengths, window};
 use super::problem::{Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, device};
 use candle_core::DType;
 use rstest::rstest;
@@ -43,7 +43,7 @@ fn over_tiles(#[values(16, 32, 64, 80, 96, 128, 256)] head_dim: usize) {
 
 #[rstest]
 fn by_others(
-    #[values(REFERENCE, naive_there)] attend: Attend,
+    #[values(REFERENCE, naive_on_test_device)] attend: Attend,
     #[values(DType::F32, DType::F64)] dtype: DType,
 ) {
     judge_each(problems(8), &[dtype], attend);

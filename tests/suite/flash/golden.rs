@@ -1,8 +1,8 @@
 //! Flash attention against PyTorch's results for ten shapes and masks (`fixtures/README.md`).
 
-use super::judge::hold_against;
+use super::judge::check_against;
 use super::oracle::Oracle;
-use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, elements, there};
+use super::problem::{Attend, FLASH, Problem, REFERENCE, Results, Sizes, elements, on_test_device};
 use crate::golden::fixture;
 use candle_core::{DType, Tensor};
 use rstest::rstest;
@@ -93,7 +93,7 @@ fn pytorch_agrees(
         let oracle = Oracle::of(&problem);
         let found = problem.run(dtype, attend);
         let (torch, torch_in_f32) = (wide.results(case), narrow.results(case));
-        hold_against(&problem, &oracle, &torch, &found, &torch_in_f32, dtype)
+        check_against(&problem, &oracle, &torch, &found, &torch_in_f32, dtype)
             .unwrap_or_else(|error| panic!("{case}: {error}"));
     }
 }
@@ -105,7 +105,7 @@ fn pytorch_agrees_with_the_oracle() {
         let problem = golden.problem(case);
         let oracle = Oracle::of(&problem);
         let (torch, found) = (golden.results(case), &oracle.results);
-        hold_against(&problem, &oracle, &torch, found, &torch, DType::F64)
+        check_against(&problem, &oracle, &torch, found, &torch, DType::F64)
             .unwrap_or_else(|error| panic!("{case}: {error}"));
     }
 }
@@ -118,7 +118,7 @@ fn flash_without_lse_has_the_same_bits() {
             let (_, lse) = attention::flash_with_lse(q, k, v, config)?;
             Ok((attention::flash(q, k, v, config)?, lse))
         };
-        there(alone, [q, k, v], config)
+        on_test_device(alone, [q, k, v], config)
     };
     let golden = Golden::read("f32");
     for case in golden.settings.keys() {

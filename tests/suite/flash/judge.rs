@@ -126,21 +126,21 @@ pub struct Factors {
 }
 
 /// Factors for a comparison with another computation in the same dtype.
-pub const OF_ANOTHER: Factors = Factors {
+pub const FACTORS_OTHER: Factors = Factors {
     out: 2.0,
     lse: 2.0,
     gradients: 3.0,
     rounding: None,
 };
 /// Factors for a comparison with exact results rounded to half precision; lse is f32 and is compared with naive's.
-const OF_ROUNDING: Factors = Factors {
+const FACTORS_ROUNDING: Factors = Factors {
     out: 1.1,
     lse: 2.0,
     gradients: 1.1,
     rounding: None,
 };
 /// Factors that allow the floor alone.
-const NOTHING: Factors = Factors {
+const FLOOR_ONLY: Factors = Factors {
     out: 0.0,
     lse: 0.0,
     gradients: 0.0,
@@ -148,7 +148,7 @@ const NOTHING: Factors = Factors {
 };
 
 /// Checks that errors of `found` are at most `factors` times those of `judge`, plus the floors.
-pub fn hold(
+pub fn check_errors(
     exact: &Results,
     found: &Results,
     judge: &Results,
@@ -200,8 +200,14 @@ pub fn judge(
     }
     let exact = &oracle.results;
     match dtype {
-        DType::F64 => hold(exact, &found, exact, NOTHING, &floors),
-        DType::F32 => hold(exact, &found, &naive(problem, dtype), OF_ANOTHER, &floors),
+        DType::F64 => check_errors(exact, &found, exact, FLOOR_ONLY, &floors),
+        DType::F32 => check_errors(
+            exact,
+            &found,
+            &naive(problem, dtype),
+            FACTORS_OTHER,
+            &floors,
+        ),
         _ => {
             let round = |values: &[f64]| rounded(values, dtype);
             let nearest = Results {
@@ -211,14 +217,14 @@ pub fn judge(
                 dk: round(&exact.dk),
                 dv: round(&exact.dv),
             };
-            hold(exact, &found, &nearest, OF_ROUNDING, &floors)
+            check_errors(exact, &found, &nearest, FACTORS_ROUNDING, &floors)
         }
     }
 }
 
 /// Checks `found` against the exact results `wanted` of another source; in lower precision the judge is `narrow` from
 /// the same source.
-pub fn hold_against(
+pub fn check_against(
     problem: &Problem,
     oracle: &Oracle,
     wanted: &Results,
@@ -228,15 +234,15 @@ pub fn hold_against(
 ) -> Result<Shares, String> {
     let floors = floors(oracle, problem.sizes.head_dim, eps_of(dtype));
     match dtype {
-        DType::F64 => hold(wanted, found, wanted, NOTHING, &floors),
-        _ => hold(wanted, found, narrow, OF_ANOTHER, &floors),
+        DType::F64 => check_errors(wanted, found, wanted, FLOOR_ONLY, &floors),
+        _ => check_errors(wanted, found, narrow, FACTORS_OTHER, &floors),
     }
 }
 
 /// Checks `found` against the exact results, with a judge that rounds in the same places. The last rounding of a large
 /// element is random: it may have been lucky for the judge only.
 #[cfg(feature = "cuda")]
-pub fn hold_against_alike(
+pub fn check_against_same_rounding(
     problem: &Problem,
     oracle: &Oracle,
     found: &Results,
@@ -251,9 +257,9 @@ pub fn hold_against_alike(
     };
     let factors = Factors {
         rounding,
-        ..OF_ANOTHER
+        ..FACTORS_OTHER
     };
-    hold(&oracle.results, found, judge, factors, &floors)
+    check_errors(&oracle.results, found, judge, factors, &floors)
 }
 
 /// Checks `attend` on each of these problems, in each of these dtypes that the device has kernels for.

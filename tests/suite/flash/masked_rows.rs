@@ -1,7 +1,7 @@
 //! Queries that see no key (blind queries): out 0, lse -inf and zero gradients, exactly, whatever their values.
 
 use super::oracle::Oracle;
-use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Results, Sizes, not_on_a_gpu};
+use super::problem::{Attend, DTYPES, FLASH, Problem, REFERENCE, Results, Sizes, skips_on_gpu};
 use rstest::rstest;
 use tallow::attention::Mask;
 
@@ -71,7 +71,7 @@ fn unseen_keys_get_zeros(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// The values of a blind query, and the gradient of its out, have no effect.
 #[rstest]
 fn blind_queries_hide_what_they_hold(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_gpu("its products are of whole tiles, with zeros where the mask hides") {
+    if skips_on_gpu("its products are of whole tiles, with zeros where the mask hides") {
         return;
     }
     for (queries, keys) in LENGTHS {

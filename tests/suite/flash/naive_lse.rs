@@ -4,8 +4,8 @@
 use super::judge::judge;
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, DTYPES, FLASH, MASKS, Problem, Sizes, dtypes_with_kernels, elements, not_on_a_gpu,
-    there,
+    Attend, DTYPES, FLASH, MASKS, Problem, Sizes, dtypes_with_kernels, elements, on_test_device,
+    skips_on_gpu,
 };
 use crate::settings::with_mask;
 use candle_core::{DType, Device, Tensor, Var};
@@ -15,7 +15,8 @@ use tallow::graph::{self, Target};
 use tallow::no_grad;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
-const KERNEL: Attend = |q, k, v, config| there(attention::naive_with_lse, [q, k, v], config);
+const KERNEL: Attend =
+    |q, k, v, config| on_test_device(attention::naive_with_lse, [q, k, v], config);
 const REFERENCE: Attend =
     |q, k, v, config| with_kernel_policy(KernelPolicy::Reference, || KERNEL(q, k, v, config));
 
@@ -73,7 +74,7 @@ fn costs_no_bit_of_the_others() {
             let out = attention::naive(q, k, v, config)?;
             Ok((out.clone(), out))
         };
-        Ok((there(naive, [q, k, v], config)?.0, lse))
+        Ok((on_test_device(naive, [q, k, v], config)?.0, lse))
     };
     for problem in problems() {
         for dtype in DTYPES {
@@ -102,7 +103,7 @@ fn of_no_keys_and_of_one_head_without_a_batch() {
 /// In a trace it is a composed node next to the op, and is not tracked.
 #[test]
 fn is_traced() {
-    if not_on_a_gpu("a trace is on no device") {
+    if skips_on_gpu("a trace is on no device") {
         return;
     }
     let q = graph::input("q", (2, 3, 5, 8), DType::BF16).unwrap();

@@ -4,7 +4,7 @@
 
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Results, Sizes, device, not_on_a_gpu,
+    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Results, Sizes, device, skips_on_gpu,
 };
 use candle_core::DType;
 use rstest::rstest;
@@ -65,7 +65,7 @@ fn nan_reaches_what_depends_on_it(
     #[values(Input::Q, Input::K, Input::V, Input::DOut)] input: Input,
     #[values(Mask::Full, Mask::Causal, Mask::CausalEnd)] mask: Mask,
 ) {
-    if not_on_a_gpu(WHOLE_TILES) {
+    if skips_on_gpu(WHOLE_TILES) {
         return;
     }
     for lengths in LENGTHS {
@@ -84,7 +84,7 @@ fn nan_reaches_what_depends_on_it(
 /// Every dtype, on the most critical shape.
 #[rstest]
 fn nan_in_every_dtype(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_gpu(WHOLE_TILES) {
+    if skips_on_gpu(WHOLE_TILES) {
         return;
     }
     let problem = Problem::random(Sizes::new((1, 2, 1), (70, 67), DIM), Mask::Causal, None, 6);
@@ -103,7 +103,7 @@ fn nan_in_every_dtype(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// oracle.
 #[rstest]
 fn nan_in_a_query_stays_in_its_row(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_gpu(WHOLE_TILES) {
+    if skips_on_gpu(WHOLE_TILES) {
         return;
     }
     let (queries, row) = (75, 20);
@@ -135,7 +135,7 @@ fn nan_in_a_query_stays_in_its_row(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// depending on the order of sums.)
 #[rstest]
 fn infinities_stay_hidden(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_gpu(WHOLE_TILES) {
+    if skips_on_gpu(WHOLE_TILES) {
         return;
     }
     for (mask, input, value) in [Mask::Causal, Mask::CausalEnd]
@@ -178,7 +178,7 @@ fn infinities_stay_hidden(#[values(FLASH, REFERENCE)] attend: Attend) {
 /// A visible infinite value appears in its own column of out, and in no other.
 #[rstest]
 fn infinite_values_show(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if not_on_a_gpu(WHOLE_TILES) {
+    if skips_on_gpu(WHOLE_TILES) {
         return;
     }
     for mask in MASKS {

@@ -69,7 +69,7 @@ fn over_tiles(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
 /// Naive attention and both references, on fewer cases.
 #[rstest]
 fn by_others(
-    #[values(REFERENCE, naive_there, naive_reference)] attend: Attend,
+    #[values(REFERENCE, naive_on_test_device, naive_reference)] attend: Attend,
     #[values(DType::F32, DType::F64)] dtype: DType,
 ) {
     let sizes = Sizes::new((2, 4, 2), (70, 70), 8);
@@ -89,10 +89,10 @@ fn naive_over_blocks() {
     let windows = Sizes::new((1, 8, 4), (768, 768), 24);
     let windows = Problem::random(windows, window(300), None, 56);
     let problems = problems(24).into_iter().chain([documents, windows]);
-    judge_each(problems, &DTYPES, naive_there);
+    judge_each(problems, &DTYPES, naive_on_test_device);
 }
 
-pub fn naive_there(
+pub fn naive_on_test_device(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -107,7 +107,7 @@ fn naive_reference(
     v: &Tensor,
     config: &AttentionConfig,
 ) -> tallow::Result<(Tensor, Tensor)> {
-    let (_, lse) = naive_there(q, k, v, config)?;
+    let (_, lse) = naive_on_test_device(q, k, v, config)?;
     let reference: Attend = |q, k, v, config| {
         let out = attention::reference::naive(q, k, v, config)?;
         Ok((out.clone(), out))
@@ -117,7 +117,7 @@ fn naive_reference(
 
 /// Each document has the results that it has alone.
 #[rstest]
-fn documents_one_by_one(#[values(FLASH, REFERENCE, naive_there)] attend: Attend) {
+fn documents_one_by_one(#[values(FLASH, REFERENCE, naive_on_test_device)] attend: Attend) {
     let lengths = [30, 1, 90, 59];
     let sizes = Sizes::new((1, 4, 2), (180, 180), 24);
     let problem = Problem::random(sizes, Mask::Causal, None, 55);
@@ -157,7 +157,7 @@ fn documents_one_by_one(#[values(FLASH, REFERENCE, naive_there)] attend: Attend)
 /// Values in a document have no effect on other documents, whatever they are.
 #[rstest]
 fn what_is_not_finite_stays_in_its_document(#[values(FLASH, REFERENCE)] attend: Attend) {
-    if super::problem::not_on_a_gpu(
+    if super::problem::skips_on_gpu(
         "its products are of whole tiles, with zeros where the mask hides",
     ) {
         return;

@@ -4,7 +4,7 @@
 use super::judge::judge;
 use super::oracle::Oracle;
 use super::problem::{
-    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, dtypes_with_kernels, not_on_a_gpu,
+    Attend, DTYPES, FLASH, MASKS, Problem, REFERENCE, Sizes, dtypes_with_kernels, skips_on_gpu,
 };
 use tallow::ops::{KernelPolicy, fallbacks, with_kernel_policy};
 
@@ -25,7 +25,7 @@ fn strict_finds_a_kernel_for_every_dtype() {
             assert!(problem.run(dtype, strict).bits() == preferred, "{dtype:?}");
         }
     }
-    if not_on_a_gpu("other tests run in f64, which has no kernel there") {
+    if skips_on_gpu("other tests run in f64, which has no kernel there") {
         return;
     }
     let flash = fallbacks().into_iter().find(|f| f.op == "attention::flash");

@@ -30,9 +30,10 @@ pub fn dtypes_with_kernels() -> impl Iterator<Item = DType> {
 pub type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<(Tensor, Tensor)>;
 
 /// The kernel where there is one, otherwise the reference.
-pub const FLASH: Attend = |q, k, v, config| there(attention::flash_with_lse, [q, k, v], config);
+pub const FLASH: Attend =
+    |q, k, v, config| on_test_device(attention::flash_with_lse, [q, k, v], config);
 pub const REFERENCE: Attend =
-    |q, k, v, config| there(attention::reference::flash, [q, k, v], config);
+    |q, k, v, config| on_test_device(attention::reference::flash, [q, k, v], config);
 
 /// Returns the device that attention runs on (see `flash.rs`).
 pub fn device() -> Device {
@@ -42,7 +43,7 @@ pub fn device() -> Device {
 }
 
 /// Returns whether attention runs on a GPU, and if so prints why the test is skipped there.
-pub fn not_on_a_gpu(why: &str) -> bool {
+pub fn skips_on_gpu(why: &str) -> bool {
     let on_a_gpu = device().is_cuda();
     if on_a_gpu {
         eprintln!("skipped on a GPU: {why}");
@@ -51,7 +52,7 @@ pub fn not_on_a_gpu(why: &str) -> bool {
 }
 
 /// Runs `attend` on [`device`].
-pub fn there(
+pub fn on_test_device(
     attend: Attend,
     operands: [&Tensor; 3],
     config: &AttentionConfig,

@@ -130,7 +130,7 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 /// The limit of inputs and gradients, below the largest finite f16, 65504.
-const ROOM_IN_F16: f64 = 3e4;
+const F16_LIMIT: f64 = 3e4;
 
 fn scale_by(values: &mut [f64], factor: f64) {
     values.iter_mut().for_each(|x| *x *= factor);
@@ -173,7 +173,7 @@ impl Case {
         if dtype == DType::F16 {
             let inputs = [&mut problem.q, &mut problem.k, &mut problem.v];
             for x in inputs.into_iter().flatten() {
-                *x = x.clamp(-ROOM_IN_F16, ROOM_IN_F16);
+                *x = x.clamp(-F16_LIMIT, F16_LIMIT);
             }
         }
         problem.rounded_to(dtype)
@@ -245,8 +245,8 @@ impl Case {
             let gradients = [&results.dq, &results.dk, &results.dv];
             let largest = gradients.into_iter().flatten();
             let largest = largest.fold(0.0f64, |a, x| a.max(x.abs()));
-            if largest > ROOM_IN_F16 {
-                scale_by(&mut problem.d_out, ROOM_IN_F16 / largest);
+            if largest > F16_LIMIT {
+                scale_by(&mut problem.d_out, F16_LIMIT / largest);
                 problem = problem.rounded_to(dtype);
                 oracle = Oracle::of(&problem);
             }

@@ -2,7 +2,7 @@
 //! f32's.
 
 use super::gpu::{ON_CARD, thirds};
-use super::judge::{OF_ANOTHER, Shares, floors, hold, naive_with_lse, with_own_heads};
+use super::judge::{FACTORS_OTHER, Shares, check_errors, floors, naive_with_lse, with_own_heads};
 use super::oracle::Oracle;
 use super::problem::{Attend, MASKS, Problem, Results, Sizes, elements, on, tensor};
 use super::{capped, dropped, packed};
@@ -106,7 +106,7 @@ fn judge(problem: &Problem, narrow: &Results) -> Result<Shares, String> {
     };
     let floors = floors(&oracle, problem.sizes.head_dim, (eps, 8.0 * eps));
     let found = problem.run(DType::F32, ON_CARD);
-    hold(&oracle.results, &found, narrow, OF_ANOTHER, &floors)
+    check_errors(&oracle.results, &found, narrow, FACTORS_OTHER, &floors)
 }
 
 /// Grouped heads, queries that see no key, tails of tiles, and several tiles in both directions.
@@ -223,8 +223,8 @@ fn switched() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn half_precision_does_not_heed_it() {
-    if child::ran("flash::tf32::half_precision_does_not_heed_it") {
+fn half_precision_ignores_the_switch() {
+    if child::ran("flash::tf32::half_precision_ignores_the_switch") {
         return;
     }
     let gpu = crate::gpu();

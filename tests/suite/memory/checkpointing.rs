@@ -5,7 +5,7 @@ use super::{MODES, config};
 use crate::check::refusal;
 use crate::child;
 use tallow::attention::Algorithm;
-use tallow::memory::{Mode, Workload, estimate, measure, most_frugal, recommend};
+use tallow::memory::{Mode, Workload, estimate, least_memory_checkpointing, measure, recommend};
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::precision::{Precision, Regime};
@@ -194,13 +194,13 @@ fn the_cheapest_that_fits_is_recommended() {
     }
     let no_model = TransformerConfig {
         d_ff: 0,
-        ..TransformerConfig::tiny()
+        ..Default::default()
     };
     assert!(recommend(&no_model, &Workload::default(), 1 << 30).is_err());
 }
 
 #[test]
-fn the_most_frugal_is_the_least_of_all() {
+fn least_memory_checkpointing_is_the_minimum() {
     for (layers, vocab_size) in [(1, 300), (2, 300), (7, 300), (12, 5000), (12, 50)] {
         let config = config(64, 160, layers, vocab_size);
         let workload = Workload {
@@ -211,7 +211,7 @@ fn the_most_frugal_is_the_least_of_all() {
         let every = (1..=layers).map(|blocks| format!("every-{blocks}"));
         let all = std::iter::once("none".into()).chain(every);
         let peaks = all.map(|name| peak(name.parse().unwrap(), &config, &workload));
-        let (strategy, peak_bytes) = most_frugal(&config, &workload).unwrap();
+        let (strategy, peak_bytes) = least_memory_checkpointing(&config, &workload).unwrap();
         assert_eq!(Some(peak_bytes), peaks.min());
         assert_eq!(peak(strategy, &config, &workload), peak_bytes);
     }
@@ -225,7 +225,7 @@ fn many_layers() {
         sequence_length: 128,
         ..Default::default()
     };
-    let (strategy, peak_bytes) = most_frugal(&config, &workload).unwrap();
+    let (strategy, peak_bytes) = least_memory_checkpointing(&config, &workload).unwrap();
     assert!(peak_bytes < peak(Checkpointing::Block, &config, &workload));
     assert!(peak_bytes < peak(Checkpointing::None, &config, &workload) / 4);
     assert_eq!(peak(strategy, &config, &workload), peak_bytes);

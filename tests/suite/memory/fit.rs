@@ -8,7 +8,7 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, Status};
 use tallow::memory::{
-    Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_beyond, tracker,
+    Mode, Workload, estimate, largest_batch_size, recommend, smallest_sequence_not_fitting, tracker,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -68,12 +68,15 @@ fn the_smallest_sequence_beyond_is_the_first_that_does_not_fit(
         ..Default::default()
     };
     for available_bytes in [8 << 20, 100 << 20, 1 << 40] {
-        let beyond = smallest_sequence_beyond(&config, &at(7), available_bytes).unwrap();
+        let beyond = smallest_sequence_not_fitting(&config, &at(7), available_bytes).unwrap();
         assert!(peak(&config, &at(beyond)) > available_bytes);
         assert!(peak(&config, &at(beyond - 1)) <= available_bytes);
     }
-    assert_eq!(smallest_sequence_beyond(&config, &at(7), 0).unwrap(), 1);
-    let beyond = smallest_sequence_beyond(&config, &at(7), u64::MAX).unwrap();
+    assert_eq!(
+        smallest_sequence_not_fitting(&config, &at(7), 0).unwrap(),
+        1
+    );
+    let beyond = smallest_sequence_not_fitting(&config, &at(7), u64::MAX).unwrap();
     assert_eq!(peak(&config, &at(beyond)), u64::MAX);
     assert!(peak(&config, &at(beyond - beyond / 100)) < u64::MAX);
 }
@@ -82,12 +85,12 @@ fn the_smallest_sequence_beyond_is_the_first_that_does_not_fit(
 fn what_is_no_model_fits_nowhere() {
     let config = TransformerConfig {
         d_ff: 0,
-        ..TransformerConfig::tiny()
+        ..Default::default()
     };
     let workload = Workload::default();
     let errors = [
         largest_batch_size(&config, &workload, 1 << 30).map(|_| ()),
-        smallest_sequence_beyond(&config, &workload, 1 << 30).map(|_| ()),
+        smallest_sequence_not_fitting(&config, &workload, 1 << 30).map(|_| ()),
     ];
     for error in errors {
         refusal(error, &["d_ff"]);
@@ -134,7 +137,7 @@ fn predictions_allocate_nothing_for_the_sizes() {
                 drop(largest_batch_size(config, &workload, 1 << 30))
             });
             within(&what, || {
-                drop(smallest_sequence_beyond(config, &workload, 1 << 30))
+                drop(smallest_sequence_not_fitting(config, &workload, 1 << 30))
             });
             within(&what, || drop(recommend(config, &workload, 1 << 30)));
         }

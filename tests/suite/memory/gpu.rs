@@ -119,7 +119,7 @@ fn a_steps_blocks_are_the_pools() {
                 profile.reserved_peak_bytes,
                 profile.allocations
             );
-            let measured = recording.holdings_at(recording.peak_at());
+            let measured = recording.bytes_by_kind_at(recording.peak_event());
             for holds in MemoryKind::ALL {
                 let predicted = profile.estimate.breakdown.bytes_of(holds);
                 println!("    {holds}: {predicted} {}", measured.bytes_of(holds));

@@ -84,7 +84,7 @@ fn figures_stay_what_they_were(
 }
 
 /// A custom model: tied weights, a frozen one, a bias that is used twice.
-struct Mine {
+struct CustomModel {
     /// (V, D), embedding and head.
     table: Var,
     norm: nn::LayerNorm,
@@ -95,7 +95,7 @@ struct Mine {
     qkv: nn::Linear,
 }
 
-impl Mine {
+impl CustomModel {
     fn new() -> Result<Self> {
         let vb = nn::seeded(1, DType::F32, &Device::Cpu);
         Ok(Self {
@@ -174,7 +174,10 @@ fn traced_inputs(traced: &graph::Graph) -> u64 {
 }
 
 /// Returns a description if estimate and measurement differ by more than 1% and the records of tensors and ops.
-fn far(what: &str, (predicted, measured, plan): ([u64; 2], [u64; 2], Estimate)) -> Option<String> {
+fn mismatch(
+    what: &str,
+    (predicted, measured, plan): ([u64; 2], [u64; 2], Estimate),
+) -> Option<String> {
     let line = format!("{what}: {predicted:?} {measured:?}");
     println!("{line}");
     // A thread without work allocates no scratch memory.
@@ -193,15 +196,15 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
     if child::ran("memory::graphs::a_model_of_ones_own_takes_what_is_predicted") {
         return;
     }
-    let mine = Mine::new().unwrap();
+    let custom = CustomModel::new().unwrap();
     let ids = |rows: usize, length| Tensor::ones((rows, length), DType::U32, &Device::Cpu).unwrap();
     let mut wrong = Vec::new();
     gemm::reserve_scratch(true).unwrap();
     for precision in [Precision::F32, Precision::BF16] {
         for rows in [1, 8, 24] {
             let (tokens, targets) = (ids(rows, 100), ids(rows, 100));
-            let found = compared(|| precision.run(|| mine.loss(&tokens, &targets)));
-            wrong.extend(far(&format!("mine {rows} {precision}"), found));
+            let found = compared(|| precision.run(|| custom.loss(&tokens, &targets)));
+            wrong.extend(mismatch(&format!("custom {rows} {precision}"), found));
         }
         for attention in Algorithm::ALL {
             for (rows, vocab_size) in [(2, 300), (8, 300), (8, 4000)] {
@@ -218,14 +221,14 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
                 let (tokens, targets) = (ids(rows, 128), ids(rows, 128));
                 let found = compared(|| precision.run(|| model.loss(&tokens, &targets)));
                 let what = format!("GPT-2 {rows} {vocab_size} {attention} {precision}");
-                wrong.extend(far(&what, found));
+                wrong.extend(mismatch(&what, found));
             }
             let model = dropping(attention).unwrap();
             let (tokens, targets) = (ids(8, 128), ids(8, 128));
             let context = ForwardContext::training(DropoutKey::new(1, 0).unwrap());
             let loss = || model.loss_with(&tokens, &targets, &context, None);
             let found = compared(|| precision.run(loss));
-            wrong.extend(far(&format!("dropout {attention} {precision}"), found));
+            wrong.extend(mismatch(&format!("dropout {attention} {precision}"), found));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -263,11 +266,11 @@ fn a_plans_memory_by_kind() {
         ..Default::default()
     };
     let alone = StepConfig::default();
-    let parameters = 4 * TransformerConfig::tiny().num_parameters() as u64;
+    let parameters = 4 * TransformerConfig::default().num_parameters() as u64;
     let batch = Batch::meta(8, 128).unwrap();
     for target in [compile::Target::Cpu, compile::Target::Cuda] {
         let of = |config: &StepConfig| {
-            let plan = Step::plan_for_model(target, &TransformerConfig::tiny(), config, &batch);
+            let plan = Step::plan_for_model(target, &TransformerConfig::default(), config, &batch);
             let (plan, _) = plan.unwrap();
             let breakdown = planned_breakdown(&plan);
             assert_eq!(breakdown.peak_bytes(), plan.total_bytes());

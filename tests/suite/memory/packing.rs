@@ -19,7 +19,7 @@ fn sizes(rows: usize, depth: usize, cols: usize) -> MatmulSizes {
 }
 
 /// Returns the peak allocation of a matmul, in bytes, on a thread that has computed one of the same sizes.
-fn taken<T: Stored>(sizes: MatmulSizes) -> u64 {
+fn measured_bytes<T: Stored>(sizes: MatmulSizes) -> u64 {
     let MatmulSizes {
         rows, depth, cols, ..
     } = sizes;
@@ -38,8 +38,8 @@ fn taken<T: Stored>(sizes: MatmulSizes) -> u64 {
 /// Runs in its own process, because the tracker counts per process, and in a pool of one thread, because other threads
 /// allocate when they start.
 #[test]
-fn products_pack_what_they_say() {
-    if child::ran("memory::packing::products_pack_what_they_say") {
+fn packing_bytes_are_those_allocated() {
+    if child::ran("memory::packing::packing_bytes_are_those_allocated") {
         return;
     }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
@@ -59,16 +59,28 @@ fn compare() {
     ] {
         let half = sizes(rows, depth, cols);
         assert_eq!(packing_bytes(half, Threads::One), 0.0);
-        assert!(taken::<bf16>(half) < 256, "{half:?}: kept by the thread"); // except the list of blocks
+        assert!(
+            measured_bytes::<bf16>(half) < 256,
+            "{half:?}: kept by the thread"
+        ); // except the list of blocks
 
         let full = MatmulSizes {
             element_bytes: 4,
             ..half
         };
-        let (said, taken) = (packing_bytes(full, Threads::One), taken::<f32>(full) as f64);
-        println!("{full:?}: {said} {taken}");
-        assert!(said + 256.0 >= taken, "{full:?}: {said} for {taken}"); // plus one or two cache lines
-        assert!(said <= 2.1 * taken + 1024.0, "{full:?}: {said} for {taken}");
+        let (packed_bytes, measured_bytes) = (
+            packing_bytes(full, Threads::One),
+            measured_bytes::<f32>(full) as f64,
+        );
+        println!("{full:?}: {packed_bytes} {measured_bytes}");
+        assert!(
+            packed_bytes + 256.0 >= measured_bytes,
+            "{full:?}: {packed_bytes} for {measured_bytes}"
+        ); // plus one or two cache lines
+        assert!(
+            packed_bytes <= 2.1 * measured_bytes + 1024.0,
+            "{full:?}: {packed_bytes} for {measured_bytes}"
+        );
     }
 }
 

@@ -197,8 +197,8 @@ fn the_account_is_a_table_with_formulas() {
         precision: Precision::BF16,
         ..Default::default()
     };
-    let plan = estimate(&TransformerConfig::small(), &workload).unwrap();
-    assert!(plan.breakdown.parts.is_sorted_by_key(|part| part.kind));
+    let plan = estimate(&TransformerConfig::preset("small").unwrap(), &workload).unwrap();
+    assert!(plan.breakdown.terms.is_sorted_by_key(|part| part.kind));
     let text = plan.to_string();
     let line = |what: &str| {
         let mut lines = text.lines();

@@ -67,10 +67,10 @@ fn scripted_allocations_are_recorded_exactly() {
         ]
     );
     assert_eq!(blocks[0].name.as_deref(), Some("before"));
-    assert!(blocks[0].taken_at.is_none() && blocks[0].given_back_at.is_none());
+    assert!(blocks[0].allocated_at.is_none() && blocks[0].freed_at.is_none());
     assert_eq!(blocks[1].path.to_string(), "layer");
-    assert!(blocks[4].given_back_at.is_none());
-    assert!(blocks[5].given_back_at < blocks[6].taken_at);
+    assert!(blocks[4].freed_at.is_none());
+    assert!(blocks[5].freed_at < blocks[6].allocated_at);
 
     assert_near(recording.bytes_at(0), 3_000_000);
     let [forward, backward] = recording.phases() else {
@@ -80,7 +80,7 @@ fn scripted_allocations_are_recorded_exactly() {
     assert_near(recording.peak_bytes_in(forward), 5_000_000);
     assert_near(recording.peak_bytes_in(backward), 4_500_000);
     assert_near(recording.peak_bytes(), 5_000_000);
-    let held = recording.holdings_at(recording.peak_at());
+    let held = recording.bytes_by_kind_at(recording.peak_event());
     assert_eq!(held.bytes_of(MemoryKind::Weights), 3_000_000);
     assert_eq!(held.bytes_of(MemoryKind::Activations), 2_000_000);
     assert_eq!(held.total_bytes(), recording.peak_bytes());
@@ -97,13 +97,13 @@ fn assert_near(bytes: u64, wanted: u64) {
 
 /// Checks that the recording adds up by holding, by event and by block.
 pub(super) fn assert_adds_up(recording: &MemoryRecording) {
-    let all = recording.holdings();
+    let all = recording.bytes_by_kind();
     assert_eq!(all.len(), recording.events());
     for (event, holdings) in all.iter().enumerate() {
         assert_eq!(holdings.total_bytes(), recording.bytes_at(event));
     }
-    let peak = recording.peak_at();
-    assert_eq!(all[peak], recording.holdings_at(peak));
+    let peak = recording.peak_event();
+    assert_eq!(all[peak], recording.bytes_by_kind_at(peak));
     let blocks = recording.blocks().iter();
     let alive = blocks.filter(|block| block.is_alive_at(peak));
     assert!(alive.map(|block| block.bytes).sum::<u64>() <= recording.peak_bytes());
@@ -137,7 +137,7 @@ fn threads_lose_nothing() {
         let of_thread: Vec<_> = of_thread.collect();
         let bytes: Vec<u64> = of_thread.iter().map(|block| block.bytes).collect();
         assert_eq!(bytes, (5_000..5_500).collect::<Vec<u64>>());
-        assert!(of_thread.iter().all(|b| b.given_back_at > b.taken_at));
+        assert!(of_thread.iter().all(|b| b.freed_at > b.allocated_at));
         assert!(of_thread.iter().all(|b| b.thread == of_thread[0].thread));
     }
     // No two blocks that are live at the same time share an address.
@@ -196,7 +196,7 @@ fn what_cannot_be_recorded_is_refused_or_counted() {
     drop(record(RecordConfig::default()).unwrap()); // dropped without finish
     let recording = record(RecordConfig::default()).unwrap().finish();
     assert_eq!(
-        recording.bytes_at(recording.peak_at()),
+        recording.bytes_at(recording.peak_event()),
         recording.peak_bytes()
     );
     assert!(recording.phases().is_empty());
@@ -259,7 +259,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
             assert_eq!(names, wanted);
             let predicted = profile.estimate.peak_bytes;
             assert!(predicted.abs_diff(profile.peak_bytes) < MIB / 4, "{mode:?}");
-            let measured = recording.holdings_at(recording.peak_at());
+            let measured = recording.bytes_by_kind_at(recording.peak_event());
             for holds in MemoryKind::ALL {
                 let predicted = profile.estimate.breakdown.bytes_of(holds);
                 let bytes = measured.bytes_of(holds);

@@ -21,7 +21,7 @@ pub struct Refusing;
 const LARGE_BYTES: usize = 1 << 17;
 
 /// The bytes left for large blocks; `usize::MAX` means no limit.
-static LEFT: AtomicUsize = AtomicUsize::new(usize::MAX);
+static LEFT_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 
 impl Refusing {
     fn grants(&self, bytes: usize) -> bool {
@@ -32,12 +32,12 @@ impl Refusing {
             usize::MAX => Some(usize::MAX),
             left => left.checked_sub(bytes),
         };
-        LEFT.fetch_update(SeqCst, SeqCst, takes).is_ok()
+        LEFT_BYTES.fetch_update(SeqCst, SeqCst, takes).is_ok()
     }
 
-    fn gives_back(&self, bytes: usize) {
-        if bytes >= LARGE_BYTES && LEFT.load(SeqCst) != usize::MAX {
-            LEFT.fetch_add(bytes, SeqCst);
+    fn release(&self, bytes: usize) {
+        if bytes >= LARGE_BYTES && LEFT_BYTES.load(SeqCst) != usize::MAX {
+            LEFT_BYTES.fetch_add(bytes, SeqCst);
         }
     }
 }
@@ -61,7 +61,7 @@ unsafe impl GlobalAlloc for Refusing {
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        self.gives_back(layout.size());
+        self.release(layout.size());
         // SAFETY: as above.
         unsafe { System.dealloc(block, layout) };
     }
@@ -70,14 +70,14 @@ unsafe impl GlobalAlloc for Refusing {
         if !self.grants(size) {
             return std::ptr::null_mut();
         }
-        self.gives_back(layout.size());
+        self.release(layout.size());
         // SAFETY: as above.
         unsafe { System.realloc(block, layout, size) }
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct Setup {
     planned: bool,
     precision: Precision,
     attention: Algorithm,
@@ -86,7 +86,7 @@ struct Way {
 
 const SHAPE: (usize, usize) = (4, 128);
 
-impl Way {
+impl Setup {
     fn config(&self) -> TransformerConfig {
         TransformerConfig {
             attention: self.attention,
@@ -119,44 +119,44 @@ impl Way {
     }
 }
 
-fn ways() -> [Way; 5] {
-    let eager = Way {
+fn setups() -> [Setup; 5] {
+    let eager = Setup {
         planned: false,
         precision: Precision::F32,
         attention: Algorithm::Naive,
         checkpointing: Checkpointing::None,
     };
-    let recomputed = Way {
+    let recomputed = Setup {
         checkpointing: Checkpointing::Block,
         ..eager
     };
-    let planned = Way {
+    let planned = Setup {
         planned: true,
         ..eager
     };
-    let in_bf16 = |way: Way| Way {
+    let in_bf16 = |setup: Setup| Setup {
         precision: Precision::BF16,
         attention: Algorithm::Flash,
-        ..way
+        ..setup
     };
     [eager, in_bf16(eager), recomputed, planned, in_bf16(planned)]
 }
 
 /// Runs a step with `left` bytes of memory; returns the error if an allocation failed.
-fn attempt(way: &Way, left: usize, expected: f32) -> Option<tallow::Error> {
-    LEFT.store(left, SeqCst);
-    let step = way.step();
-    LEFT.store(usize::MAX, SeqCst);
+fn attempt(setup: &Setup, left: usize, expected: f32) -> Option<tallow::Error> {
+    LEFT_BYTES.store(left, SeqCst);
+    let step = setup.step();
+    LEFT_BYTES.store(usize::MAX, SeqCst);
     match step {
         Err(error) => {
             assert!(
                 error.is_out_of_memory(),
-                "{way:?}, {left} bytes left: {error}"
+                "{setup:?}, {left} bytes left: {error}"
             );
             Some(error)
         }
         Ok(loss) => {
-            assert_eq!(loss, expected, "{way:?}, {left} bytes left");
+            assert_eq!(loss, expected, "{setup:?}, {left} bytes left");
             None
         }
     }
@@ -174,11 +174,11 @@ fn a_step_that_memory_is_refused_is_an_error() {
     if child::ran("memory::refused::a_step_that_memory_is_refused_is_an_error") {
         return;
     }
-    for way in ways() {
-        let expected = way.step().unwrap();
-        let refused = limits().map_while(|left| attempt(&way, left, expected));
+    for setup in setups() {
+        let expected = setup.step().unwrap();
+        let refused = limits().map_while(|left| attempt(&setup, left, expected));
         let refused = refused.count();
-        assert!(refused > 20, "{way:?}: {refused}");
+        assert!(refused > 20, "{setup:?}: {refused}");
     }
 }
 
@@ -188,15 +188,15 @@ fn a_first_step_of_threads_that_memory_is_refused_is_an_error() {
     if child::ran("memory::refused::a_first_step_of_threads_that_memory_is_refused_is_an_error") {
         return;
     }
-    let on_new_threads = |way: &Way, left, expected| {
+    let on_new_threads = |setup: &Setup, left, expected| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build();
-        pool.unwrap().install(|| attempt(way, left, expected))
+        pool.unwrap().install(|| attempt(setup, left, expected))
     };
-    for way in ways() {
-        let expected = way.step().unwrap();
-        let refused = limits().map_while(|left| on_new_threads(&way, left, expected));
+    for setup in setups() {
+        let expected = setup.step().unwrap();
+        let refused = limits().map_while(|left| on_new_threads(&setup, left, expected));
         let of_threads = |error: &tallow::Error| error.to_string().contains("scratch of threads");
         let refused = refused.filter(of_threads).count();
-        assert!(refused > 5, "{way:?}: {refused}");
+        assert!(refused > 5, "{setup:?}: {refused}");
     }
 }

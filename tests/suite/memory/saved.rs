@@ -40,7 +40,7 @@ fn a_models_graph_holds_what_the_account_says(
     assert_eq!(saved.residual_bytes(), breakdown);
 
     // The parts sum to the total, each layer saves the same, and every tensor has an op.
-    let blocks = saved.by_block();
+    let blocks = saved.by_module();
     let sum: u64 = blocks.iter().map(|(_, _, bytes)| bytes).sum();
     assert_eq!(sum, saved.residual_bytes());
     let of = |name: &str| blocks.iter().find(|block| block.0 == name).unwrap().2;
@@ -92,7 +92,7 @@ fn recomputed_blocks_keep_nothing() {
         saved_tensors(&workload.trace(&config(64, 100, 3, 500)).unwrap())
     };
     let of = |saved: &tallow::memory::SavedTensors, block: &str| -> u64 {
-        let blocks = saved.by_block().into_iter();
+        let blocks = saved.by_module().into_iter();
         blocks.filter(|b| b.0 == block).map(|b| b.2).sum()
     };
     let [none, block] = ["none", "block"].map(saved);

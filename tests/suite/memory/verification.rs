@@ -186,7 +186,7 @@ fn a_profile_answers_by_its_rows() {
 
 #[test]
 fn what_cannot_be_run_is_refused_before_it_is() {
-    let config = TransformerConfig::tiny();
+    let config = TransformerConfig::default();
     let workload = |batch_size, sequence_length| Workload {
         batch_size,
         sequence_length,
@@ -205,7 +205,7 @@ fn what_cannot_be_run_is_refused_before_it_is() {
     }
     let nothing = TransformerConfig {
         vocab_size: 0,
-        ..TransformerConfig::tiny()
+        ..Default::default()
     };
     refusal(measure(&nothing, &workload(1, 8)), &["vocab_size"]);
 }

@@ -184,10 +184,10 @@ fn a_file_has_its_configuration() {
         ),
         (
             TransformerConfig {
-                rms_norm_eps: 1e-6,
+                norm_eps: 1e-6,
                 ..mini()
             },
-            "rms_norm_eps",
+            "norm_eps",
         ),
     ] {
         assert_ne!(changed, mini());

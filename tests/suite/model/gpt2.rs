@@ -67,7 +67,7 @@ fn the_published_count() {
         context_length: 1024,
         tie_embeddings: true,
         architecture: Architecture::Gpt2,
-        ..TransformerConfig::small()
+        ..TransformerConfig::preset("small").unwrap()
     };
     config.validate().unwrap();
     assert_eq!(config.num_parameters(), 124_439_808);
@@ -97,7 +97,7 @@ type Change = fn(&mut TransformerConfig);
 #[case(|c: &mut TransformerConfig| c.qk_norm = true, &["qk_norm must be false", "leave it out"])]
 #[case(|c: &mut TransformerConfig| c.num_kv_heads = Some(1), &["num_kv_heads must be 3", "got 1"])]
 #[case(|c: &mut TransformerConfig| c.head_dim = Some(4), &["head_dim must be 5", "got 4"])]
-#[case(|c: &mut TransformerConfig| c.rms_norm_eps = 0.0, &["rms_norm_eps must be positive"])]
+#[case(|c: &mut TransformerConfig| c.norm_eps = 0.0, &["norm_eps must be positive"])]
 #[case(|c: &mut TransformerConfig| c.num_heads = 4, &["d_model must be divisible by num_heads 4"])]
 fn what_has_no_place(#[case] change: Change, #[case] parts: &[&str]) {
     let mut config = gpt2();

@@ -191,7 +191,7 @@ fn truncated_files() {
             load(&path),
             &[
                 "model.safetensors",
-                "not a whole safetensors file",
+                "not a complete safetensors file",
                 "truncated",
             ],
         );

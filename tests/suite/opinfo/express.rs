@@ -13,10 +13,10 @@ pub struct Call<'a> {
     pub out: &'a [usize],
 }
 
-pub type Way = fn(&Call) -> Result<Tensor>;
+pub type Implementation = fn(&Call) -> Result<Tensor>;
 
 /// Returns the ops that compute this operator.
-pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
+pub fn implementations(operator: &str) -> Vec<(&'static str, Implementation)> {
     match operator {
         "add" => vec![("add", |c| match c.settings.alpha {
             Some(alpha) => ops::add_scaled(&c.operands[0], &c.operands[1], alpha),
@@ -60,9 +60,9 @@ pub fn ways(operator: &str) -> Vec<(&'static str, Way)> {
         "sum" => vec![("sum", |c| Ok(ops::sum(&c.operands[0])?.reshape(c.out)?))],
         "mean" => vec![("mean", |c| Ok(ops::mean(&c.operands[0])?.reshape(c.out)?))],
         "matmul" | "bmm" | "bmm_triton_optimized" | "mm" | "mv" | "dot" => vec![
-            ("matmul", |c| product(c, ops::matmul)),
+            ("matmul", |c| matmul(c, ops::matmul)),
             ("matmul_transposed", |c| {
-                product(c, |a, b| ops::matmul_transposed(a, &b.t()?))
+                matmul(c, |a, b| ops::matmul_transposed(a, &b.t()?))
             }),
         ],
         "linear" => vec![("linear", linear), ("linear_bias", linear_bias)],
@@ -108,7 +108,7 @@ fn along(call: &Call, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
 }
 
 /// Multiplies matrices or vectors whose leading dimensions broadcast.
-fn product(call: &Call, f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
+fn matmul(call: &Call, f: impl Fn(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let [a, b] = call.operands else {
         panic!("two operands");
     };

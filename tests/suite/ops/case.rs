@@ -61,7 +61,7 @@ pub struct Outcome {
 
 /// The memory layout of an input.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Lie {
+pub enum Layout {
     Contiguous,
     /// The last two dimensions are swapped. In one dimension: every other element.
     Transposed,
@@ -76,7 +76,12 @@ pub const REFERENCE: KernelPolicy = KernelPolicy::Reference;
 
 /// The dtypes that have kernels.
 pub const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
-pub const LIES: [Lie; 4] = [Lie::Contiguous, Lie::Transposed, Lie::Narrowed, Lie::Offset];
+pub const LAYOUTS: [Layout; 4] = [
+    Layout::Contiguous,
+    Layout::Transposed,
+    Layout::Narrowed,
+    Layout::Offset,
+];
 
 impl Case {
     pub fn new(
@@ -118,26 +123,32 @@ impl Case {
     }
 
     pub fn run(&self, dtype: DType, policy: KernelPolicy) -> Outcome {
-        self.run_lying(dtype, policy, Lie::Contiguous)
+        self.run_in_layout(dtype, policy, Layout::Contiguous)
     }
 
     /// Runs forward and backward with every input in this layout.
-    pub fn run_lying(&self, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
-        self.run_on(&Device::Cpu, dtype, policy, lie)
+    pub fn run_in_layout(&self, dtype: DType, policy: KernelPolicy, layout: Layout) -> Outcome {
+        self.run_on(&Device::Cpu, dtype, policy, layout)
     }
 
     /// Runs forward and backward on `device`; the results are on the CPU.
-    pub fn run_on(&self, device: &Device, dtype: DType, policy: KernelPolicy, lie: Lie) -> Outcome {
+    pub fn run_on(
+        &self,
+        device: &Device,
+        dtype: DType,
+        policy: KernelPolicy,
+        layout: Layout,
+    ) -> Outcome {
         let bases: Vec<Var> = self
             .operands(dtype)
             .iter()
-            .map(|value| lie.base(value).to_device(device))
+            .map(|value| layout.base(value).to_device(device))
             .map(|value| Var::from_tensor(&value.unwrap()).unwrap())
             .collect();
         let views: Vec<Tensor> = bases
             .iter()
             .zip(&self.inputs)
-            .map(|(base, input)| lie.view(base, input.value.dims()))
+            .map(|(base, input)| layout.view(base, input.value.dims()))
             .collect();
         let out = with_kernel_policy(policy, || (self.apply)(&views))
             .unwrap_or_else(|error| panic!("{}: {error}", self.name));
@@ -154,7 +165,7 @@ impl Case {
             };
             assert!(input.differentiable, "{what} should not exist");
             assert_eq!(gradient.dtype(), dtype, "{what}");
-            let inside = lie.view(gradient, input.value.dims());
+            let inside = layout.view(gradient, input.value.dims());
             let filled = |t: &Tensor| elements(t).iter().filter(|x| **x != 0.0).count();
             assert_eq!(filled(gradient), filled(&inside), "{what} outside the view");
             found.push((input.name, inside.to_device(&Device::Cpu).unwrap()));
@@ -171,7 +182,7 @@ impl Case {
     }
 }
 
-impl Lie {
+impl Layout {
     /// Returns a tensor whose view is `value`. Elements outside the view are NaN, so that reading them shows.
     pub fn base(self, value: &Tensor) -> Tensor {
         let around = |dim: usize| {
@@ -182,28 +193,28 @@ impl Lie {
             Tensor::cat(&[&nan, value, &nan], dim).unwrap()
         };
         match (self, value.rank()) {
-            (Lie::Contiguous, _) | (_, 0) => value.clone(),
-            (Lie::Transposed, 1) => {
+            (Layout::Contiguous, _) | (_, 0) => value.clone(),
+            (Layout::Transposed, 1) => {
                 let nan = Tensor::full(f64::NAN, value.dims(), &Device::Cpu).unwrap();
                 Tensor::stack(&[value, &cast(&nan, value.dtype())], 1).unwrap()
             }
-            (Lie::Transposed, _) => {
+            (Layout::Transposed, _) => {
                 let turned = value.transpose(D::Minus2, D::Minus1).unwrap();
                 turned.contiguous().unwrap()
             }
-            (Lie::Narrowed, rank) => around(rank - 1),
-            (Lie::Offset, _) => around(0),
+            (Layout::Narrowed, rank) => around(rank - 1),
+            (Layout::Offset, _) => around(0),
         }
     }
 
     /// Returns the view of `base` that holds the value passed to [`base`](Self::base).
     pub fn view(self, base: &Tensor, dims: &[usize]) -> Tensor {
         match (self, dims.len()) {
-            (Lie::Contiguous, _) | (_, 0) => base.clone(),
-            (Lie::Transposed, 1) => base.narrow(1, 0, 1).unwrap().squeeze(1).unwrap(),
-            (Lie::Transposed, _) => base.transpose(D::Minus2, D::Minus1).unwrap(),
-            (Lie::Narrowed, rank) => base.narrow(rank - 1, 2, dims[rank - 1]).unwrap(),
-            (Lie::Offset, _) => base.narrow(0, 2, dims[0]).unwrap(),
+            (Layout::Contiguous, _) | (_, 0) => base.clone(),
+            (Layout::Transposed, 1) => base.narrow(1, 0, 1).unwrap().squeeze(1).unwrap(),
+            (Layout::Transposed, _) => base.transpose(D::Minus2, D::Minus1).unwrap(),
+            (Layout::Narrowed, rank) => base.narrow(rank - 1, 2, dims[rank - 1]).unwrap(),
+            (Layout::Offset, _) => base.narrow(0, 2, dims[0]).unwrap(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Cross-entropy with large logits and small losses: a loss is a difference of numbers that are hundreds of times
 //! larger.
 
-use super::case::{Case, Input, KERNEL, Lie, REFERENCE, cast};
+use super::case::{Case, Input, KERNEL, Layout, REFERENCE, cast};
 use super::compare::{error, magnitude};
 use candle_core::{D, DType, Device, Tensor};
 use rstest::rstest;
@@ -35,7 +35,7 @@ fn inputs() -> (Tensor, Tensor, Tensor, Tensor) {
 /// Checks loss and gradients in f32 against f64: the error is at most three times PyTorch's, or 1e-6.
 fn judge(case: &Case, device: &Device, policy: KernelPolicy, pytorch: &[f64]) {
     let exact = case.run(DType::F64, REFERENCE);
-    let run = case.run_on(device, DType::F32, policy, Lie::Contiguous);
+    let run = case.run_on(device, DType::F32, policy, Layout::Contiguous);
     let gradients = run.gradients.iter().zip(&exact.gradients);
     let gradients = gradients.map(|((name, found), (_, exact))| (*name, found, exact));
     let all: Vec<_> = std::iter::once(("loss", &run.out, &exact.out))

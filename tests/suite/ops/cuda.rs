@@ -1,6 +1,6 @@
 //! Ops on a GPU, by CUDA kernels or by references where there are none, against f64 on the CPU.
 
-use super::case::{Case, KERNEL, LIES, Lie, REFERENCE, bits, normal};
+use super::case::{Case, KERNEL, LAYOUTS, Layout, REFERENCE, bits, normal};
 use super::cases::{self, MASKS};
 use super::compare::{assert_close, assert_no_worse, assert_rounded_once};
 use super::every;
@@ -102,13 +102,13 @@ fn with_kernels() -> Vec<Case> {
     cases
 }
 
-fn check(case: &Case, policy: KernelPolicy, lie: Lie) {
+fn check(case: &Case, policy: KernelPolicy, layout: Layout) {
     let gpu = crate::gpu();
     let exact = case.run(DType::F64, REFERENCE);
     let judge = case.run(DType::F32, REFERENCE);
     assert_no_worse(
         case,
-        &case.run_on(&gpu, DType::F32, policy, lie),
+        &case.run_on(&gpu, DType::F32, policy, layout),
         &judge,
         &exact,
     );
@@ -118,7 +118,7 @@ fn check(case: &Case, policy: KernelPolicy, lie: Lie) {
 #[ignore = "needs a CUDA device"]
 fn kernels_in_f32() {
     for case in with_kernels() {
-        check(&case, KERNEL, Lie::Contiguous);
+        check(&case, KERNEL, Layout::Contiguous);
     }
 }
 
@@ -143,8 +143,8 @@ fn kernels_take_any_strides() {
         cases::repeated_heads(&[2, 3, 4, 8], 2, 13),
         cases::activations(&[33, 65], 14).remove(3),
     ] {
-        for lie in LIES {
-            check(&case, KERNEL, lie);
+        for layout in LAYOUTS {
+            check(&case, KERNEL, layout);
         }
     }
 }
@@ -155,7 +155,7 @@ fn kernels_take_any_strides() {
 fn layer_norm_far_from_zero(#[values(1e2, 1e4)] mean: f64) {
     let mut case = cases::layer_norm(&[33], 123, 12);
     case.inputs[0].value = (&case.inputs[0].value + mean).unwrap();
-    check(&case.rounded_to(DType::F32), KERNEL, Lie::Contiguous);
+    check(&case.rounded_to(DType::F32), KERNEL, Layout::Contiguous);
 }
 
 /// Rows that are not aligned to vectors, although their width is a multiple of one.
@@ -217,12 +217,12 @@ fn the_gated_maps() {
     let gpu = crate::gpu();
     for (rows, depth, out) in [(1, 5, 3), (33, 65, 41), (123, 257, 301), (1024, 64, 176)] {
         let case = || cases::swiglu_linear(&[rows], depth, out, 34);
-        check(&case(), KERNEL, Lie::Contiguous);
+        check(&case(), KERNEL, Layout::Contiguous);
         for dtype in [DType::F16, DType::BF16] {
             let case = case().rounded_to(dtype);
             let exact = case.run(DType::F64, REFERENCE);
             let judge = case.run(dtype, KERNEL);
-            let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
+            let half = case.run_on(&gpu, dtype, KERNEL, Layout::Contiguous);
             assert_no_worse(&case, &half, &judge, &exact);
         }
     }
@@ -387,7 +387,7 @@ fn nothing_is_multiplied() {
 #[ignore = "needs a CUDA device"]
 fn every_op_in_f32() {
     for case in every::small().into_iter().chain(every::large()) {
-        check(&case, KernelPolicy::Prefer, Lie::Contiguous);
+        check(&case, KernelPolicy::Prefer, Layout::Contiguous);
     }
 }
 
@@ -398,7 +398,7 @@ fn kernels_in_half_precision_round_once(#[values(DType::F16, DType::BF16)] dtype
     for case in with_kernels() {
         let case = case.rounded_to(dtype);
         let exact = case.run(DType::F64, REFERENCE);
-        let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
+        let half = case.run_on(&gpu, dtype, KERNEL, Layout::Contiguous);
         assert_rounded_once(&case, &half, &exact);
     }
 }
@@ -408,7 +408,7 @@ fn kernels_in_half_precision_round_once(#[values(DType::F16, DType::BF16)] dtype
 fn the_same_bits_every_time() {
     let gpu = crate::gpu();
     for case in with_kernels() {
-        let run = || case.run_on(&gpu, DType::F32, KERNEL, Lie::Contiguous);
+        let run = || case.run_on(&gpu, DType::F32, KERNEL, Layout::Contiguous);
         let (first, second) = (run(), run());
         assert_eq!(bits(&first.out), bits(&second.out), "{}", case.name);
         for ((name, a), (_, b)) in first.gradients.iter().zip(&second.gradients) {
@@ -439,9 +439,9 @@ fn flash_in_half_precision(
             let case = cases::grouped_flash(&[2], heads, lengths, head_dim, mask, 7);
             let case = case.rounded_to(dtype);
             let exact = case.run(DType::F64, KERNEL);
-            let half = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
-            let turned = case.run_on(&gpu, dtype, KERNEL, Lie::Transposed);
-            let again = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
+            let half = case.run_on(&gpu, dtype, KERNEL, Layout::Contiguous);
+            let turned = case.run_on(&gpu, dtype, KERNEL, Layout::Transposed);
+            let again = case.run_on(&gpu, dtype, KERNEL, Layout::Contiguous);
             let judge = case.run(dtype, KERNEL);
             assert_no_worse(&case, &half, &judge, &exact);
             assert_no_worse(&case, &turned, &judge, &exact);
@@ -466,15 +466,20 @@ fn flash_in_f32(
             let case = case.rounded_to(DType::F32);
             let exact = case.run(DType::F64, KERNEL);
             let judge = case.run(DType::F32, REFERENCE);
-            let run = |lie| case.run_on(&gpu, DType::F32, KERNEL, lie);
-            let found = run(Lie::Contiguous);
+            let run = |layout| case.run_on(&gpu, DType::F32, KERNEL, layout);
+            let found = run(Layout::Contiguous);
             assert_no_worse(&case, &found, &judge, &exact);
-            for lie in LIES {
+            for layout in LAYOUTS {
                 // Other layouts, and a repetition, have the same bits.
-                let again = run(lie);
-                assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
+                let again = run(layout);
+                assert_eq!(
+                    bits(&found.out),
+                    bits(&again.out),
+                    "{} {layout:?}",
+                    case.name
+                );
                 for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {
-                    assert_eq!(bits(a), bits(b), "{} {lie:?}: {name}", case.name);
+                    assert_eq!(bits(a), bits(b), "{} {layout:?}: {name}", case.name);
                 }
             }
         }

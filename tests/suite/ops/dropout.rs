@@ -14,16 +14,16 @@ fn dropout(probability: f64, key: DropoutKey) -> Dropout {
 }
 
 /// Returns the probability rounded to the 16 bits that dropout uses.
-fn taken(probability: f64) -> f64 {
+fn rounded_rate(probability: f64) -> f64 {
     (probability * 65_536.0).round() / 65_536.0
 }
 
 /// Returns, for each of `elements` ones, whether it is kept.
-fn stay(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
+fn kept(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
     let x = Tensor::ones(elements, DType::F32, &CPU).unwrap();
     let y = ops::dropout(&x, &dropout(probability, key.clone())).unwrap();
     let y = y.to_vec1::<f32>().unwrap();
-    let scale = (1.0 / (1.0 - taken(probability))) as f32;
+    let scale = (1.0 / (1.0 - rounded_rate(probability))) as f32;
     assert!(y.iter().all(|y| *y == 0.0 || *y == scale));
     y.into_iter().map(|y| y != 0.0).collect()
 }
@@ -33,8 +33,8 @@ fn stay(probability: f64, key: &DropoutKey, elements: usize) -> Vec<bool> {
 #[rstest]
 fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
     let elements = 1_000_003;
-    let stay = stay(p, &DropoutKey::new(3, 0).unwrap(), elements);
-    let p = taken(p);
+    let kept = kept(p, &DropoutKey::new(3, 0).unwrap(), elements);
+    let p = rounded_rate(p);
     let near = |count: usize, of: usize, expected: f64| {
         let (mean, deviation) = (
             of as f64 * expected,
@@ -45,22 +45,18 @@ fn as_many_as_it_should(#[values(0.001, 0.1, 0.5, 0.9)] p: f64) {
             "{count} of {of}, {mean} expected"
         );
     };
-    near(
-        stay.iter().filter(|stays| **stays).count(),
-        elements,
-        1.0 - p,
-    );
+    near(kept.iter().filter(|kept| **kept).count(), elements, 1.0 - p);
     for place in 0..8 {
-        let words: Vec<bool> = stay.iter().skip(place).step_by(8).copied().collect();
+        let words: Vec<bool> = kept.iter().skip(place).step_by(8).copied().collect();
         near(
-            words.iter().filter(|stays| **stays).count(),
+            words.iter().filter(|kept| **kept).count(),
             words.len(),
             1.0 - p,
         );
     }
     let both = |apart: usize| {
-        stay.iter()
-            .zip(&stay[apart..])
+        kept.iter()
+            .zip(&kept[apart..])
             .filter(|(a, b)| **a && **b)
             .count()
     };
@@ -85,7 +81,7 @@ fn every_key_has_its_own() {
         first.at((1 << 24) - 1),
     ];
     let elements = 100_000;
-    let of = |key: &DropoutKey| stay(0.5, key, elements);
+    let of = |key: &DropoutKey| kept(0.5, key, elements);
     assert_eq!(of(&first), of(&key(3, 5, 0).at(0)));
     assert_eq!(of(&first.at(7)), of(&first.at(3).at(4)));
     assert_eq!(of(&first), of(&first.at(1 << 24)));

@@ -1,6 +1,6 @@
 //! Gradients in f64 against finite differences, element by element, by kernel and reference, for inputs of any strides.
 
-use super::case::{Case, Input, KERNEL, LIES, REFERENCE, cast, elements, normal};
+use super::case::{Case, Input, KERNEL, LAYOUTS, REFERENCE, cast, elements, normal};
 use super::cases::{self, MASKS};
 use super::compare::assert_close;
 use super::every;
@@ -33,7 +33,7 @@ fn slope(case: &Case, input: usize, element: usize, policy: KernelPolicy) -> f64
 }
 
 fn check(case: &Case, policy: KernelPolicy) {
-    let runs = LIES.map(|lie| (lie, case.run_lying(DType::F64, policy, lie)));
+    let runs = LAYOUTS.map(|layout| (layout, case.run_in_layout(DType::F64, policy, layout)));
     let mut gradient = 0;
     for (i, input) in case.inputs.iter().enumerate() {
         if !input.differentiable {
@@ -44,9 +44,9 @@ fn check(case: &Case, policy: KernelPolicy) {
             .map(|element| slope(case, i, element, policy))
             .collect();
         let slopes = Tensor::from_vec(slopes, input.value.dims(), &Device::Cpu).unwrap();
-        for (lie, run) in &runs {
+        for (layout, run) in &runs {
             let (name, found) = &run.gradients[gradient];
-            let what = format!("{}: d_{name}, {lie:?}, {policy:?}", case.name);
+            let what = format!("{}: d_{name}, {layout:?}, {policy:?}", case.name);
             assert_close(&what, found, &slopes, 1e-9);
         }
         gradient += 1;

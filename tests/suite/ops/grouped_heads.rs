@@ -1,6 +1,6 @@
 //! Grouped heads against the same attention with k and v repeated for each head of q.
 
-use super::case::{Case, Input, KERNEL, LIES, Outcome, REFERENCE, bits, cast};
+use super::case::{Case, Input, KERNEL, LAYOUTS, Outcome, REFERENCE, bits, cast};
 use super::cases::{self, MASKS, repeat_heads};
 use super::compare::assert_agree;
 use crate::settings::with_mask;
@@ -103,11 +103,11 @@ fn on_any_strides() {
         let how = (Some(0.3), mask);
         let case = cases::grouped_attention(&[2], (6, 2), (7, 9), (4, 5), how, 32);
         let plain = case.run(DType::F32, KERNEL);
-        for lie in LIES {
-            let run = case.run_lying(DType::F32, KERNEL, lie);
-            assert_eq!(bits(&run.out), bits(&plain.out), "{lie:?}");
+        for layout in LAYOUTS {
+            let run = case.run_in_layout(DType::F32, KERNEL, layout);
+            assert_eq!(bits(&run.out), bits(&plain.out), "{layout:?}");
             for ((name, a), (_, b)) in run.gradients.iter().zip(&plain.gradients) {
-                assert_eq!(bits(a), bits(b), "{lie:?}: d_{name}");
+                assert_eq!(bits(a), bits(b), "{layout:?}: d_{name}");
             }
         }
     }

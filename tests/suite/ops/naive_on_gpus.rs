@@ -1,7 +1,7 @@
 //! Naive attention as one op on a GPU, against f64 and against its reference of three ops, in every dtype: fully masked
 //! blocks, and heads in groups.
 
-use super::case::{KERNEL, LIES, Lie, REFERENCE, bits, elements};
+use super::case::{KERNEL, LAYOUTS, Layout, REFERENCE, bits, elements};
 use super::cases::{self, MASKS};
 use super::compare::{assert_no_worse, error, magnitude};
 use crate::compile::attention::planned;
@@ -37,15 +37,20 @@ fn as_near_as_in_three_ops(
             let case = cases::grouped_attention(&[2], heads, lengths, dims, (scale, mask), 7);
             let case = case.rounded_to(dtype);
             let exact = case.run(DType::F64, KERNEL);
-            let judge = case.run_on(&gpu, dtype, REFERENCE, Lie::Contiguous);
-            let found = case.run_on(&gpu, dtype, KERNEL, Lie::Contiguous);
+            let judge = case.run_on(&gpu, dtype, REFERENCE, Layout::Contiguous);
+            let found = case.run_on(&gpu, dtype, KERNEL, Layout::Contiguous);
             assert_no_worse(&case, &found, &judge, &exact);
-            for lie in LIES {
+            for layout in LAYOUTS {
                 // Other layouts, and a repetition, have the same bits.
-                let again = case.run_on(&gpu, dtype, KERNEL, lie);
-                assert_eq!(bits(&found.out), bits(&again.out), "{} {lie:?}", case.name);
+                let again = case.run_on(&gpu, dtype, KERNEL, layout);
+                assert_eq!(
+                    bits(&found.out),
+                    bits(&again.out),
+                    "{} {layout:?}",
+                    case.name
+                );
                 for ((name, a), (_, b)) in found.gradients.iter().zip(&again.gradients) {
-                    assert_eq!(bits(a), bits(b), "{} {lie:?}: {name}", case.name);
+                    assert_eq!(bits(a), bits(b), "{} {layout:?}: {name}", case.name);
                 }
             }
         }
@@ -141,7 +146,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
 /// A mask hides keys that are NaN, and a query that sees no key has an output of 0.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn hidden_keys_have_no_say() {
+fn masked_keys_have_no_effect() {
     let gpu = crate::gpu();
     let config = with_mask(Mask::CausalEnd);
     let q = Tensor::ones((1, 5, 4), DType::BF16, &gpu).unwrap();

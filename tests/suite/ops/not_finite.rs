@@ -106,7 +106,7 @@ fn nan_stays_in_its_row(#[case] policy: KernelPolicy) {
 
 /// Masked scores have no effect, whatever their value.
 #[rstest]
-fn hidden_scores_have_no_say(
+fn masked_scores_have_no_effect(
     #[values(KERNEL, REFERENCE)] policy: KernelPolicy,
     #[values(Mask::Causal, Mask::CausalEnd)] mask: Mask,
     #[values(f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30)] value: f64,

@@ -1,6 +1,6 @@
 //! Tracking in candle's graph: nothing under `no_grad` or from plain tensors, otherwise each input separately.
 
-use super::case::{Case, KERNEL, LIES, REFERENCE, bits};
+use super::case::{Case, KERNEL, LAYOUTS, REFERENCE, bits};
 use super::cases;
 use super::every;
 use candle_core::{DType, Tensor, Var};
@@ -26,20 +26,20 @@ fn vars(case: &Case, dtype: DType) -> Vec<Tensor> {
 #[case::kernels_in_half(KernelPolicy::Prefer, DType::F16)]
 fn no_grad_records_nothing_and_changes_nothing(#[case] policy: KernelPolicy, #[case] dtype: DType) {
     for case in every::small() {
-        for lie in LIES {
+        for layout in LAYOUTS {
             let vars: Vec<Tensor> = case
                 .operands(dtype)
                 .iter()
                 .map(|x| {
-                    let base = Var::from_tensor(&lie.base(x)).unwrap();
-                    lie.view(&base, x.dims())
+                    let base = Var::from_tensor(&layout.base(x)).unwrap();
+                    layout.view(&base, x.dims())
                 })
                 .collect();
             let recorded = apply(&case, &vars, policy);
             let quiet = no_grad(|| apply(&case, &vars, policy));
-            assert!(recorded.track_op(), "{}, {lie:?}", case.name);
-            assert!(!quiet.track_op(), "{}, {lie:?}", case.name);
-            assert_eq!(bits(&recorded), bits(&quiet), "{}, {lie:?}", case.name);
+            assert!(recorded.track_op(), "{}, {layout:?}", case.name);
+            assert!(!quiet.track_op(), "{}, {layout:?}", case.name);
+            assert_eq!(bits(&recorded), bits(&quiet), "{}, {layout:?}", case.name);
         }
     }
 }

@@ -7,36 +7,36 @@ use tallow::precision::current;
 use tallow::{Error, Result, autocast, ops};
 
 /// Returns the dtype of a matmul of f32 tensors here.
-fn here() -> DType {
+fn matmul_dtype() -> DType {
     let x = numbers(&[3, 3], DType::F32, 1);
     ops::matmul(&x, &x).unwrap().dtype()
 }
 
 #[test]
 fn regions_nest_and_the_innermost_holds() {
-    assert_eq!(here(), DType::F32);
+    assert_eq!(matmul_dtype(), DType::F32);
     let done = autocast(Autocast::cuda(DType::BF16), || {
-        assert_eq!(here(), DType::BF16);
+        assert_eq!(matmul_dtype(), DType::BF16);
         autocast(Autocast::cpu(DType::F16), || {
-            assert_eq!(here(), DType::F16);
+            assert_eq!(matmul_dtype(), DType::F16);
             autocast(Autocast::disabled(), || {
-                assert_eq!((here(), current()), (DType::F32, None));
+                assert_eq!((matmul_dtype(), current()), (DType::F32, None));
                 autocast(Autocast::cuda(DType::F16), || {
-                    assert_eq!(here(), DType::F16);
+                    assert_eq!(matmul_dtype(), DType::F16);
                     Ok(())
                 })
             })?;
             assert_eq!(
-                (here(), current()),
+                (matmul_dtype(), current()),
                 (DType::F16, Some(Autocast::cpu(DType::F16)))
             );
             Ok(())
         })?;
-        assert_eq!(here(), DType::BF16);
+        assert_eq!(matmul_dtype(), DType::BF16);
         Ok(7)
     });
     assert_eq!(done.unwrap(), 7);
-    assert_eq!((here(), current()), (DType::F32, None));
+    assert_eq!((matmul_dtype(), current()), (DType::F32, None));
 }
 
 #[test]
@@ -47,13 +47,13 @@ fn errors_and_panics_end_them() {
         })
     });
     assert!(failed.unwrap_err().to_string().contains("on purpose"));
-    assert_eq!(here(), DType::F32);
+    assert_eq!(matmul_dtype(), DType::F32);
 
     let caught = autocast(Autocast::cuda(DType::BF16), || {
         let caught = catch_unwind(AssertUnwindSafe(|| {
             autocast::<()>(Autocast::cuda(DType::F16), || panic!("inside"))
         }));
-        assert_eq!(here(), DType::BF16);
+        assert_eq!(matmul_dtype(), DType::BF16);
         Ok(caught.is_err())
     });
     assert!(caught.unwrap());
@@ -62,7 +62,7 @@ fn errors_and_panics_end_them() {
         panic!("inside");
     });
     assert!(caught.is_err());
-    assert_eq!((here(), current()), (DType::F32, None));
+    assert_eq!((matmul_dtype(), current()), (DType::F32, None));
 }
 
 #[test]
@@ -70,9 +70,9 @@ fn guards_end_their_own_region_in_whatever_order() {
     let outer = Autocast::cuda(DType::BF16).enter().unwrap();
     let inner = Autocast::cuda(DType::F16).enter().unwrap();
     drop(outer);
-    assert_eq!(here(), DType::F16);
+    assert_eq!(matmul_dtype(), DType::F16);
     drop(inner);
-    assert_eq!(here(), DType::F32);
+    assert_eq!(matmul_dtype(), DType::F32);
 }
 
 #[test]
@@ -80,13 +80,13 @@ fn threads_have_their_own() {
     autocast(Autocast::cuda(DType::BF16), || {
         std::thread::scope(|scope| {
             let elsewhere = scope.spawn(|| {
-                let before = here();
+                let before = matmul_dtype();
                 let _region = Autocast::cuda(DType::F16).enter().unwrap();
-                (before, here())
+                (before, matmul_dtype())
             });
             assert_eq!(elsewhere.join().unwrap(), (DType::F32, DType::F16));
         });
-        assert_eq!(here(), DType::BF16);
+        assert_eq!(matmul_dtype(), DType::BF16);
         Ok(())
     })
     .unwrap();
@@ -108,5 +108,5 @@ fn a_lower_dtype_must_be_lower() {
             assert!(policy.enter().is_err());
         }
     }
-    assert_eq!(here(), DType::F32);
+    assert_eq!(matmul_dtype(), DType::F32);
 }

@@ -25,7 +25,7 @@ fn figures(recording: Recording, stopwatch: Vec<Fields>) -> Figures {
 }
 
 /// Returns all answers as one text.
-fn said(figures: &Figures) -> String {
+fn answers_text(figures: &Figures) -> String {
     let answers = sentences::answers(figures).into_iter();
     answers.map(|answer| answer.answer + "\n").collect()
 }
@@ -43,7 +43,7 @@ fn answers_of_a_gpu_add_up() {
         ("backward", 5e-4),
         ("train step", 9.9e-4),
     ]);
-    let figures = figures(super::kernels::made_up(), timed);
+    let figures = figures(super::kernels::invented_recording(), timed);
     let attention = figures.attention.as_ref().unwrap();
     let line = |key: &str| figures.line.get(key).unwrap().as_f64().unwrap();
     let (busy_ms, _) = figures.busy_and_idle_ms.unwrap();
@@ -61,7 +61,7 @@ fn answers_of_a_gpu_add_up() {
         (attention.matmul_ms, 40e-6),
         (attention.softmax_ms, 40e-6),
     ]);
-    let all = said(&figures);
+    let all = answers_text(&figures);
     for part in [
         "The whole step matches within 1.0%. forward 0.000 ms by the profiler, 0.000 ms by the stopwatch (+0.0%)",
         "In forward: nvjet_tst_96x128 (of linear), 23.3% of the time, 1 times a step.",
@@ -76,19 +76,19 @@ fn answers_of_a_gpu_add_up() {
 /// Returns a planned step of 1000 ns on the CPU: attention 400 (matmuls 100, softmax 200), swiglu 300 (matmuls 250), a
 /// norm 200, and 100 between the calls.
 fn planned() -> Recording {
-    let call = |path: &str, times, cost, [scores_ns, products_ns, softmax_ns]: [u64; 3]| {
+    let call = |path: &str, times, cost, [scores_ns, matmul_ns, softmax_ns]: [u64; 3]| {
         let mut call = span(Kind::Op, path, "forward", times, Some(2));
         call.cost = Some(cost);
         call.parts = Parts {
-            products_ns,
+            matmul_ns,
             scores_ns,
             values_ns: if scores_ns > 0 {
-                products_ns - scores_ns
+                matmul_ns - scores_ns
             } else {
                 0
             },
             softmax_ns,
-            fused_ns: 0,
+            attention_ns: 0,
         };
         call
     };
@@ -145,7 +145,7 @@ fn answers_of_a_cpu_add_up() {
         (scores_ms, 40e-6),
         (values_ms, 60e-6),
     ]);
-    let all = said(&figures);
+    let all = answers_text(&figures);
     let others = "softmax of attention 20.0%, rms_norm 20.0%, the rest of attention 10.0%, the rest of swiglu 5.0%";
     for part in [
         "The whole step matches within 0.0%.",
@@ -277,6 +277,9 @@ fn unsteady_steps_leave_shares_open() {
         }),
         ..Default::default()
     };
-    assert!(said(&with(9.0)).contains("is 90% of their mean: shares of their time do not decide."));
-    assert!(!said(&with(1.0)).contains("decide"));
+    assert!(
+        answers_text(&with(9.0))
+            .contains("is 90% of their mean: shares of their time do not decide.")
+    );
+    assert!(!answers_text(&with(1.0)).contains("decide"));
 }

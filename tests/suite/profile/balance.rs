@@ -8,7 +8,7 @@ use tallow::profile::{Balance, Line, LineKind, Recording};
 
 /// Returns a step of 1000 ns: forward 100 to 400 with an op in a layer, backward 400 to 800 with two ops, one of them
 /// containing another, and the optimizer 850 to 950 with an op. One op precedes the step.
-pub(super) fn made_up() -> Recording {
+pub(super) fn invented_recording() -> Recording {
     let spans = vec![
         span(Kind::Op, "warm/linear", "", (0, 40), None),
         span(Kind::Step, "", "", (50, 1050), None),
@@ -50,7 +50,7 @@ pub(super) fn made_up() -> Recording {
 
 #[test]
 fn every_nanosecond_is_somebodys() {
-    let balance = Balance::new(&made_up());
+    let balance = Balance::new(&invented_recording());
     let line = |phase, kind, total_ns| Line {
         phase,
         kind,
@@ -80,7 +80,7 @@ fn every_nanosecond_is_somebodys() {
 
 #[test]
 fn without_steps_the_recording_is_one() {
-    let mut recording = made_up();
+    let mut recording = invented_recording();
     recording.spans.truncate(1);
     let balance = Balance::new(&recording);
     assert_eq!((balance.wall_ns, balance.steps), (2000, None));

@@ -1,6 +1,6 @@
 //! GPU kernels in recordings: invented ones on any machine, real ones on a GPU.
 
-use super::{alone, config, span};
+use super::{config, exclusive, span};
 use crate::check::refusal;
 use crate::child;
 use crate::settings::in_precision;
@@ -31,7 +31,7 @@ pub(super) fn kernel(name: &str, times: (u64, u64), span: usize) -> Kernel {
 
 /// Returns a step of 1000 ns whose kernels run after their launches: forward 100 to 400 has a linear op, an attention
 /// and a kernel of candle's, backward 400 to 900 a linear op's. One kernel precedes the step.
-pub(super) fn made_up() -> Recording {
+pub(super) fn invented_recording() -> Recording {
     let spans = vec![
         span(Kind::Step, "", "", (50, 1050), None),
         span(Kind::Phase, "", "forward", (100, 400), Some(0)),
@@ -87,7 +87,7 @@ fn times_are_the_kernels_and_the_rest_is_idle() {
         kind,
         total_ns,
     };
-    let balance = Balance::new(&made_up());
+    let balance = Balance::new(&invented_recording());
     assert_eq!(
         balance.lines,
         [
@@ -104,7 +104,7 @@ fn times_are_the_kernels_and_the_rest_is_idle() {
     assert_eq!(balance.wall_ns, 1000);
 
     // Calls of a plan have costs, and no line is attributed to candle's graph.
-    let mut planned = made_up();
+    let mut planned = invented_recording();
     planned.spans[3].cost = Some(Cost::default());
     let kinds = Balance::new(&planned)
         .lines
@@ -120,7 +120,7 @@ fn times_are_the_kernels_and_the_rest_is_idle() {
 
 #[test]
 fn rows_by_kernel_say_who_launched_them() {
-    let recording = made_up();
+    let recording = invented_recording();
     let of = |selection| ProfileReport::new(&recording, &selection, Grouping::Kernel).unwrap();
     let all = of(Selection::default());
     let rows: Vec<_> = all
@@ -157,7 +157,7 @@ fn rows_by_kernel_say_who_launched_them() {
     assert_eq!((launches(0).grid, launches(0).shapes), (Some([8, 2, 1]), 1));
 
     let parts = all.sum("", |row| !row.is_gap()).parts;
-    assert_eq!((parts.products_ns, parts.softmax_ns), (210, 40));
+    assert_eq!((parts.matmul_ns, parts.softmax_ns), (210, 40));
     let within = of(Selection {
         within: Some("attention::naive".into()),
         ..Default::default()
@@ -192,14 +192,14 @@ fn rows_by_kernel_say_who_launched_them() {
 
 #[test]
 fn kernels_are_wanted_of_a_recording_that_has_none() {
-    let recording = super::balance::made_up();
+    let recording = super::balance::invented_recording();
     let refused = ProfileReport::new(&recording, &Selection::default(), Grouping::Kernel);
     refusal(refused, &["Profiler::start_on"]);
 }
 
 #[test]
 fn traces_have_the_gpus_streams() {
-    let trace = made_up().trace();
+    let trace = invented_recording().trace();
     let events = trace["traceEvents"].as_array().unwrap();
     let softmax = events
         .iter()
@@ -259,7 +259,7 @@ fn kernels_of_a_step_are_mapped_to_its_ops() {
                 op.as_deref() == Some(name) && kernel.work() == work
             })
         };
-        assert!(launched_by("linear", KernelWork::Products));
+        assert!(launched_by("linear", KernelWork::Matmul));
         match attention {
             Algorithm::Flash => assert!(launched_by("attention::flash", KernelWork::Attention)),
             _ => assert!(launched_by("attention::naive", KernelWork::Softmax)),
@@ -385,7 +385,7 @@ fn profilers_follow_each_other_on_a_gpu() {
 
 #[test]
 fn a_cpu_has_no_kernels() {
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on(&Device::Cpu).unwrap();
     assert_eq!(profiler.finish().unwrap().kernels, []);
 }

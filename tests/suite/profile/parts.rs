@@ -1,6 +1,6 @@
 //! The time of matmuls and softmax inside CPU ops.
 
-use super::{BATCH, LENGTH, alone, config, record};
+use super::{BATCH, LENGTH, config, exclusive, record};
 use crate::settings::in_precision;
 use candle_core::{Device, Tensor};
 use rstest::rstest;
@@ -21,20 +21,20 @@ fn rows(recording: &Recording) -> Vec<Row> {
 fn check(rows: &[Row]) {
     for row in rows {
         let Parts {
-            products_ns,
+            matmul_ns,
             scores_ns,
             values_ns,
             softmax_ns,
-            fused_ns,
+            attention_ns,
         } = row.parts;
         assert!(row.parts.sum_ns() <= row.total_ns, "{row:?}");
-        assert_eq!(fused_ns, 0);
+        assert_eq!(attention_ns, 0);
         let is_attention = row.name.contains("attention");
-        let multiplies = row.is_product();
-        assert_eq!(products_ns > 0, multiplies || is_attention, "{row:?}");
+        let multiplies = row.is_matmul();
+        assert_eq!(matmul_ns > 0, multiplies || is_attention, "{row:?}");
         // Every matmul of attention is either of scores or of values, and no other op's is.
         let named_ns = scores_ns + values_ns;
-        let expected_ns = if is_attention { products_ns } else { 0 };
+        let expected_ns = if is_attention { matmul_ns } else { 0 };
         let rounding_ns = 10 * row.instances as u64; // from scaling a loop's parts
         assert!(named_ns.abs_diff(expected_ns) <= rounding_ns, "{row:?}");
         assert_eq!([scores_ns > 0, values_ns > 0], [is_attention; 2], "{row:?}");
@@ -71,7 +71,7 @@ fn planned_calls_tell_their_parts(
     let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();
     step.prepare((&tokens, &tokens)).unwrap();
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
     let recording = profiler.finish().unwrap();
@@ -93,7 +93,7 @@ fn references_are_parts_as_a_whole() {
     let rows = rows(&with_kernel_policy(KernelPolicy::Reference, record));
     let row = |name: &str| rows.iter().find(|row| row.name == name).unwrap();
     assert_eq!(row("softmax").parts.softmax_ns, row("softmax").total_ns);
-    assert_eq!(row("matmul").parts.products_ns, row("matmul").total_ns);
+    assert_eq!(row("matmul").parts.matmul_ns, row("matmul").total_ns);
     assert_eq!(row("mask").parts, Parts::default());
 }
 
@@ -101,7 +101,7 @@ fn references_are_parts_as_a_whole() {
 #[test]
 fn parts_are_scaled_to_the_wall_time() {
     let x = Tensor::ones((64, 96, 96), candle_core::DType::F32, &Device::Cpu).unwrap();
-    let _alone = alone();
+    let _lock = exclusive();
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(4)
         .build()
@@ -114,9 +114,6 @@ fn parts_are_scaled_to_the_wall_time() {
         .iter()
         .find(|span| span.name() == "matmul")
         .unwrap();
-    let products_ns = span.parts.products_ns;
-    assert!(
-        0 < products_ns && products_ns <= span.duration_ns(),
-        "{span:?}"
-    );
+    let matmul_ns = span.parts.matmul_ns;
+    assert!(0 < matmul_ns && matmul_ns <= span.duration_ns(), "{span:?}");
 }

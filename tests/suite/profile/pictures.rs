@@ -1,6 +1,6 @@
 //! The trace and the flame graph.
 
-use super::balance::made_up;
+use super::balance::invented_recording;
 use super::{record, span};
 use crate::child;
 use serde_json::Value;
@@ -141,7 +141,7 @@ fn threads_are_apart() {
 
 #[test]
 fn a_flame_graph_holds_every_place_once() {
-    let mut recording = made_up();
+    let mut recording = invented_recording();
     let name = "a<b & \"c\"";
     recording.spans[4].path = Path::ROOT.child("layers.0").child(name);
     let svg = recording.flame_graph();

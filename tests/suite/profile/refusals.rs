@@ -1,6 +1,6 @@
 //! Errors of the profiler.
 
-use super::alone;
+use super::exclusive;
 use crate::check::refusal;
 use rstest::rstest;
 use std::path::Path;
@@ -10,7 +10,7 @@ use tallow::profile::{self, Balance, Grouping, ProfileReport, Profiler, Recordin
 
 #[test]
 fn one_profiler_at_a_time() {
-    let _alone = alone();
+    let _lock = exclusive();
     let first = Profiler::start_on_this_thread().unwrap();
     let second = refusal(Profiler::start(), &["another profiler is running"]);
     assert!(matches!(second, Error::Order { .. }));
@@ -26,7 +26,7 @@ fn one_profiler_at_a_time() {
 
 #[test]
 fn ranges_out_of_order_are_named() {
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     let outer = profile::range("outer");
     let inner = profile::range("inner");
@@ -49,7 +49,7 @@ fn ranges_out_of_order_are_named() {
 /// The probe itself does not notice this order, because a phase does not change the path.
 #[test]
 fn a_phase_that_outlives_its_range_is_named() {
-    let _alone = alone();
+    let _lock = exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     let outer = profile::range("outer");
     let phase = profile::phase("forward");
@@ -85,7 +85,7 @@ fn paths_that_cannot_be_written(#[values("no/such/folder/file", ".")] path: &str
 /// Programs can build recordings themselves, so indices of missing spans are ignored.
 #[test]
 fn recordings_that_point_at_missing_spans_are_read() {
-    let mut recording = super::kernels::made_up();
+    let mut recording = super::kernels::invented_recording();
     recording.spans[0].parent = Some(99);
     recording.spans[3].parent = Some(5);
     recording.spans[6].end_ns = 0;

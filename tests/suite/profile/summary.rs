@@ -154,7 +154,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
 
     let q = Tensor::ones((2, 3, 5, 8), DType::F32, &Device::Cpu).unwrap();
     let config = with_mask(Mask::Causal);
-    let _alone = super::alone();
+    let _lock = super::exclusive();
     let profiler = Profiler::start_on_this_thread().unwrap();
     reference::naive(&q, &q, &q, &config).unwrap();
     let recording = profiler.finish().unwrap();
@@ -174,7 +174,7 @@ fn softmax_as_an_op_of_its_own_says_that_scale_and_mask_are_inside() {
             "values/matmul"
         ]
     );
-    let products = report.sum("products", Row::is_product);
+    let products = report.sum("products", Row::is_matmul);
     assert_eq!(
         products.cost.unwrap().matmul_flops,
         2.0 * 2.0 * (2 * 3 * 5 * 5 * 8) as f64

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 const ROLE: &str = "TALLOW_TEST_SIGNALS";
 
-/// Not a test: the process of a role, which sleeps and, if it is "polite", exits after a signal.
+/// Not a test: the process of a role, which sleeps and, if it is "exits_after_signal", exits after a signal.
 #[test]
 #[ignore = "run by the tests below"]
 fn listen() {
@@ -29,7 +29,7 @@ fn listen() {
             .as_ref()
             .and_then(|signals| signals.received(None).unwrap())
         {
-            if role == "polite" {
+            if role == "exits_after_signal" {
                 std::process::exit(signal.exit_status().into());
             }
             if !seen {
@@ -81,7 +81,7 @@ fn the_first_one_is_noted_and_gives_the_status() {
         (libc::SIGTERM, 143),
         (libc::SIGHUP, 129),
     ] {
-        let (child, _lines) = child("polite");
+        let (child, _lines) = child("exits_after_signal");
         send(&child, signal);
         assert_eq!(status(child).code(), Some(code));
     }
@@ -123,7 +123,7 @@ fn an_ignored_hangup_stays_ignored() {
             Ok(())
         });
     }
-    let (child, _lines) = started(command, "polite");
+    let (child, _lines) = started(command, "exits_after_signal");
     send(&child, libc::SIGHUP);
     send(&child, libc::SIGTERM);
     assert_eq!(status(child).code(), Some(143));

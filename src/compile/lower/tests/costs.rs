@@ -62,7 +62,7 @@ fn of_a_transformer(
         attention,
         checkpointing,
         num_layers: 2,
-        ..TransformerConfig::small()
+        ..TransformerConfig::preset("small").unwrap()
     };
     let config = StepConfig {
         precision,

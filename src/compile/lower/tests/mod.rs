@@ -58,7 +58,7 @@ fn small(num_layers: usize) -> TransformerConfig {
         attention: Algorithm::Flash,
         num_layers,
         context_length: 1024,
-        ..TransformerConfig::small()
+        ..TransformerConfig::preset("small").unwrap()
     }
 }
 
@@ -175,7 +175,7 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
     let model = TransformerConfig {
         attention: Algorithm::Flash,
         context_length: 1024,
-        ..TransformerConfig::xl()
+        ..TransformerConfig::preset("xl").unwrap()
     };
     let config = StepConfig {
         optimizer_in_backward: true,

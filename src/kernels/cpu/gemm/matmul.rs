@@ -34,7 +34,7 @@ pub fn matmul_to<T, C>(
     T: Stored,
     C: Stored<Wide = T::Wide>,
 {
-    timed(Part::Products, || {
+    timed(Part::Matmul, || {
         if multiplied_in_bf16(a, b, &mut c, accumulate, threads) {
             return;
         }

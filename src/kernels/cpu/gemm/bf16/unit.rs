@@ -35,7 +35,7 @@ pub(crate) enum Unit {
 /// AMX-BF16 is used wherever it is permitted. AVX512-BF16 is used on AMD processors, where it has twice the rate of
 /// f32, but not on Intel's, where it does not reach that rate. The choice goes by vendor and is not measured, because
 /// it decides about bits, and every run on a machine must have the same. AArch64's instructions are used only on
-/// request: their speed has not been measured. [`bf16_products`](crate::hardware::bf16_products) describes how to
+/// request: their speed has not been measured. [`bf16_matmul_unit`](crate::hardware::bf16_matmul_unit) describes how to
 /// choose another.
 pub(crate) fn unit() -> Option<Unit> {
     static UNIT: OnceLock<Option<Unit>> = OnceLock::new();
@@ -77,7 +77,7 @@ fn named_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
 }
 
 /// The environment variable that names a unit.
-const UNIT_VARIABLE: &str = "TALLOW_BF16_PRODUCTS";
+const UNIT_VARIABLE: &str = "TALLOW_BF16_MATMUL";
 
 /// Returns the units that this processor has and the system permits, the fastest first.
 pub(super) fn available() -> Vec<Unit> {

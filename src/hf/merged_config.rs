@@ -100,8 +100,8 @@ fn changed(read: &Map<String, Value>, was: &Value, now: &Value, dtype: &str) -> 
         }
     }
     let names = ["dtype", "torch_dtype"].map(|name| (name, settings.contains_key(name)));
-    for (name, is_there) in names {
-        if is_there || !names.iter().any(|(_, is_there)| *is_there) && name == "dtype" {
+    for (name, exists) in names {
+        if exists || !names.iter().any(|(_, exists)| *exists) && name == "dtype" {
             settings.insert(name.into(), dtype.into());
         }
     }

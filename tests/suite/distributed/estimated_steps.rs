@@ -82,7 +82,7 @@ fn planned(config: &StepConfig) -> Plan {
         .0
 }
 
-fn on_paper(config: &StepConfig, world_size: usize, rates: &Rates) -> Timeline {
+fn estimated(config: &StepConfig, world_size: usize, rates: &Rates) -> Timeline {
     planned(config).timeline(world_size, rates).unwrap()
 }
 
@@ -92,12 +92,12 @@ fn close(a: f64, b: f64) {
 
 #[test]
 fn a_step_is_its_kernels_and_what_shows_of_its_exchanges() {
-    let alone = on_paper(&alone(), 1, &RATES);
+    let alone = estimated(&alone(), 1, &RATES);
     assert_eq!((alone.exchange_seconds, alone.sent_bytes), (0.0, 0.0));
     close(alone.step_seconds, alone.kernel_seconds);
     for world_size in [2, 8] {
         for (name, config) in strategies(world_size) {
-            let step = on_paper(&config, world_size, &RATES);
+            let step = estimated(&config, world_size, &RATES);
             let parts = step.kernel_seconds + step.waiting_seconds + step.contention_seconds;
             close(step.step_seconds, parts);
             assert!(step.exchange_seconds > 0.0, "{name}");
@@ -143,7 +143,7 @@ fn what_a_rank_sends() {
     for world_size in [2, 4] {
         let others = (world_size - 1) as f64 / world_size as f64;
         let [replicated, sharded, fully] =
-            strategies(world_size).map(|(_, config)| on_paper(&config, world_size, &RATES));
+            strategies(world_size).map(|(_, config)| estimated(&config, world_size, &RATES));
         let loss_bytes = 2.0 * others * 8.0; // one f64
         close(
             replicated.sent_bytes,
@@ -179,7 +179,7 @@ fn what_the_network_does_to_a_step() {
         ..RATES
     };
     for (name, config) in strategies(4) {
-        let step = on_paper(&config, 4, &free);
+        let step = estimated(&config, 4, &free);
         close(step.step_seconds, step.kernel_seconds);
         let mut last = step.step_seconds;
         for rate in [1e10, 1e9, 1e8, 1e7] {
@@ -188,24 +188,24 @@ fn what_the_network_does_to_a_step() {
                 gather_bytes: rate,
                 ..quiet
             };
-            let step = on_paper(&config, 4, &slower);
+            let step = estimated(&config, 4, &slower);
             assert!(step.step_seconds > last, "{name} at {rate}");
             assert!(step.step_seconds <= step.kernel_seconds + step.exchange_seconds);
             last = step.step_seconds;
         }
-        let share = last / on_paper(&config, 4, &quiet).kernel_seconds;
+        let share = last / estimated(&config, 4, &quiet).kernel_seconds;
         assert!(
             share > 10.0,
             "{name}: a network that slow is all of the step"
         );
     }
     // Nothing overlaps an exchange after backward; the loss's exchange of 8 bytes is earlier.
-    let flat = on_paper(&replicated(Exchange::Flat), 4, &quiet);
+    let flat = estimated(&replicated(Exchange::Flat), 4, &quiet);
     let of_loss = quiet.exchange_seconds + 12.0 / quiet.reduce_bytes;
     close(flat.waiting_seconds, flat.exchange_seconds - of_loss);
     let bucket_bytes = 1 << 16;
     let overlapped = replicated(Exchange::Overlapped { bucket_bytes });
-    let overlapped = on_paper(&overlapped, 4, &quiet);
+    let overlapped = estimated(&overlapped, 4, &quiet);
     close(overlapped.sent_bytes, flat.sent_bytes);
     assert!(overlapped.waiting_seconds < flat.waiting_seconds);
 }

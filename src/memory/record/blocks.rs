@@ -1,6 +1,6 @@
-//! Turns events into blocks: each with its origin, lifetime and use.
+//! Turns events into blocks: each with its circumstances, lifetime and use.
 
-use super::buffer::{Event, What};
+use super::buffer::{Event, EventKind};
 use super::{Label, MemoryKind};
 use crate::model::HEAD;
 use crate::ops::{self, WEIGHT_CAST};
@@ -27,18 +27,16 @@ pub struct Block {
     /// the recording.
     pub thread: u32,
     /// The event of its allocation; `None` if it was allocated before the recording.
-    pub taken_at: Option<usize>,
+    pub allocated_at: Option<usize>,
     /// The event at which it was freed; `None` if it was alive at the end.
-    pub given_back_at: Option<usize>,
+    pub freed_at: Option<usize>,
 }
 
 impl Block {
     /// Returns whether it was alive just after this event.
     pub fn is_alive_at(&self, event: usize) -> bool {
-        self.taken_at.is_none_or(|taken| taken <= event)
-            && self
-                .given_back_at
-                .is_none_or(|given_back| event < given_back)
+        self.allocated_at.is_none_or(|allocated| allocated <= event)
+            && self.freed_at.is_none_or(|freed| event < freed)
     }
 }
 
@@ -58,7 +56,7 @@ pub struct PhaseSpan {
 struct Circumstances {
     phase: Option<usize>,
     call: Option<usize>,
-    given_back_in: Option<usize>,
+    freed_in: Option<usize>,
 }
 
 struct Open {
@@ -70,13 +68,13 @@ struct Open {
 }
 
 #[derive(Default)]
-struct Around {
+struct OpenRanges {
     ops: Vec<Open>,
     phases: Vec<Open>,
     calls: usize,
 }
 
-impl Around {
+impl OpenRanges {
     /// Returns the op, path and phase that an event belongs to: the thread's own, or for a thread in no range the
     /// latest.
     fn owner(&self, event: &Event) -> (Option<usize>, Path, &'static str, Option<usize>) {
@@ -109,7 +107,7 @@ fn close(open: &mut Vec<Open>, event: &Event) -> Option<Open> {
 
 /// Returns the blocks in the order of allocation, and the phases.
 pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<PhaseSpan>) {
-    let mut around = Around::default();
+    let mut open_ranges = OpenRanges::default();
     let mut phases: Vec<PhaseSpan> = Vec::new();
     let mut blocks: Vec<(Block, Circumstances)> = Vec::new();
     let mut alive: HashMap<usize, usize> = HashMap::new();
@@ -133,51 +131,51 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<Phase
             path: event.path,
             phase: event.phase,
         };
-        match event.what {
-            What::Begins => {}
-            What::OpBegins => {
-                around.ops.push(open(around.calls));
-                around.calls += 1;
+        match event.kind {
+            EventKind::Begins => {}
+            EventKind::OpBegins => {
+                open_ranges.ops.push(open(open_ranges.calls));
+                open_ranges.calls += 1;
             }
-            What::OpEnds => drop(close(&mut around.ops, event)),
-            What::PhaseBegins => {
-                around.phases.push(open(phases.len()));
+            EventKind::OpEnds => drop(close(&mut open_ranges.ops, event)),
+            EventKind::PhaseBegins => {
+                open_ranges.phases.push(open(phases.len()));
                 phases.push(PhaseSpan {
                     name: event.phase,
                     begins_at: position,
                     ends_at: last,
                 });
             }
-            What::PhaseEnds => {
-                if let Some(open) = close(&mut around.phases, event) {
+            EventKind::PhaseEnds => {
+                if let Some(open) = close(&mut open_ranges.phases, event) {
                     phases[open.number].ends_at = position;
                 }
             }
-            What::Taken => {
-                let (call, path, phase_name, phase) = around.owner(event);
+            EventKind::Allocated => {
+                let (call, path, phase_name, phase) = open_ranges.owner(event);
                 let block = Block {
                     path,
                     phase: phase_name,
                     thread: event.thread,
-                    taken_at: Some(position),
+                    allocated_at: Some(position),
                     ..before(event.address, event.bytes).0
                 };
                 let circumstances = Circumstances {
                     phase,
                     call,
-                    given_back_in: None,
+                    freed_in: None,
                 };
                 blocks.push((block, circumstances));
                 alive.insert(event.address, blocks.len() - 1);
             }
-            What::GivenBack => {
+            EventKind::Freed => {
                 let place = alive.remove(&event.address).unwrap_or_else(|| {
                     blocks.push(before(event.address, event.bytes));
                     blocks.len() - 1
                 });
                 let (block, circumstances) = &mut blocks[place];
-                block.given_back_at = Some(position);
-                circumstances.given_back_in = around.owner(event).0;
+                block.freed_at = Some(position);
+                circumstances.freed_in = open_ranges.owner(event).0;
             }
         }
     }
@@ -188,7 +186,7 @@ pub(super) fn of(events: &[Event], labels: Vec<Label>) -> (Vec<Block>, Vec<Phase
         block
     });
     let mut blocks: Vec<Block> = blocks.collect();
-    blocks.sort_by_key(|block| block.taken_at); // stable; None comes first
+    blocks.sort_by_key(|block| block.allocated_at); // stable; None comes first
     (blocks, phases)
 }
 
@@ -201,8 +199,8 @@ fn before(address: usize, bytes: usize) -> (Block, Circumstances) {
         path: Path::ROOT,
         phase: "",
         thread: 0,
-        taken_at: None,
-        given_back_at: None,
+        allocated_at: None,
+        freed_at: None,
     };
     (block, Circumstances::default())
 }
@@ -220,16 +218,14 @@ fn kind_of(block: &Block, of: Circumstances, phases: &[PhaseSpan]) -> MemoryKind
     let Some(phase) = of.phase.map(|number| &phases[number]) else {
         return MemoryKind::Other;
     };
-    let outlives = block
-        .given_back_at
-        .is_none_or(|event| event > phase.ends_at);
+    let outlives = block.freed_at.is_none_or(|event| event > phase.ends_at);
     let names = block.path.names();
     let op = names.last().map_or("", String::as_str);
     if op == WEIGHT_CAST {
         return MemoryKind::WeightCasts;
     }
     match (phase.name, outlives) {
-        ("forward", _) if of.call.is_some() && of.call == of.given_back_in => MemoryKind::Scratch,
+        ("forward", _) if of.call.is_some() && of.call == of.freed_in => MemoryKind::Scratch,
         ("forward", _) => {
             let is_head = op == ops::LINEAR && names.iter().any(|name| name == HEAD);
             match is_head || ops::is_cross_entropy(op) {
