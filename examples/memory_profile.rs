@@ -267,7 +267,11 @@ impl Flags {
     ) -> Result<()> {
         if let Some(path) = &self.timeline {
             let path = named(path);
-            timeline(&profile.recording, title).save(&path)?;
+            let mut chart = timeline(&profile.recording, title);
+            let device = self.common.device()?;
+            let machine = tallow::hardware::description(&device);
+            chart.caption = vec![format!("{}: {machine}", self.common.device)];
+            chart.save(&path)?;
             common::wrote(&path);
         }
         if let Some(path) = &self.snapshot {

@@ -5,7 +5,7 @@ use super::answers::{self, Collected};
 use candle_core::{DType, Tensor};
 use tallow::Result;
 use tallow::distributed::Reduce;
-use tallow::report::{Column, Fields, Report, mean_and_std};
+use tallow::report::{Column, Fields, Report};
 
 /// The collectives, and how many times their bytes cross a rank's link, over (ranks - 1) / ranks. So rates of all can
 /// be compared with the link's.
@@ -51,7 +51,7 @@ impl Rank<'_> {
                 };
                 let row = Fields::of(&own)?;
                 let mut line = row.clone();
-                line.insert("time", mean_and_std(&row));
+                line.insert("time", own.time.to_string());
                 report.rows.push(row);
                 report.lines.push(line);
                 collected.push(own);

@@ -15,7 +15,7 @@ use tallow::distributed::{FullyShard, Replicated, Shard};
 use tallow::model::TransformerLM;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{self, Profiler};
-use tallow::report::{Column, Report, Statistics, mean_and_std};
+use tallow::report::{Column, Report, Statistics};
 use tallow::{Result, nn};
 
 /// Steps of a trace: the first planned step on a GPU records what the others replay.
@@ -116,7 +116,7 @@ impl Rank<'_> {
                         alone.map(|alone| percent(alone.mean_ms)),
                     );
                 let mut line = row.clone();
-                line.insert("time", mean_and_std(&row));
+                line.insert("time", step.to_string());
                 if alone.is_some_and(|alone| !is_slower(alone, &step)) {
                     line.insert("exposed_ms", "in the noise")
                         .insert("exposed_percent", "in the noise");

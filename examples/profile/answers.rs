@@ -1,7 +1,7 @@
 //! The answers to the handout's questions (a) to (e).
 
 use super::figures::{AttentionFigures, Figures, NAMED_FROM_PERCENT, Share, Timed, Work};
-use tallow::report::{Answer, Speedup, Statistics, mean_and_std};
+use tallow::report::{Answer, Speedup, Statistics};
 
 /// The times match if they differ by at most this, in percent.
 const MATCH_PERCENT: f64 = 10.0;
@@ -79,9 +79,9 @@ fn verdict(timed: &Timed) -> (f64, Option<bool>) {
 
 /// Says whether the profiler's times match the stopwatch's, phase by phase, and if not, why and what to do.
 pub fn matches(timed: &[Timed], ranges_per_step: f64) -> Option<String> {
-    let words = |time: &Statistics| match (time.std_ms, mean_and_std(&time.fields()).as_str()) {
-        (Some(_), Some(cell)) => format!("{cell} ms"),
-        _ => format!("{:.3} ms", time.mean_ms),
+    let words = |time: &Statistics| match time.std_ms {
+        Some(_) => format!("{time} ms"),
+        None => format!("{:.3} ms", time.mean_ms),
     };
     let whole = timed.last()?;
     let times = timed.iter().map(|own| {

@@ -46,7 +46,7 @@ pub struct Report {
     pub columns: Vec<Column>,
     /// The results, one row for each measurement.
     pub rows: Vec<Fields>,
-    /// Rows that the tables show instead of `rows`, for example [pivoted](super::pivot()) ones; empty if they show
+    /// Rows that the tables show instead of `rows`, for example one for several rows; empty if they show
     /// `rows`. CSV and JSON always have `rows`.
     pub lines: Vec<Fields>,
     /// Answers to the questions that the report was made for.

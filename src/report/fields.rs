@@ -1,8 +1,5 @@
-//! Fields in insertion order, and pivoting rows of fields.
+//! Fields in insertion order.
 
-use super::Speedup;
-use super::column::NOT_AVAILABLE;
-use super::words::{decimals_of, fixed, group};
 use crate::Error;
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
@@ -153,86 +150,4 @@ impl<K: Into<String>, V: Into<Value>> FromIterator<(K, V)> for Fields {
         }
         fields
     }
-}
-
-/// Joins rows that agree in all fields of `by` into one line, in the order of first appearance.
-///
-/// A line has all fields of its rows; where rows differ, the last one wins. It also has one field for each row: its
-/// name is the row's value of `across`, and its value is the result of `cell`.
-///
-/// ```
-/// use tallow::report::{Fields, mean_and_std, pivot};
-///
-/// let row = |phase: &str, mean_ms: f64| {
-///     let mut row = Fields::from_iter([("phase", phase)]);
-///     row.insert("context_length", 256).insert("mean_ms", mean_ms).insert("std_ms", 0.06);
-///     row
-/// };
-/// let rows = [row("forward", 0.282), row("backward", 0.661)];
-/// let lines = pivot(&rows, &["context_length"], "phase", mean_and_std);
-/// assert_eq!(lines.len(), 1);
-/// assert_eq!(lines[0].get("forward"), Some(&"0.282 ± 0.060".into()));
-/// assert_eq!(lines[0].get("backward"), Some(&"0.661 ± 0.060".into()));
-/// ```
-pub fn pivot(
-    rows: &[Fields],
-    by: &[&str],
-    across: &str,
-    cell: impl Fn(&Fields) -> Value,
-) -> Vec<Fields> {
-    let mut lines: Vec<Fields> = Vec::new();
-    for row in rows {
-        let same = |line: &Fields| by.iter().all(|key| line.get(key) == row.get(key));
-        let place = lines.iter().position(same).unwrap_or_else(|| {
-            lines.push(Fields::new());
-            lines.len() - 1
-        });
-        let line = &mut lines[place];
-        line.merge(row.clone());
-        if let Some(Value::String(name)) = row.get(across) {
-            line.insert(name, cell(row));
-        }
-    }
-    lines
-}
-
-/// Formats `mean_ms` and `std_ms` of a row as one cell, `9.14 ± 0.38`, with three or four digits of the mean. Without a
-/// mean, it returns the row's `status` if that is not `ok`, else null.
-///
-/// ```
-/// use tallow::report::{Fields, mean_and_std};
-///
-/// let measured = Fields::from_iter([("mean_ms", 9.138), ("std_ms", 0.381)]);
-/// assert_eq!(mean_and_std(&measured), "9.14 ± 0.38");
-/// let failed = Fields::from_iter([("status", "OOM")]);
-/// assert_eq!(mean_and_std(&failed), "OOM");
-/// ```
-pub fn mean_and_std(row: &Fields) -> Value {
-    let number = |key: &str| row.get(key)?.as_f64();
-    let Some(mean) = number("mean_ms") else {
-        let status = row.get("status").filter(|status| **status != "ok");
-        return status.cloned().unwrap_or_default();
-    };
-    let text = |value| group(&fixed(value, decimals_of(mean)));
-    let std = number("std_ms").map_or(NOT_AVAILABLE.into(), text);
-    format!("{} ± {std}", text(mean)).into()
-}
-
-/// Returns the speedup of `row` over `before`, from `mean_ms`, `std_ms` and `n`; `None` if one of them is missing.
-///
-/// ```
-/// use tallow::report::{Statistics, speedup};
-///
-/// let eager = Statistics::new(&[10.0, 10.1, 9.9, 10.0])?.fields();
-/// let planned = Statistics::new(&[5.0, 5.1, 4.9, 5.0])?.fields();
-/// assert_eq!(speedup(&eager, &planned).unwrap().ratio, 2.0);
-/// assert!(speedup(&eager, &Default::default()).is_none());
-/// # Ok::<(), tallow::Error>(())
-/// ```
-pub fn speedup(before: &Fields, row: &Fields) -> Option<Speedup> {
-    let part = |row: &Fields| {
-        let number = |key: &str| row.get(key)?.as_f64();
-        Some((number("mean_ms")?, number("std_ms")?, number("n")? as usize))
-    };
-    Speedup::of_means(part(before)?, part(row)?)
 }

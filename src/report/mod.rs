@@ -1,5 +1,9 @@
 //! Reports of measurements: statistics over samples, tables in five formats, charts.
 //!
+//! - [`Statistics`] are mean, deviation and quantiles of samples. [`Speedup`] compares two of them, and [`PowerLaw`] is
+//!   fitted to measurements; both state whether their figures decide.
+//! - [`Report`] holds rows and columns, answers, notes and the environment. It is written as text, Markdown, CSV, JSON or
+//!   LaTeX ([`Format`]); [`Layout`] fits the text to a terminal.
 //! - [`plot`] draws charts as SVG or PNG.
 //!
 //! Measuring is done by `bench` (time) and `memory` (bytes).
@@ -44,7 +48,7 @@ mod write;
 
 pub use column::Column;
 pub use document::{Answer, Report};
-pub use fields::{Fields, mean_and_std, pivot, speedup};
+pub use fields::Fields;
 pub use markup::LATEX_COLUMNS;
 pub use statistics::{PowerLaw, Speedup, Statistics, Verdict};
 pub use text::Layout;

@@ -168,16 +168,11 @@ impl Speedup {
 
     /// Compares two timings; `None` if either has one sample, or a mean that is not positive.
     pub fn new(before: &Statistics, after: &Statistics) -> Option<Self> {
-        let part = |s: &Statistics| Some((s.mean_ms, s.std_ms?, s.n));
-        Self::of_means(part(before)?, part(after)?)
-    }
-
-    /// Compares two timings, each as mean, standard deviation and number of samples.
-    pub(super) fn of_means(before: (f64, f64, usize), after: (f64, f64, usize)) -> Option<Self> {
-        let relative = |(mean, std, n): (f64, f64, usize)| (std / mean).powi(2) / n as f64;
-        let ratio = before.0 / after.0;
-        let error = 2.0 * ratio * (relative(before) + relative(after)).sqrt();
-        let is_usable = before.0 > 0.0 && after.0 > 0.0 && ratio.is_finite() && error.is_finite();
+        let relative = |of: &Statistics| Some((of.std_ms? / of.mean_ms).powi(2) / of.n as f64);
+        let ratio = before.mean_ms / after.mean_ms;
+        let error = 2.0 * ratio * (relative(before)? + relative(after)?).sqrt();
+        let is_positive = before.mean_ms > 0.0 && after.mean_ms > 0.0;
+        let is_usable = is_positive && ratio.is_finite() && error.is_finite();
         is_usable.then_some(Self { ratio, error })
     }
 

@@ -4,7 +4,7 @@ mod charts;
 mod files;
 mod formats;
 mod layout;
-mod pivots;
+mod lines;
 mod statistics;
 mod stopwatch;
 mod tables;

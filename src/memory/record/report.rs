@@ -194,5 +194,6 @@ pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaCh
         x: moments.iter().map(|event| ms(*event)).collect(),
         layers: layers.collect(),
         spans: spans.collect(),
+        caption: Vec::new(),
     }
 }

@@ -1,7 +1,9 @@
 //! Stacked area charts, with named spans of the horizontal axis.
 
 use super::axis::Axis;
-use super::draw::{COLOURS, FRAME, Frame, LEFT, Look, MARGIN_TOP, RIGHT, TICK_SIZE, WIDTH};
+use super::draw::{
+    COLOURS, FRAME, Frame, LEFT, Look, MARGIN_TOP, RIGHT, TICK_SIZE, WIDTH, draw_caption,
+};
 use crate::report::picture;
 use crate::report::svg::{Svg, TEXT};
 use crate::report::words::{fixed, group};
@@ -49,6 +51,7 @@ pub struct TimeSpan {
 ///         AreaLayer { name: "activations".into(), values: vec![0.0, 3.0, 1.0], colour: Some(1) },
 ///     ],
 ///     spans: vec![TimeSpan { name: "forward".into(), from: 0.0, to: 2.0 }],
+///     caption: vec!["tiny, batch 4".into()],
 /// };
 /// assert!(chart.to_svg()?.contains("activations"));
 /// # Ok::<(), tallow::Error>(())
@@ -67,6 +70,8 @@ pub struct AreaChart {
     pub layers: Vec<AreaLayer>,
     /// The spans whose names are shown above the plot.
     pub spans: Vec<TimeSpan>,
+    /// Lines of small text below the chart: what was measured, and where.
+    pub caption: Vec<String>,
 }
 
 const SPAN_HEIGHT: i32 = 24;
@@ -168,7 +173,7 @@ impl AreaChart {
                 svg.line(&ends.map(|y| (name.span_middle, y)), FRAME, 1.0, "");
             }
         }
-        plot.end
+        draw_caption(svg, plot.end, &self.caption)
     }
 
     /// Places the name of each span: on the lowest line if the span is wide enough for it, else on a line above,

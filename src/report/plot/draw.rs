@@ -13,7 +13,7 @@ const TITLE_HEIGHT: i32 = 44;
 const LEGEND_HEIGHT: i32 = 24;
 const BOTTOM_HEIGHT: i32 = 62;
 /// Height of a line of the caption, in pixels.
-pub(super) const CAPTION_HEIGHT: i32 = 22;
+const CAPTION_HEIGHT: i32 = 22;
 /// The left edge of the plot, the title and the legend.
 pub(super) const LEFT: i32 = 90;
 pub(super) const RIGHT: i32 = WIDTH - 34;
@@ -159,6 +159,19 @@ pub(super) struct Plot {
     y: Axis,
     /// The lower end of the chart, in pixels.
     pub end: i32,
+}
+
+/// Draws small lines of text below a chart that ends at `end`, and returns where they end.
+pub(super) fn draw_caption(svg: &mut Svg, end: i32, lines: &[String]) -> i32 {
+    for (line, text) in (0..).zip(lines) {
+        svg.text(
+            (LEFT, end + CAPTION_HEIGHT * line),
+            TICK_SIZE,
+            "start",
+            text,
+        );
+    }
+    end + CAPTION_HEIGHT * lines.len() as i32
 }
 
 impl Plot {

@@ -32,7 +32,7 @@ use crate::report::picture;
 use crate::report::svg::Svg;
 use crate::{Error, Result};
 use axis::Axis;
-use draw::{CAPTION_HEIGHT, COLOURS, Frame, LEFT, Look, TICK_SIZE, WIDTH};
+use draw::{COLOURS, Frame, Look, WIDTH, draw_caption};
 
 /// The largest number of points at which a line has markers.
 const MAX_MARKERS: usize = 40;
@@ -154,11 +154,7 @@ impl LineChart {
                 look.cross(svg, plot.below_top(*x, above as i32));
             }
         }
-        for (line, text) in (0..).zip(&self.caption) {
-            let at = (LEFT, plot.end + CAPTION_HEIGHT * line);
-            svg.text(at, TICK_SIZE, "start", text);
-        }
-        Ok(plot.end + CAPTION_HEIGHT * self.caption.len() as i32)
+        Ok(draw_caption(svg, plot.end, &self.caption))
     }
 
     fn look(&self, index: usize) -> Look {

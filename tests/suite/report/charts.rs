@@ -285,6 +285,23 @@ fn every_span_is_named() {
     assert_eq!(narrow(96.0, 98.0), wide + 48);
 }
 
+#[test]
+fn a_caption_is_below_stacked_areas() {
+    let chart = AreaChart {
+        x: vec![0.0, 1.0],
+        layers: vec![AreaLayer {
+            name: "weights".into(),
+            values: vec![1.0, 1.0],
+            colour: None,
+        }],
+        caption: vec!["tiny B4 T256".into(), "cpu".into()],
+        ..Default::default()
+    };
+    let svg = chart.to_svg().unwrap();
+    let texts = svg_texts(&svg);
+    assert_eq!(texts[texts.len() - 2..], ["tiny B4 T256", "cpu"]);
+}
+
 /// One name has one colour in charts of different layers, and the peak is marked.
 #[test]
 fn layers_keep_their_colours_and_the_peak_is_marked() {

@@ -1,9 +1,9 @@
-//! Rows pivoted to lines, and fitted power laws.
+//! Lines that a table shows in place of rows, times as text, and fitted power laws.
 
 use approx::assert_relative_eq;
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use tallow::report::{Column, Fields, Format, PowerLaw, Report, mean_and_std, pivot};
+use tallow::report::{Column, Fields, Format, PowerLaw, Report, Statistics};
 
 use super::rendered;
 
@@ -26,7 +26,13 @@ fn rows() -> Vec<Fields> {
     ]
 }
 
+/// A line for each length, with the phases next to each other.
 fn report() -> Report {
+    let line = |length: u64, cells: &[(&str, &str)]| {
+        let mut line = Fields::from_iter([("context_length", length)]);
+        line.merge(cells.iter().copied().collect());
+        line
+    };
     Report {
         columns: vec![
             Column::number("context_length", "T", "", 0),
@@ -35,40 +41,33 @@ fn report() -> Report {
             Column::text("status", "Status"),
         ],
         rows: rows(),
-        lines: pivot(&rows(), &["context_length"], "phase", mean_and_std),
+        lines: vec![
+            line(
+                256,
+                &[
+                    ("forward", "1.00 ± 0.25"),
+                    ("forward+backward", "3,210 ± 803"),
+                    ("status", "ok"),
+                ],
+            ),
+            line(1024, &[("forward+backward", "OOM"), ("status", "OOM")]),
+        ],
         ..Default::default()
     }
 }
 
 #[test]
-fn a_line_has_its_rows_side_by_side() {
-    let lines = report().lines;
-    assert_eq!(lines.len(), 2);
-    assert_eq!(lines[0].get("forward"), Some(&json!("1.00 ± 0.25")));
-    assert_eq!(
-        lines[0].get("forward+backward"),
-        Some(&json!("3,210 ± 803"))
-    );
-    assert_eq!(lines[0].get("mean_ms"), Some(&json!(3210.5)), "the last");
-    assert_eq!(lines[1].get("forward"), None);
-    assert_eq!(lines[1].get("forward+backward"), Some(&json!("OOM")));
-    assert_eq!(lines[1].get("status"), Some(&json!("OOM")));
-    assert!(pivot(&[], &["context_length"], "phase", |_| Value::Null).is_empty());
-}
-
-#[test]
 fn a_mean_without_deviation_says_so() {
-    let one = Fields::from_iter([("mean_ms", 2.0)]);
-    assert_eq!(mean_and_std(&one), json!("2.00 ± n/a"));
-    assert_eq!(mean_and_std(&Fields::new()), Value::Null);
+    let shown = |samples_ms: &[f64]| Statistics::new(samples_ms).unwrap().to_string();
+    assert_eq!(shown(&[2.0]), "2.00 ± n/a");
     for (mean, expected) in [
         (0.0741, "0.074 ± 0.037"),
         (9.1449, "9.14 ± 4.57"),
         (117.46, "117.5 ± 58.7"),
         (3210.5, "3,210 ± 1,605"),
     ] {
-        let row = Fields::from_iter([("mean_ms", mean), ("std_ms", mean / 2.0)]);
-        assert_eq!(mean_and_std(&row), json!(expected));
+        let distance = mean / 2.0 / 2f64.sqrt(); // of two samples whose deviation is half of their mean
+        assert_eq!(shown(&[mean - distance, mean + distance]), expected);
     }
 }
 
