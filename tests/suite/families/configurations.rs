@@ -193,6 +193,7 @@ fn settings_out_of_range_name_the_file(
     let field = match key {
         "attention_dropout" => "dropout.attention",
         "num_hidden_layers" => "num_layers",
+        "rms_norm_eps" => "norm_eps",
         key => key,
     };
     assert_refused(&small(family, json!({ key: value })), &[field]);
