@@ -23,8 +23,8 @@ pub(super) const D_OUTPUT: &str = "d_output";
 /// let device = tallow::device("cpu")?;
 /// let x = Tensor::zeros((4, 3), DType::F32, &device)?; // two micro-batches of two rows
 /// let y = Tensor::zeros(4, DType::U32, &device)?;
-/// let batch = Batch::from([("x", &x), ("y", &y)]).counting(3); // a target is ignored
-/// assert_eq!(batch.counted(), Some(3));
+/// let batch = Batch::from([("x", &x), ("y", &y)]).with_counted_targets(3); // a target is ignored
+/// assert_eq!(batch.counted_targets(), Some(3));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Debug)]
