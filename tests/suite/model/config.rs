@@ -213,7 +213,7 @@ fn more_than_there_is_memory() {
     let parameters = format!("a model of {} parameters", huge.num_parameters());
     let parts = [
         parameters.as_str(),
-        "wants",
+        "needs",
         "are available",
         "smaller model",
     ];
