@@ -7,6 +7,8 @@
 //! ```sh
 //! cargo test
 //! cargo run --example e2e_benchmark     # times forward, backward and optimizer of a small model
+//! cargo run --example profile           # times each op of it
+//! cargo run --example memory_profile    # shows what its memory is used for
 //! ```
 //!
 //! A training step by hand, on the CPU:
@@ -82,7 +84,8 @@
 //! | predict memory | [`memory::estimate`], [`memory::planned_breakdown`] |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
-//! | see which tensor uses the memory | [`memory::record()`], [`memory::timeline()`], the example `memory_profile` |
+//! | see which tensor uses the memory | [`memory::record_on()`], [the guide](guide::reading_a_profile) |
+//! | read the peak of memory | [`memory::Meter`] |
 //! | profile a step | [`profile::Profiler`], [the guide](guide::reading_a_profile) |
 //! | count FLOPs | [`model::flops`] |
 //! | compare two versions of a step | [`bench::EndToEnd`], [`bench::alternate()`] |

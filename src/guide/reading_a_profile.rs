@@ -10,9 +10,12 @@
 //! cargo run --example memory_profile -- $FLAGS
 //! ```
 //!
+//! `profile` runs 2 warm-up and 5 measured steps (`--warmup-steps`, `--steps`) without a profiler, then again with it.
+//! `memory_profile` records one step after one warm-up step.
+//!
 //! # Time: `profile`
 //!
-//! The first table answers whether the profile can be trusted, and what kind of work dominates:
+//! The first table shows whether the profile can be trusted, and what kind of work dominates:
 //!
 //! ```text
 //!         A step by (ms) ────  % of a step ───────────────────────────────  % of forward ──
@@ -23,16 +26,22 @@
 //!
 //! | column | meaning |
 //! |---|---|
-//! | A step by, profiler | wall time of a step while every op is recorded |
-//! | A step by, stopwatch | wall time of a step without a profiler; a large difference means that recording disturbs |
-//! | matmul, softmax | share of the step in matmuls and in softmax, inside composite ops too |
+//! | A step by, profiler | step time measured by the profiler, while every op is recorded |
+//! | A step by, stopwatch | step time measured by a stopwatch, in the run without a profiler |
+//! | matmul, softmax | share of the step in matmuls and in softmax, in any op, also in fused ones (`swiglu_linear`) |
 //! | ops | share of the step inside tallow's ops |
-//! | between | share between them: candle's own ops, its graph, sums of gradients |
-//! | unexplained | the rest |
-//! | % of forward | the same shares of forward alone |
+//! | between | share between them: the rows `candle`, `sorting`, `gradient sums` and `freeing` below, up to rounding |
+//! | unexplained | 100% − ops − between: time outside of phases, and between the optimizer's ops |
+//! | % of forward | the same shares within forward; with `--mode train-step`, the forward of the step |
 //!
-//! Here ops take 96.2% of the step, and matmuls 64.3%. So the step is bound by its ops, not by what happens between
-//! them.
+//! Scale and mask count as softmax, unless they are ops of their own (`--reference-ops`). On a GPU, kernels of flash
+//! attention fuse matmuls and softmax, and count as neither. A GPU adds the column `GPU idle`, and a planned step rows
+//! `between the plan's calls`; they belong neither to `between` nor to `unexplained`.
+//!
+//! Trust the profile if profiler and stopwatch differ by at most 10%: answer (a) under the table applies this limit. A
+//! larger difference means that recording costs time. If the profiled step is the faster one, the difference is noise.
+//! Answers are marked undecided if the recorded steps vary by more than 20%. `unexplained` has no limit: it should be
+//! small compared with the rows you act on. Here ops take 96.2% of the step and matmuls 64.3%, so the ops limit it.
 //!
 //! The second table has a row for each op. Its backward is a row of its own:
 //!
@@ -62,21 +71,23 @@
 //!
 //! | column | meaning |
 //! |---|---|
-//! | Op | the op's name; with `--by path` its place in the model, with `--by layer` its place in any block |
-//! | Time (%) | share of the step's wall time; an op's time excludes ops inside of it, so no time counts twice |
-//! | A step | calls in a step: `linear` 10 times, five in each of two blocks |
-//! | Mean, Std (ms) | of one call |
+//! | Op | its name, the default on the CPU; `--by path`: its place; `--by layer`: as path, all `layers.N` added up |
+//! | Time (%) | share of the step's wall time; ops with rows of their own are subtracted, so no time counts twice |
+//! | A step | calls per step: `linear` 10 times, five in each of two blocks |
+//! | Mean, Std (ms) | of one call, over the calls of all recorded steps |
 //! | the last rows | time outside of ops; with the ops they add up to the step |
 //!
-//! `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the head's matmul and the loss; a note
-//! under the table lists the contents of such ops. `--columns all` adds columns that did not fit:
+//! A fused op's matmuls are in its row: `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the
+//! head's matmul and the loss. A note under the table lists the contents of such ops. `--columns all` adds columns that
+//! did not fit:
 //!
 //! | column | meaning |
 //! |---|---|
 //! | Matmuls, Softmax a step (ms) | the part of the row that is spent in matmuls and softmax |
 //! | Rate (GFLOP/s) | FLOPs by the op's formula, over its time |
-//! | Memory (GB/s) | bytes by the op's formula, which moves each tensor once, over its time |
-//! | Total, Median, Min, Max (ms), Instances | of all recorded calls |
+//! | Memory (GB/s) | bytes if each operand is read or written once, divided by the row's time; caches are ignored |
+//! | Median, Min, Max (ms) | of one call, over the calls of all recorded steps |
+//! | Total (ms), Instances | sum and number of the calls of all recorded steps |
 //!
 //! # What to do next
 //!
@@ -85,15 +96,15 @@
 //!
 //! | what you see | what to try |
 //! |---|---|
-//! | matmuls dominate at the machine's rate | a smaller model; bf16, if [the processor has it][bf16] |
+//! | matmuls dominate near the machine's rate | only less work or bf16 helps, if [the processor has bf16][bf16] |
 //! | matmuls dominate at a low rate | larger matrices, by a larger batch; more threads |
 //! | softmax or attention dominates | [`Algorithm::Flash`], for long sequences |
 //! | `between` or `unexplained` is large | a [planned step](crate::compile::Step): no graph, no allocations |
-//! | a `GPU idle` row on a GPU | the same: a planned step is replayed as CUDA graphs |
-//! | `adamw` dominates | a larger batch or accumulation; `--optimizer adamw-bf16` in `e2e_benchmark` |
+//! | `GPU idle` is large (GPUs only) | a planned step, which is replayed as CUDA graphs; larger batches |
+//! | `adamw` dominates | a larger batch; `--optimizer adamw-bf16` of `e2e_benchmark` (`profile` has no such flag) |
 //! | one op dominates unexpectedly | it may have run its reference ([`ops::fallbacks`]); `--strict` refuses that |
-//! | stopwatch and profiler disagree | steps too short, or other work on the machine: more `--steps` |
-//! | Std is as large as Mean | the machine is busy; look at the median |
+//! | stopwatch and profiler disagree | larger sizes if the profiler is slower; else more `--steps` on a quiet machine |
+//! | Std is as large as Mean | the row mixes sizes (`--by path` separates them), or the machine is busy: see Median |
 //!
 //! [bf16]: crate::hardware::bf16_matmul_unit
 //! [`Algorithm::Flash`]: crate::attention::Algorithm::Flash
@@ -113,8 +124,9 @@
 //! | column | meaning |
 //! |---|---|
 //! | Peak (MiB) | the most bytes alive at one point in time of a step, by counting allocations |
-//! | Peak in | the same for each phase; here backward is highest |
-//! | Predicted (MiB), Error (%) | prediction from sizes alone, by [`memory::estimate`](crate::memory::estimate()) |
+//! | Peak in | the same for each phase, memory held from earlier phases included; here backward is highest |
+//! | Predicted (MiB) | prediction from sizes alone, by [`memory::estimate`](crate::memory::estimate()) |
+//! | Error (%) | predicted − measured, relative to measured: negative if the prediction is too low |
 //!
 //! The next table says what the memory is used for at each of these peaks:
 //!
@@ -136,12 +148,13 @@
 //! |---|---|
 //! | weights, optimizer | parameters, and AdamW's two moments: twice the weights in f32. They stay from step to step |
 //! | activations | tensors that forward saves for backward; they grow with batch and context |
-//! | logits | N V numbers and what the loss saves, with N the number of tokens in the batch |
+//! | logits | N × V numbers and what the loss saves, with N the number of tokens in the batch |
 //! | gradients | gradients of weights; all of them are alive when the optimizer begins |
-//! | scratch | temporary memory of a single op, and gradients between ops |
-//! | other | blocks that are too small to be recorded, or were allocated outside of a step |
+//! | scratch | temporary memory of a single op, and gradients of activations |
+//! | other | blocks under 4096 bytes, blocks allocated outside of phases, and kinds of at most 1% of the peak |
 //!
-//! The largest blocks, and the tensors that forward saves:
+//! `Difference` is predicted − measured. The next table has the largest allocations of the whole step; not all are
+//! alive at the peak. `Each` is the size of one block. Equal blocks share one of its five rows: `Blocks` counts them.
 //!
 //! ```text
 //! Each (MiB)  Blocks  Holds        Phase     Origin
@@ -152,6 +165,9 @@
 //!        1.0       1  scratch      backward  layers.0/ffn/w2/linear
 //!        1.0       1  activations  forward   layers.0/attn/attention::naive
 //! ```
+//!
+//! "Saved for backward" has the five largest tensors that forward saves, by its traced graph. The sums (`all of`)
+//! include the smaller ones. `What` is `output`, or the op's name for what it saves in addition. `Tensors` is a count.
 //!
 //! ```text
 //! Origin                             What           Shape             Dtype  Tensors  Size (MiB)
@@ -169,8 +185,8 @@
 //! all                                                                             50        16.5
 //! ```
 //!
-//! `Origin` is the place in the model and the op. The second table shows why naive attention is expensive for long
-//! sequences: each layer saves a matrix of probabilities of shape (B, H, T, T).
+//! `Origin` is the place in the model and the op. This table shows why naive attention is expensive for long sequences:
+//! each layer saves a matrix of probabilities of shape (B, H, T, T).
 //!
 //! # What to do next
 //!
@@ -179,27 +195,35 @@
 //! | activations, probabilities among them | flash attention (`--attention flash`): it saves nothing of size T x T |
 //! | activations | checkpointing (`--checkpoint block`), a smaller batch with accumulation, half precision |
 //! | logits | a smaller batch; a planned step, which computes head and loss for some rows at a time |
-//! | weights, optimizer, gradients | [`Moments::Bf16`]; [`optimizer_in_backward`]; [sharding](crate::distributed) |
-//! | scratch | note its op in the table of the largest blocks |
-//! | anything, in an eager step | `--compile`: buffers that are never live together share memory in a planned step |
+//! | weights, optimizer, gradients | [`Moments::Bf16`], [`StepConfig::optimizer_in_backward`][early], [`FullyShard`] |
+//! | scratch | find its op among the largest allocations (of the whole step); a smaller batch; a planned step |
+//! | any row, if steps are eager | `--compile`: in a planned step, buffers that are never live together share memory |
 //!
 //! [`Moments::Bf16`]: crate::optim::Moments::Bf16
-//! [`optimizer_in_backward`]: crate::compile::StepConfig::optimizer_in_backward
+//! [early]: crate::compile::StepConfig::optimizer_in_backward
+//! [`FullyShard`]: crate::distributed::FullyShard
 //!
 //! `memory_estimate` prints the predicted terms with their formulas, and allocates nothing. `--timeline step.svg` draws
 //! memory over time; `--snapshot step.pickle` writes a file for PyTorch's memory viewer.
 //!
 //! # In your own program
 //!
-//! Ops and layers open ranges by themselves. Mark steps and phases, and a part of your own code with a name:
+//! Both need the feature `report`, which is on by default. Build with `--release` or set `opt-level = 3` in your
+//! `[profile.dev]`: tallow's own profile does not apply to your crate.
+//!
+//! A range is a named interval, like PyTorch's `record_function`. Ops and layers open theirs. Mark steps and phases,
+//! and name parts of your own code ([`probe`](crate::probe) has the same functions):
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
 //! use tallow::ops;
+//! use tallow::optim::{AdamW, AdamWConfig};
 //! use tallow::profile::{self, Balance, Grouping, Profiler, ProfileReport, Selection};
+//! use tallow::report::Format;
 //!
 //! let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
 //! let w = Var::ones((16, 8), DType::F32, &Device::Cpu)?;
+//! let mut optimizer = AdamW::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
 //! let profiler = Profiler::start()?; // after the warm-up; start_on(&device) for a GPU
 //! for _ in 0..3 {
 //!     let _step = profile::step();
@@ -208,15 +232,51 @@
 //!         let _encoder = profile::range("encoder");
 //!         ops::sum(&ops::linear(&x, &w)?)?
 //!     };
-//!     let _phase = profile::phase("backward");
-//!     tallow::backward(loss)?;
+//!     let gradients = {
+//!         let _phase = profile::phase("backward");
+//!         tallow::backward(loss)?
+//!     };
+//!     let _phase = profile::phase("optimizer");
+//!     optimizer.step(&gradients)?;
 //! }
-//! let recording = profiler.finish()?;
-//! let report = ProfileReport::new(&recording, &Selection::default(), Grouping::Path)?;
+//! let recording = profiler.finish()?; // recording.save_trace(path) and save_flame_graph(path) write files
+//! let all = Selection::default(); // the filter: a phase, a part of the model
+//! let report = ProfileReport::new(&recording, &all, Grouping::Path)?;
 //! assert!(report.rows.iter().any(|row| row.name == "encoder/linear"));
-//! println!("{:?}", Balance::new(&recording).lines); // ops, and the time between them
+//! report.table().write_to(Format::Text, &mut std::io::stdout())?; // save(format, path) writes a file
+//! println!("{}", Balance::new(&recording)); // the parts of a step: ops, and the time between them
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! [`memory::record`](crate::memory::record()) records blocks in the same way. It needs a
-//! [`Tracker`](crate::memory::tracker::Tracker) as the global allocator on the CPU.
+//! Phases can have any name. But only in these three is memory divided into activations, gradients and optimizer state,
+//! and only in forward and backward is time between ops explained. [`Trainer::step`](crate::train::Trainer::step) marks
+//! steps and phases: run one as warm-up, then start the profiler. A planned [`Step`](crate::compile::Step) marks its
+//! phases; add `profile::step()`. Its memory is one arena: see [`Plan::explain`](crate::compile::Plan::explain).
+//!
+//! [`memory::record_on`](crate::memory::record_on()) records blocks by the same phases. On the CPU it needs a
+//! [`Tracker`](crate::memory::tracker::Tracker) as the global allocator. It wraps any allocator, in the examples
+//! `mimalloc::MiMalloc`. GPUs need none.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor, Var};
+//! use std::alloc::System;
+//! use tallow::memory::{self, MemoryKind, RecordConfig, tracker::Tracker};
+//! use tallow::{ops, profile, report::Format};
+//!
+//! #[global_allocator]
+//! static ALLOCATOR: Tracker<System> = Tracker::new(System);
+//!
+//! let x = Tensor::ones((32, 64), DType::F32, &Device::Cpu)?;
+//! let w = Var::ones((256, 64), DType::F32, &Device::Cpu)?;
+//! let mut recorder = memory::record_on(&Device::Cpu, RecordConfig::default())?;
+//! recorder.label(MemoryKind::Weights, "w", &w); // allocated before
+//! let y = {
+//!     let _phase = profile::phase("forward");
+//!     ops::linear(&x, &w)?
+//! };
+//! let recording = recorder.finish();
+//! println!("{} bytes at the peak", recording.peak_bytes());
+//! recording.largest_report(5).write_to(Format::Text, &mut std::io::stdout())?;
+//! # drop(y);
+//! # Ok::<(), tallow::Error>(())
+//! ```

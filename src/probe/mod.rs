@@ -1,5 +1,8 @@
 //! Instrumentation for profiling and memory accounting: ranges of work, and the operands and costs of ops.
 //!
+//! [`profile`](crate::profile) and [`memory::record_on`](crate::memory::record_on()) listen to these ranges.
+//! `profile::step`, `profile::phase` and `profile::range` are [`step`], [`phase`] and [`range()`] of this module.
+//!
 //! Without listeners a range costs one atomic load. Ranges belong to a thread and nest on it:
 //!
 //! ```

@@ -11,7 +11,8 @@ use std::ops::{Add, AddAssign};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-/// Parts of an op's time; the rest is in none of them. A mask counts as softmax, unless it is an op of its own.
+/// Parts of an op's time; the rest is in none of them. Scale and mask count as softmax, unless they are ops of their
+/// own, as in references.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parts {
     /// Time in matmuls, the packing of their operands included.

@@ -175,7 +175,10 @@ pub fn in_module<T>(name: &'static str, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Opens a part of a step: `forward`, `backward`, `optimizer`. The path is unchanged.
+/// Opens a part of a step. The path is unchanged.
+///
+/// Any name is allowed. But recorded memory is divided into activations, gradients, optimizer state and scratch only in
+/// `forward`, `backward` and `optimizer`.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -195,7 +198,9 @@ pub fn phase(name: &'static str) -> RangeGuard {
     enter(Kind::Phase, || (name.into(), current(), name))
 }
 
-/// Opens a step of a loop. Benchmarks and the trainer open one around each of theirs. Path and phase are unchanged.
+/// Opens a step of a loop. Path and phase are unchanged.
+///
+/// [`Trainer::step`](crate::train::Trainer::step) and the benchmarks open it themselves: their steps need no mark.
 ///
 /// [`profile`](crate::profile) has an example of a loop with steps and phases.
 pub fn step() -> RangeGuard {
