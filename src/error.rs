@@ -109,23 +109,24 @@ pub enum Error {
         parameter: String,
     },
 
-    /// A call in the wrong order.
+    /// A call in the wrong order, or one that is impossible in the present state: NCCL is missing, a rank is refused.
     #[error("{op}: {}; {}", Visible(.problem), Visible(.hint))]
     Order {
         /// The operation.
         op: &'static str,
-        /// The call that came before, or is missing.
+        /// The problem: the call that came before or is missing, or the state.
         problem: String,
         /// A way out.
         hint: String,
     },
 
-    /// A rank of a distributed job that failed or does not respond.
+    /// A rank of a distributed job that failed, does not respond, did not join, or has other settings than rank 0. All
+    /// others return it too; [`distributed`](crate::distributed#failures) says what to do.
     #[error("rank {rank}, in {during}: {}; {hint}", Visible(.problem))]
     Rank {
         /// The rank.
         rank: usize,
-        /// The collective operation.
+        /// What the ranks were doing: a collective, a step, `rendezvous`, or the function that compared settings.
         during: String,
         /// The failure of the rank.
         problem: String,

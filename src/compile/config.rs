@@ -114,9 +114,12 @@ pub struct StepConfig {
     /// Whether the plan divides gradients by a loss scale and skips the update if one has overflowed, for
     /// [`Step::run_scaled`](super::Step::run_scaled).
     pub loss_scaling: bool,
-    /// The number of micro-batches of a step. Each input has them stacked in its first dimension. The step's loss is
-    /// the mean of their losses with equal weights. For a [batch that counts its targets](super::Batch::with_counted_targets) it is
-    /// the mean over all targets that count.
+    /// The number of micro-batches of a step on this rank ([`TrainConfig::accumulation`][all] counts those of all
+    /// ranks). Each input has them stacked in its first dimension. The step's loss is the mean of their losses with
+    /// equal weights. For a [batch that counts its targets](super::Batch::with_counted_targets) it is the mean over all
+    /// targets that count.
+    ///
+    /// [all]: crate::train::TrainConfig::accumulation
     pub accumulation: usize,
     /// The maximum size of the arena in training. If a plan needs more, backward recomputes as little as possible, in
     /// this order: in half precision on a GPU, the residual sums that the second norms of the first blocks read (one

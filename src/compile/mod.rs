@@ -47,9 +47,9 @@
 //! [`Step::refresh`] after weights were loaded or set. With [`StepConfig::optimizer_in_backward`] in bf16,
 //! gradients are in bf16 where weights have copies.
 //!
-//! The second run is recorded as a CUDA graph. A run allocates nothing and never waits for the host. When a step
-//! switches to another of its plans, that plan takes over the arena and makes the copies of weights again in its first
-//! run.
+//! The second run is recorded as a CUDA graph. A run allocates nothing, and within a run the GPU never waits for the
+//! host. When a step switches to another of its plans, that plan takes over the arena and makes the copies of weights
+//! again in its first run.
 //!
 //! If all targets are ignored, the loss is NaN on a GPU; on the CPU the run is an error.
 //!

@@ -20,11 +20,14 @@ const OP: &str = "distributed::Communicator";
 /// All ranks must make the same calls in the same order, on tensors of the same shape and dtype. Collectives that
 /// change a tensor change every tensor that shares its storage, and are not recorded by autograd.
 ///
-/// On a GPU calls go to NCCL on a separate stream. It waits for earlier work on the device's stream, and the device's
-/// stream waits for it where a result is used; the host does not wait. On the CPU a thread runs the calls in order.
+/// On a GPU a collective runs on a separate stream, after earlier work on the device's stream. Later work on the
+/// device's stream waits for it. The host does not wait: the call returns before the collective is done. On the CPU a
+/// thread runs the collectives in order, and each call returns when its collective is done.
 ///
-/// If a rank dies, stops or makes another call, waiting on other ranks ends with [`Error::Rank`], which names it.
-/// Weights are then undefined: continue from a checkpoint.
+/// If a rank dies, stops or makes another call, all ranks get [`Error::Rank`], which names it. A thread of each rank
+/// learns of the failure and aborts NCCL, which ends waits for the GPU. The error comes from a call that waits, else
+/// from the next call or [`check`](Self::check): call it after you have read a collective's result from a GPU. Weights
+/// are then undefined: continue from a checkpoint.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -187,9 +190,13 @@ impl Communicator {
         Ok(mean)
     }
 
-    /// Applies the job's timeout to this rank while the guard is alive: a rank that others wait for longer than that
-    /// has failed. Use it around code that waits for other ranks, such as a step; collectives for which the host waits
-    /// do so themselves.
+    /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
+    /// longer than that, the rank that is behind has failed.
+    ///
+    /// Planned steps, [`Trainer::step`](crate::train::Trainer::step), [`mean`](Self::mean), [`barrier`](Self::barrier),
+    /// [`check_equal`](Self::check_equal) and all collectives on the CPU do this themselves. On a GPU other collectives
+    /// return before they are done. Use the guard where your code then waits for their results: without it a rank that
+    /// hangs is not noticed there. (A rank whose process ends is noticed always.)
     pub fn apply_timeout(&self, what: &str) -> TimeoutGuard<'_> {
         self.0.membership.enter_some(what)
     }

@@ -19,7 +19,9 @@ pub struct DistConfig {
     /// `cuda`, where each rank uses the GPU of its local rank, or `cpu`. In a job of one rank any
     /// [`device`](crate::device()).
     pub device: String,
-    /// The longest time that ranks wait for another at rendezvous and in every collective, before it counts as failed.
+    /// The longest time that a rank may spend at rendezvous, in a step, or in a collective that the host waits for.
+    /// Then the rank that is behind counts as failed. Choose more than the longest step and the longest save take.
+    /// [`Communicator::apply_timeout`](super::Communicator::apply_timeout) names what no timeout covers.
     pub timeout: Duration,
     /// The most multiprocessors of a GPU that NCCL's collectives use; they run concurrently with the model's kernels.
     /// `None` leaves the choice to NCCL.
@@ -145,9 +147,9 @@ impl ReplicatedConfig {
 pub struct FullyShardConfig {
     /// The dtype to which gradients are rounded for the exchange, as in [`ReplicatedConfig::dtype`].
     pub dtype: Option<DType>,
-    /// Size of a bucket in a planned step on a GPU. Weights of consecutive blocks are gathered together until they have
-    /// this many bytes, while earlier weights are in use; gradients are exchanged likewise. Full weights need at most
-    /// twice this memory, or that of two blocks.
+    /// Size of a bucket in a planned step on a GPU. A bucket has the weights of consecutive modules, such as blocks. It
+    /// ends with the module in which it reaches this size, so it has at least one. A bucket is gathered while the one
+    /// before it is in use: about two buckets of full weights exist at a time. Gradients are exchanged in buckets too.
     pub bucket_bytes: u64,
 }
 

@@ -7,17 +7,21 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A model that is sharded over the ranks: of each weight, its gradient and its optimizer state a rank has its
-/// [part](Shard::part). Full weights exist only while they are used (ZeRO stage 3; `fully_shard` in PyTorch).
+/// A model that is sharded over the ranks. Each rank holds one [part](Shard::part) of every weight, gradient and
+/// optimizer state. Full weights exist only while they are used (ZeRO stage 3; `fully_shard` in PyTorch).
 ///
-/// A layer that is built from the [`builder`](Self::builder) has meta tensors as weights, which need no memory. The
-/// parts, [`parameters`](Self::parameters), are trained in a [planned](crate::compile::Step::fully_sharded) step. It
-/// gathers each weight for forward in the dtype that the matmul reads, and again for backward, bucket by bucket, and
-/// averages gradients while backward continues. On a GPU weights are gathered ahead of their use, and forward's last
-/// bucket, which backward reads first, is kept.
+/// A layer that is built from the [`builder`](Self::builder) has meta tensors as weights: shape and dtype without data.
+/// The parts, [`parameters`](Self::parameters), are trained in a [planned](crate::compile::Step::fully_sharded) step.
+/// It gathers weights for forward and again for backward, and averages gradients while backward continues. On a GPU it
+/// does so in [buckets](FullyShardConfig::bucket_bytes), and gathers a bucket while the one before it is in use.
+/// Forward's last bucket is kept, because backward reads it first.
+///
+/// Parts keep their dtype, f32, also in half precision. Weights are then gathered in the dtype that the matmul reads:
+/// bf16 with [`Precision::BF16`](crate::precision::Precision::BF16). Clipping uses the norm of the full gradients, over
+/// all ranks.
 ///
 /// Outside of such a step running its layers is an error. [`Step::forward`](crate::compile::Step::forward) evaluates
-/// them.
+/// them. [`Trainer::fully_sharded`](crate::train::Trainer::fully_sharded) trains, saves and resumes such a model.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -32,21 +36,28 @@ use std::sync::{Arc, Mutex, MutexGuard};
 ///     ..Default::default()
 /// };
 /// // Two ranks, here threads of one process; processes call distributed::init.
-/// let of = |communicator: distributed::Communicator| -> tallow::Result<f32> {
+/// let train = |communicator: distributed::Communicator| -> tallow::Result<f32> {
 ///     let sharded = FullyShard::new(&communicator, FullyShardConfig::default())?;
 ///     let weights = nn::seeded(0, DType::F32, communicator.device());
 ///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
 ///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
 ///     let mut step = Step::fully_sharded_for_model(&model, &optimizer, &StepConfig::default(), &sharded)?;
 ///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
-///     step.run(&mut optimizer, (&tokens, &tokens))
+///     let targets = Tensor::new(&[[2u32, 3, 4, 5]], communicator.device())?; // (B, T)
+///     step.run(&mut optimizer, (&tokens, &targets))
 /// };
 /// std::thread::scope(|scope| {
-///     let ranks: Vec<_> = distributed::threads(2)?.into_iter().map(|rank| scope.spawn(move || of(rank))).collect();
+///     let communicators = distributed::threads(2)?.into_iter();
+///     let ranks: Vec<_> = communicators.map(|communicator| scope.spawn(move || train(communicator))).collect();
 ///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap().map(drop))
 /// })?;
 /// # Ok::<(), tallow::Error>(())
 /// ```
+///
+/// Without `Trainer` nothing writes one file for all ranks. Each rank can write its parts and its
+/// [`AdamW::state`](crate::optim::AdamW::state) to files of its own. As many ranks restore them, with candle's
+/// `Var::set` and [`AdamW::load_state`](crate::optim::AdamW::load_state), before they create the step.
+/// [`full_weight`](Self::full_weight) returns one full weight at a time, to export the model.
 ///
 /// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao
 /// et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.

@@ -1,4 +1,5 @@
-//! Training with several processes: one process per rank, each with its GPU.
+//! Training on several ranks. A rank is a process; on GPUs each has a GPU of its own. In tests a rank may be a
+//! [thread](threads()).
 //!
 //! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun ([`Ranks::from_env`]
 //! lists them). It returns a [`Communicator`] with collectives by NCCL on NVIDIA GPUs, or by MPI on CPUs. The rest of
@@ -18,7 +19,7 @@
 //! let model = TransformerLM::new(&config, 0, communicator.device())?;
 //! let config = TrainConfig {
 //!     sequence_length: 256,
-//!     accumulation: communicator.world_size(), // the batches of all ranks
+//!     accumulation: communicator.world_size(), // batches of a step on all ranks together: one on each
 //!     ..Default::default()
 //! };
 //! let mut trainer = Trainer::new(model, config, train, validation)?;
@@ -58,19 +59,49 @@
 //!
 //! Ranks train together in one of three ways:
 //!
-//! - [`Replicated`]: every rank has all weights, and gradients are averaged.
-//! - [`AdamW::shard`](crate::optim::AdamW::shard): in addition the optimizer's state is sharded (ZeRO stage 1).
-//! - [`FullyShard`]: each rank has a shard of each weight, its gradient and its state.
+//! - [`Replicated`]: every rank has all weights, and gradients are averaged. Call [`Trainer::replicate`] after
+//!   [`Trainer::new`] or [`Trainer::resume`], which put the full model on each GPU.
+//! - [`AdamW::shard`](crate::optim::AdamW::shard): in addition the optimizer's state is sharded (ZeRO stage 1). Call
+//!   [`Trainer::shard_optimizer`] after `replicate`.
+//! - [`FullyShard`]: each rank has a shard of each weight, its gradient and its state. [`Trainer::fully_sharded`] or
+//!   [`Trainer::resume_fully_sharded`] creates the run. The full model is never on one GPU.
 //!
-//! [`compile::Step`](crate::compile::Step) plans the exchanges with the step, and [`Trainer`](crate::train::Trainer)
-//! runs the training loop.
+//! [`compile::Step`](crate::compile::Step) plans the exchanges with the step; `Trainer` runs the training loop. GPUs
+//! need the feature `cuda`, `Trainer` needs `train` (on by default).
 //!
 //! # Failures
 //!
 //! Each rank reports to rank 0 several times a second that it is alive, and the operation that it is in. A rank has
-//! failed if its process ends, or if others wait for it for longer than [`DistConfig::timeout`]. All ranks are notified
-//! of the failure: their waits end with [`Error::Rank`], which names the rank. Weights are then undefined; resume from
-//! a checkpoint. Ranks may be suspended together and resumed (`scontrol suspend`): that time does not count as waiting.
+//! failed if its process ends before the job does, or if others wait for it for longer than [`DistConfig::timeout`].
+//! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
+//! suspended together and resumed (`scontrol suspend`): that time does not count as waiting.
+//!
+//! - Weights are undefined after [`Error::Rank`], and the communicator returns it from then on. Return the error from
+//!   `main` (`?`), start all ranks again, and resume from a checkpoint. NCCL is aborted; dropping the communicator
+//!   waits at most 10 seconds for that, and not for other ranks.
+//! - No rank replaces rank 0. If its process ends, the others notice immediately. If its host does not respond any
+//!   more, they notice once they have waited for longer than the timeout.
+//! - tallow handles no signals in a rank. SIGTERM ends it without a save, which is a failure. The example `train` shows
+//!   how ranks that receive SIGTERM save and stop after the same step.
+//!
+#![cfg_attr(
+    feature = "train",
+    doc = "[`Trainer::new`]: crate::train::Trainer::new",
+    doc = "[`Trainer::resume`]: crate::train::Trainer::resume",
+    doc = "[`Trainer::replicate`]: crate::train::Trainer::replicate",
+    doc = "[`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer",
+    doc = "[`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded",
+    doc = "[`Trainer::resume_fully_sharded`]: crate::train::Trainer::resume_fully_sharded"
+)]
+#![cfg_attr(
+    not(feature = "train"),
+    doc = "[`Trainer::new`]: crate#features",
+    doc = "[`Trainer::resume`]: crate#features",
+    doc = "[`Trainer::replicate`]: crate#features",
+    doc = "[`Trainer::shard_optimizer`]: crate#features",
+    doc = "[`Trainer::fully_sharded`]: crate#features",
+    doc = "[`Trainer::resume_fully_sharded`]: crate#features"
+)]
 
 mod collective;
 mod communicator;

@@ -24,7 +24,7 @@ const OP: &str = "distributed::Replicated";
 ///     for communicator in ranks {
 ///         scope.spawn(move || -> tallow::Result<()> {
 ///             let rank = communicator.rank() as f32;
-///             let w = Var::new(&[1f32 + rank, 2.0], &Device::Cpu)?; // others than rank 0's are overwritten
+///             let w = Var::new(&[1f32 + rank, 2.0], &Device::Cpu)?; // rank 0's value replaces the others
 ///             let parameters = vec![("w".to_string(), w.clone())];
 ///             let replicated = Replicated::new(&communicator, parameters, ReplicatedConfig::default())?;
 ///             let x = Tensor::new(&[1f32, 4.0 * rank], &Device::Cpu)?; // this rank's part of the batch

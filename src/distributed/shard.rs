@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Alignment of parts, in elements: 16 bytes in half precision, with which exchanges are fastest.
 const PART_ELEMENTS: usize = 8;
 
-/// One of several ranks, each of which has a part of a tensor or model.
+/// A rank and the number of ranks, which determine the rank's part of a tensor.
 ///
 /// [`part`](Self::part) has an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -38,14 +38,14 @@ impl Shard {
     }
 
     /// Returns this rank's part of a tensor with this many elements, which is divided in the order of the ranks. Parts
-    /// have equal sizes, except that those of the last ranks may be smaller or empty. The part of a rank that is not
-    /// less than the number of ranks is empty.
+    /// have equal sizes, except that those of the last ranks may be smaller or empty. If `rank` is `world_size` or
+    /// more, the part is empty.
     ///
     /// ```
     /// use tallow::distributed::Shard;
     ///
     /// let parts = [0, 1, 2].map(|rank| Shard { rank, world_size: 3 }.part(50));
-    /// assert_eq!(parts, [0..24, 24..48, 48..50]); // whole 16 bytes, were they of bf16
+    /// assert_eq!(parts, [0..24, 24..48, 48..50]); // sizes are multiples of 8: 16 bytes in bf16
     /// ```
     pub fn part(&self, elements: usize) -> Range<usize> {
         if self.rank >= self.world_size {

@@ -28,8 +28,8 @@
 //! | `torch.fx`, `torch.export` | [`graph::trace`](crate::graph::trace()) |
 //! | `torchrun`, `init_process_group` | `torchrun`, [`distributed::init`](crate::distributed::init) |
 //! | `DistributedDataParallel` | [`distributed::Replicated`](crate::distributed::Replicated), [`Trainer::replicate`] |
-//! | `ZeroRedundancyOptimizer` | [`AdamW::shard`](crate::optim::AdamW::shard) |
-//! | FSDP, `fully_shard` | [`distributed::FullyShard`](crate::distributed::FullyShard) |
+//! | `ZeroRedundancyOptimizer` | [`AdamW::shard`](crate::optim::AdamW::shard), [`Trainer::shard_optimizer`] |
+//! | FSDP, `fully_shard` | [`distributed::FullyShard`](crate::distributed::FullyShard), [`Trainer::fully_sharded`] |
 //! | `DataLoader` | [`data::RandomBatches`], [`data::SequentialBatches`] |
 //! | a `Dataset` of your own | [`data::Batches`](crate::data::Batches) |
 //! | `torch.save`, `torch.load` | safetensors: [`TransformerLM::save`], [`AdamW::save`], [`Trainer::save`] |
@@ -147,6 +147,7 @@
 //! - Fully sharded models run only in planned steps. Elsewhere their weights are meta tensors.
 //! - [`TrainConfig::accumulation`](crate::train::TrainConfig::accumulation) counts the batches of all ranks together. A
 //!   step therefore has the same batches on one GPU and on four.
+//!   [`StepConfig::accumulation`](crate::compile::StepConfig::accumulation) counts those of one rank.
 //!
 //! **What is missing**
 //!
@@ -175,3 +176,5 @@
 //! [`TransformerLM::save`]: crate::model::TransformerLM::save
 //! [`Trainer::save`]: crate::train::Trainer::save
 //! [`Trainer::replicate`]: crate::train::Trainer::replicate
+//! [`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer
+//! [`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded

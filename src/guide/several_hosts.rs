@@ -8,7 +8,12 @@
 //!
 //! One process per GPU runs the same program: 16 ranks. [`init`](crate::distributed::init) reads the rank from the
 //! environment, waits for all ranks, and returns a [`Communicator`](crate::distributed::Communicator). Without a
-//! launcher's variables it is a job of one rank, so the same program runs alone.
+//! launcher's variables it is a job of one rank, so the same program runs alone. It needs the features `cuda` and
+//! `train`, which is on by default:
+//!
+//! ```toml
+//! tallow = { path = "../tallow", features = ["cuda"] }
+//! ```
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -23,7 +28,7 @@
 //!     let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
 //!     let config = TrainConfig {
 //!         sequence_length: 256,
-//!         accumulation: 16, // batches of a step on all ranks together, a multiple of their number
+//!         accumulation: 16, // batches of a step on all ranks together: one on each
 //!         ..Default::default()
 //!     };
 //!     let path = Path::new("/shared/run.safetensors");
@@ -46,6 +51,8 @@
 //! }
 //! ```
 //!
+//! Here every GPU has the full model. [`Trainer::fully_sharded`] has the program for one that is too large for that.
+//!
 //! # What each process needs in its environment
 //!
 //! | variable | value | here |
@@ -58,9 +65,10 @@
 //! | `TALLOW_JOB_TOKEN` | secret of the job, at least 16 bytes, the same for all | from `openssl rand -hex 16` |
 //! | `TALLOW_NCCL_LIBRARY` | path of `libnccl.so.2`, unless the system finds it (`LD_LIBRARY_PATH`) | |
 //!
-//! torchrun sets the first five. Under Slurm's `srun` the first three come from Slurm's own variables, and you set
-//! `MASTER_ADDR` and `MASTER_PORT`. [`Ranks::from_env`](crate::distributed::Ranks::from_env) lists the variables of
-//! each launcher. Variables that contradict each other are an error.
+//! torchrun sets the first five. Under Slurm's `srun` the first three come from Slurm's own variables. You set
+//! `MASTER_ADDR` and `MASTER_PORT`, which ranks on GPUs require.
+//! [`Ranks::from_env`](crate::distributed::Ranks::from_env) lists the variables of each launcher. Variables that
+//! contradict each other are an error.
 //!
 //! The secret is required as soon as rank 0 listens on another address than loopback. Rank 0 refuses every process that
 //! does not send it. It is sent unencrypted: it keeps other users of the network out, but not those who can read its
@@ -133,14 +141,12 @@
 //!
 //! - Every rank opens the training and validation data. Ranks with other data are refused: their fingerprints are
 //!   compared, as are configuration, model and step.
-//! - [`Trainer::save`](crate::train::Trainer::save): every rank calls it. With
-//!   [`replicate`](crate::train::Trainer::replicate), with or without
-//!   [`shard_optimizer`](crate::train::Trainer::shard_optimizer), rank 0 writes one file. With
-//!   [`fully_sharded`](crate::train::Trainer::fully_sharded) each rank writes its part to a file of its own
-//!   (`run.safetensors.part-...`) in the same folder, and rank 0 then writes the file that lists the parts. Until that
-//!   file is renamed to its place the earlier save is valid.
-//! - [`Trainer::resume`](crate::train::Trainer::resume): every rank reads the file. Any number of ranks may resume a
-//!   run, if their number divides [`accumulation`](crate::train::TrainConfig::accumulation). That must stay the same.
+//! - [`Trainer::save`]: every rank calls it. With [`Trainer::replicate`], with or without [`Trainer::shard_optimizer`],
+//!   rank 0 writes one file. With [`Trainer::fully_sharded`] each rank writes its part to a file of its own
+//!   (`run.safetensors.part-...`) in the same folder, and rank 0 then writes the file that lists the parts. A crash
+//!   during a save leaves the previous checkpoint intact.
+//! - [`Trainer::resume`]: every rank reads the file. [`TrainConfig::accumulation`] must not change. The number of ranks
+//!   may, if it divides `accumulation`, and so may the way in which they train together.
 //! - The file `run.safetensors.lock` keeps a second run from writing to the same path. On a file system without locks
 //!   nothing prevents that.
 //!
@@ -148,13 +154,34 @@
 //!
 //! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process ends, or
 //! others wait for it for longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names
-//! the rank. Weights are then undefined: start all ranks again and resume from the checkpoint. A run does not restart
-//! ranks by itself; a launcher may restart the program.
+//! the rank. Weights are then undefined. The `?` in the program ends it: start all ranks again, and they resume from
+//! the checkpoint. A run does not restart ranks by itself; a launcher may restart the program.
+//! [`distributed`](crate::distributed#failures) says what happens if rank 0 ends, and on SIGTERM.
 //!
 //! # Before the first run
 //!
 //! 1. Run the program alone, then with `torchrun --nproc-per-node 2` on one host with two GPUs.
-//! 2. Estimate the step of 16 ranks: `distributed_benchmark --part paper --world-size 16` with measured rates. On two
-//!    GPUs it was off by at most 10% (`benches/RESULTS.md`); for more GPUs nothing has been compared.
+//! 2. Estimate the step of 16 ranks: `distributed_benchmark --part paper --world-size 16` with measured rates. For two
+//!    GPUs the estimates differed from measured steps by at most 10% (`benches/RESULTS.md`); for more GPUs nothing has
+//!    been compared.
 //! 3. Measure the collectives on both hosts: start the example `distributed_benchmark` as above, with `--device cuda
 //!    --part collectives`.
+//!
+#![cfg_attr(
+    feature = "train",
+    doc = "[`Trainer::save`]: crate::train::Trainer::save",
+    doc = "[`Trainer::resume`]: crate::train::Trainer::resume",
+    doc = "[`Trainer::replicate`]: crate::train::Trainer::replicate",
+    doc = "[`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer",
+    doc = "[`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded",
+    doc = "[`TrainConfig::accumulation`]: crate::train::TrainConfig::accumulation"
+)]
+#![cfg_attr(
+    not(feature = "train"),
+    doc = "[`Trainer::save`]: crate#features",
+    doc = "[`Trainer::resume`]: crate#features",
+    doc = "[`Trainer::replicate`]: crate#features",
+    doc = "[`Trainer::shard_optimizer`]: crate#features",
+    doc = "[`Trainer::fully_sharded`]: crate#features",
+    doc = "[`TrainConfig::accumulation`]: crate#features"
+)]

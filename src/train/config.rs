@@ -29,7 +29,8 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// T: tokens in a window.
     pub sequence_length: usize,
-    /// Batches in a step, of [all ranks](super::Trainer::replicate) together.
+    /// Batches in a step, of [all ranks](super::Trainer::replicate) together: a multiple of their number, each of which
+    /// computes the same number of batches.
     pub accumulation: usize,
     /// Steps of the whole run. A resumed run may have more or fewer than the saved one.
     pub steps: usize,

@@ -28,7 +28,45 @@ impl Job {
 impl Trainer {
     /// Creates a run whose ranks train together, as in [`replicate`](Self::replicate), and each of which has a shard of
     /// every weight, gradient and state. `model` must be built from the [builder](FullyShard::builder) of `sharded`, so
-    /// its weights are meta tensors. Every rank calls this.
+    /// its weights are meta tensors. Every rank calls this, instead of [`new`](Self::new) and `replicate`. Only one
+    /// full weight at a time is created, never the full model.
+    ///
+    /// ```no_run
+    /// use candle_core::DType;
+    /// use std::path::Path;
+    /// use tallow::data::Tokens;
+    /// use tallow::distributed::{self, DistConfig, FullyShard, FullyShardConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::nn;
+    /// use tallow::train::{TrainConfig, Trainer};
+    ///
+    /// # fn main() -> tallow::Result<()> {
+    /// let ranks = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
+    /// let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
+    /// let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
+    /// // Batches of a step on all ranks together: a multiple of their number, and the same when the run is resumed.
+    /// let config = TrainConfig { sequence_length: 256, accumulation: 16, ..Default::default() };
+    /// let path = Path::new("run.safetensors");
+    /// let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
+    /// let mut trainer = if path.exists() {
+    ///     Trainer::resume_fully_sharded(path, &size, &sharded, config, train, validation)?
+    /// } else {
+    ///     let weights = nn::seeded(0, DType::F32, ranks.device()); // the same on all ranks
+    ///     let model = TransformerLM::from_var_builder(&size, sharded.builder(weights))?;
+    ///     Trainer::fully_sharded(model, &sharded, config, train, validation)?
+    /// };
+    /// while let Some(step) = trainer.step()? {
+    ///     if trainer.evaluation_is_due() {
+    ///         let loss = trainer.evaluate()?; // every rank calls this, and save
+    ///         trainer.save(path)?;
+    ///         if ranks.rank() == 0 {
+    ///             println!("{}: {loss:.3} nats", step.step);
+    ///         }
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// In [`save`](Self::save) every rank writes its part. The run can be resumed by any number of ranks
     /// ([`resume_fully_sharded`](Self::resume_fully_sharded)), and by one that has the full model

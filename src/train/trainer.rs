@@ -150,7 +150,8 @@ impl Trainer {
     /// [`Error::Data`](crate::Error::Data) for a loss or a gradient that is not finite; the errors of data and ops. If
     /// the loss is scaled, such a step is skipped instead, unless gradients overflow even at a scale of 2^-14. After an
     /// error, weights, optimizer and step count are unchanged, unless [the optimizer runs in
-    /// backward](TrainConfig::optimizer_in_backward), which has then updated them.
+    /// backward](TrainConfig::optimizer_in_backward), which has then updated them. After
+    /// [`Error::Rank`](crate::Error::Rank) weights and optimizer are [undefined](crate::distributed#failures).
     pub fn step(&mut self) -> Result<Option<StepReport>> {
         if self.is_done() {
             return Ok(None);

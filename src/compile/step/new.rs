@@ -156,8 +156,8 @@ impl<'l> Step<'l> {
     ///
     /// With a [sharded](AdamW::shard) optimizer, each gradient is averaged on the rank that updates the parameter. A
     /// run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
-    /// concurrently with the first layers. So a rank's values of other ranks' parameters are one update old until
-    /// [`AdamW::gather_weights`].
+    /// concurrently with the first layers. Until [`AdamW::gather_weights`], parameters owned by other ranks lag by one
+    /// update.
     ///
     /// # Errors
     /// A configuration that does not support several ranks; [`Error::Placement`] for parameters on another device than
@@ -177,7 +177,8 @@ impl<'l> Step<'l> {
     /// A module's weights are gathered in the dtype that its matmuls read, in forward and again in backward, and freed
     /// after their last read. Its gradients are averaged after its backward, in each micro-batch; each rank keeps its
     /// shard. On a GPU exchanges run on a separate stream, concurrently with the kernels, and weights are gathered one
-    /// module ahead; all of it is recorded in one CUDA graph. On the CPU each exchange is waited for.
+    /// [bucket](crate::distributed::FullyShardConfig::bucket_bytes) ahead; all of it is recorded in one CUDA graph. On
+    /// the CPU each exchange is waited for.
     ///
     /// # Errors
     /// Those of [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other

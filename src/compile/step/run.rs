@@ -15,15 +15,16 @@ use candle_core::Tensor;
 
 impl Step<'_> {
     /// Runs a training step. Returns the loss of the batch before the update. For a batch that [counts its
-    /// targets](Batch::with_counted_targets), loss and gradients are means over the targets that count, of all micro-batches and
-    /// ranks.
+    /// targets](Batch::with_counted_targets), loss and gradients are means over the targets that count, of all
+    /// micro-batches and ranks.
     ///
     /// If the plan has loss scaling, this runs with a scale of 1, and no update is skipped.
     ///
     /// # Errors
     /// Those of [`prepare`](Self::prepare); ids out of bounds; no target that counts; an optimizer of other parameters;
     /// an invalid learning rate; with clipping, gradients that are not finite, with the name of the first such
-    /// parameter. After any error, parameters and optimizer are unchanged.
+    /// parameter; [`Error::Rank`]. After any other error than [`Error::Rank`], parameters and optimizer are unchanged.
+    /// After [`Error::Rank`] they are [undefined](crate::distributed#failures).
     pub fn run(&mut self, optimizer: &mut AdamW, batch: impl Into<Batch>) -> Result<f32> {
         let given = self
             .prepare_batch(batch.into(), optimizer.steps())?

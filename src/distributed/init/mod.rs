@@ -46,8 +46,8 @@ pub fn init(config: &DistConfig) -> Result<Communicator> {
 }
 
 /// Creates the ranks of a job as threads of one process, in order, on the CPU: for tests, and to try out a strategy.
-/// Each communicator is for a separate thread. Sums are in the order of the ranks. Threads compare what processes
-/// compare: they refuse to train with different settings.
+/// Each communicator is for a separate thread. Sums are in the order of the ranks. As with processes, different
+/// settings are an error. No timeout applies.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -47,16 +47,16 @@ impl fmt::Display for FailedRank {
 }
 
 /// Runs this program `world_size` times, with the same arguments and each rank's place in the environment
-/// ([`Ranks::from_env`](super::ranks::Ranks::from_env) reads it). Returns when all have ended: the first rank that
-/// failed, or `None`.
+/// ([`Ranks::from_env`](super::ranks::Ranks::from_env) reads it). Waits until all have ended. Returns the first rank
+/// that failed, or `None` if all succeeded.
 ///
 /// Lines that ranks print stay whole. Each begins with its rank (`[1] `), except on rank 0's standard output, which is
 /// unchanged. Rank 0 has this process's standard input, the others have none. When one rank fails, the others have 10
 /// seconds to report it and are then ended. They also end with this process (on Linux, for whatever reason it ends).
 /// SIGINT and SIGTERM are forwarded to them, and this process waits for them to end.
 ///
-/// The ranks meet on a port of 127.0.0.1 that was free just before. They share this host's cores, and each starts as
-/// many threads as the environment says (`RAYON_NUM_THREADS`).
+/// The ranks meet on a free port of 127.0.0.1, chosen at the start (another process could take it meanwhile). They
+/// share this host's cores, and each starts as many threads as the environment says (`RAYON_NUM_THREADS`).
 ///
 /// The program starts two ranks of itself, each of which joins the job:
 ///
