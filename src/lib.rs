@@ -78,9 +78,9 @@
 //! | use only flash attention | [`attention::flash()`] |
 //! | use only some ops | [`ops`] |
 //! | pack documents into one sequence | [`attention::FirstKeys`], [`TrainConfig::separator`][separator] |
-//! | train in bf16 or f16 | [`autocast`], [`optim::GradScaler`] |
-//! | plan my model's steps | [`compile::Step::for_model`] |
-//! | plan my own loss | [`compile::Step::new`] |
+//! | train in bf16 or f16 | [`autocast`], [`optim::GradScaler`]; planned: [`compile::StepConfig::precision`] |
+//! | plan the steps of a `TransformerLM` | [`compile::Step::for_model`] |
+//! | plan my own model and loss | [`compile::Step::new`] |
 //! | predict memory | [`memory::estimate`], [`memory::planned_breakdown`] |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
@@ -111,7 +111,7 @@
 //!
 //! On the CPU ops have kernels in f32, f64, f16 and bf16. They are parallel, vectorized for the processor at run time,
 //! and give the same bits with any number of threads. On CUDA ops have kernels in f32, f16 and bf16; matmuls call
-//! cuBLAS. Otherwise an op runs its reference implementation: [`ops::fallbacks`] lists these ops, and
+//! cuBLAS. An op without a kernel for its device and dtype runs its reference implementation: [`ops::fallbacks`] lists these ops, and
 //! [`ops::KernelPolicy::Strict`] makes them an error.
 //!
 //! # Backward

@@ -77,7 +77,7 @@
 //! # Half precision
 //!
 //! With [`StepConfig::precision`] a step computes what an eager step computes under [`autocast`](crate::autocast()).
-//! Both autocast policies agree on all ops of this model. Inputs of matmuls and attention are bf16 or f16, and sums are
+//! Both autocast policies agree on all ops of [`TransformerLM`](crate::model::TransformerLM). Inputs of matmuls and attention are bf16 or f16, and sums are
 //! f32. Parameters, optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are
 //! f32. The weights that matmuls read have copies in the arena. The CPU makes them again in each step: before the first
 //! matmul that reads them or, with accumulation, before the first micro-batch. So there is nothing to refresh on the

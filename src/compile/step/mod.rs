@@ -105,6 +105,7 @@ impl<'l> Step<'l> {
     pub const MAX_PLANS: usize = 4;
 
     /// Plans the step for batches of these shapes and dtypes, if no such plan exists, and allocates its arena.
+    /// [`plan_for`](Self::plan_for) plans without allocating.
     ///
     /// # Errors
     /// Errors of the loss and of its trace; an op that cannot be planned, with its path; a loss that is not a scalar

@@ -16,8 +16,8 @@ use candle_core::{Device, Tensor, Var};
 impl<'l> Step<'l> {
     /// Creates a step of `loss` with `optimizer`.
     ///
-    /// `loss` returns the mean loss of a batch (a scalar float), or the sum over the targets of a batch that [counts
-    /// them](crate::compile::Batch::with_counted_targets).
+    /// `loss` returns a scalar f32 (f64 on the CPU): the mean loss of a batch or, for a batch with
+    /// [counted targets](crate::compile::Batch::with_counted_targets), the sum over these.
     ///
     /// # Errors
     /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
