@@ -111,8 +111,8 @@
 //!
 //! On the CPU ops have kernels in f32, f64, f16 and bf16. They are parallel, vectorized for the processor at run time,
 //! and give the same bits with any number of threads. On CUDA ops have kernels in f32, f16 and bf16; matmuls call
-//! cuBLAS. An op without a kernel for its device and dtype runs its reference implementation: [`ops::fallbacks`] lists these ops, and
-//! [`ops::KernelPolicy::Strict`] makes them an error.
+//! cuBLAS. An op without a kernel for its device and dtype runs its reference implementation: [`ops::fallbacks`] lists
+//! these ops, and [`ops::KernelPolicy::Strict`] makes them an error.
 //!
 //! # Backward
 //!

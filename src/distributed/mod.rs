@@ -84,24 +84,12 @@
 //! - tallow handles no signals in a rank. SIGTERM ends it without a save, which is a failure. The example `train` shows
 //!   how ranks that receive SIGTERM save and stop after the same step.
 //!
-#![cfg_attr(
-    feature = "train",
-    doc = "[`Trainer::new`]: crate::train::Trainer::new",
-    doc = "[`Trainer::resume`]: crate::train::Trainer::resume",
-    doc = "[`Trainer::replicate`]: crate::train::Trainer::replicate",
-    doc = "[`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer",
-    doc = "[`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded",
-    doc = "[`Trainer::resume_fully_sharded`]: crate::train::Trainer::resume_fully_sharded"
-)]
-#![cfg_attr(
-    not(feature = "train"),
-    doc = "[`Trainer::new`]: crate#features",
-    doc = "[`Trainer::resume`]: crate#features",
-    doc = "[`Trainer::replicate`]: crate#features",
-    doc = "[`Trainer::shard_optimizer`]: crate#features",
-    doc = "[`Trainer::fully_sharded`]: crate#features",
-    doc = "[`Trainer::resume_fully_sharded`]: crate#features"
-)]
+//! [`Trainer::new`]: crate::train::Trainer::new
+//! [`Trainer::resume`]: crate::train::Trainer::resume
+//! [`Trainer::replicate`]: crate::train::Trainer::replicate
+//! [`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer
+//! [`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded
+//! [`Trainer::resume_fully_sharded`]: crate::train::Trainer::resume_fully_sharded
 
 mod collective;
 mod communicator;

@@ -113,10 +113,10 @@
 //! - There is no `train()` or `eval()`. A forward pass drops only if its
 //!   [`ForwardContext`](crate::nn::ForwardContext) has a dropout key; [`Trainer`](crate::train::Trainer) and planned
 //!   steps with a [`dropout_seed`](crate::compile::StepConfig::dropout_seed) supply one.
-//! - candle does not promote dtypes, and most of tallow's ops refuse mixed dtypes outside of autocast; [`ops`](crate::ops)
-//!   names those that promote.
-//! - [`Layer::weights`] of your own model are saved with `candle_core::safetensors::save`, as a map from names to tensors,
-//!   and read with a `VarBuilder`. [`TransformerLM::save`](crate::model::TransformerLM) is for its own kind.
+//! - candle does not promote dtypes, and most of tallow's ops refuse mixed dtypes outside of autocast;
+//!   [`ops`](crate::ops) names those that promote.
+//! - [`Layer::weights`] of your own model are saved with `candle_core::safetensors::save`, as a map from names to
+//!   tensors, and read with a `VarBuilder`.
 //! - Autocast, `no_grad` and the kernel policy apply to tallow's ops on the calling thread. candle's own ops ignore
 //!   them.
 //! - There is no global random state. Models, batches and dropout have seeds; the same seed gives the same weights on

@@ -167,21 +167,9 @@
 //! 3. Measure the collectives on both hosts: start the example `distributed_benchmark` as above, with `--device cuda
 //!    --part collectives`.
 //!
-#![cfg_attr(
-    feature = "train",
-    doc = "[`Trainer::save`]: crate::train::Trainer::save",
-    doc = "[`Trainer::resume`]: crate::train::Trainer::resume",
-    doc = "[`Trainer::replicate`]: crate::train::Trainer::replicate",
-    doc = "[`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer",
-    doc = "[`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded",
-    doc = "[`TrainConfig::accumulation`]: crate::train::TrainConfig::accumulation"
-)]
-#![cfg_attr(
-    not(feature = "train"),
-    doc = "[`Trainer::save`]: crate#features",
-    doc = "[`Trainer::resume`]: crate#features",
-    doc = "[`Trainer::replicate`]: crate#features",
-    doc = "[`Trainer::shard_optimizer`]: crate#features",
-    doc = "[`Trainer::fully_sharded`]: crate#features",
-    doc = "[`TrainConfig::accumulation`]: crate#features"
-)]
+//! [`Trainer::save`]: crate::train::Trainer::save
+//! [`Trainer::resume`]: crate::train::Trainer::resume
+//! [`Trainer::replicate`]: crate::train::Trainer::replicate
+//! [`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer
+//! [`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded
+//! [`TrainConfig::accumulation`]: crate::train::TrainConfig::accumulation
