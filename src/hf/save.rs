@@ -186,6 +186,7 @@ pub fn save_with(
 /// assert!(hf::check_save(&halves, &folder, &SaveOptions::default()).is_ok());
 /// assert!(hf::check_save(&adjacent, &folder, &SaveOptions::default()).is_err());
 /// # let _ = std::fs::remove_dir_all(&folder);
+/// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors

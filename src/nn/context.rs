@@ -81,8 +81,9 @@ impl ForwardContext {
 ///     dropout: DropoutRates { residual: 0.2, ..DropoutRates::all(0.1) },
 ///     ..TransformerConfig::preset("small")?
 /// };
-/// assert!(config.dropout.is_any());
+/// assert!(config.dropout.is_active());
 /// assert_eq!(config.dropout.attention, 0.1);
+/// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
