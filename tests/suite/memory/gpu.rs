@@ -82,7 +82,7 @@ fn a_gpus_allocations_are_recorded_exactly() {
     drop(unlabelled);
     let recording = recorder.finish();
     assert_eq!(recording.unknown_blocks, 1);
-    assert!(recording.notes()[0].contains("of unknown size"));
+    assert!(recording.notes()[0].contains("unknown size"));
 }
 
 #[test]
