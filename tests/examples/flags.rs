@@ -19,7 +19,7 @@ const MODELS: &[&str] = &[
 /// Without a half precision in `--precision`, the others are refused when the run begins.
 const PRECISION: &[&str] = &["precision", "autocast", "full-half", "drop-casts"];
 
-/// Those of the end-to-end benchmarks.
+/// Flags of the end-to-end benchmarks that always have an effect.
 const END_TO_END: &[&str] = &[
     "attention",
     "checkpoint",
@@ -38,6 +38,22 @@ struct Case {
     always: &'static [&'static [&'static str]],
     refused: &'static [(&'static str, &'static [&'static str])],
 }
+
+/// Flags of the end-to-end benchmarks that are refused, unless steps are planned by default.
+const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
+    ("columns", &["--format csv --columns all"]),
+    ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
+    (
+        "context-length",
+        &["--config 1-8-16-1-2 --context-length 8"],
+    ),
+    ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+    ("compile", &["--precision bf16-full --compile"]),
+    ("memory-budget-gib", &["--memory-budget-gib 1"]),
+    ("optimizer-in-backward", &["--optimizer-in-backward"]),
+    ("per-step", &["--isolate --per-step"]),
+    ("isolate", &["--per-step --isolate"]),
+];
 
 const CASES: &[Case] = &[
     Case {
@@ -203,20 +219,7 @@ const CASES: &[Case] = &[
     Case {
         name: "e2e_benchmark",
         always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
-        refused: &[
-            ("columns", &["--format csv --columns all"]),
-            ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
-            (
-                "context-length",
-                &["--config 1-8-16-1-2 --context-length 8"],
-            ),
-            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
-            ("compile", &["--precision bf16-full --compile"]),
-            ("memory-budget-gib", &["--memory-budget-gib 1"]),
-            ("optimizer-in-backward", &["--optimizer-in-backward"]),
-            ("per-step", &["--isolate --per-step"]),
-            ("isolate", &["--per-step --isolate"]),
-        ],
+        refused: END_TO_END_REFUSED,
     },
     Case {
         name: "memory_estimate",
@@ -283,20 +286,7 @@ const CASES: &[Case] = &[
     Case {
         name: "mixed_precision_benchmark",
         always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
-        refused: &[
-            ("columns", &["--format csv --columns all"]),
-            ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
-            (
-                "context-length",
-                &["--config 1-8-16-1-2 --context-length 8"],
-            ),
-            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
-            ("compile", &["--precision bf16-full --compile"]),
-            ("memory-budget-gib", &["--memory-budget-gib 1"]),
-            ("optimizer-in-backward", &["--optimizer-in-backward"]),
-            ("per-step", &["--isolate --per-step"]),
-            ("isolate", &["--per-step --isolate"]),
-        ],
+        refused: END_TO_END_REFUSED,
     },
     Case {
         name: "precision_curves",

@@ -177,7 +177,7 @@ Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5; 
     assert!(markdown.contains("| Time speed-up |"), "{markdown}");
 }
 
-/// What does not fit has its status where its time would be, and no ratio.
+/// A run that does not fit shows its status as the time, and has no ratio.
 #[test]
 fn what_did_not_run_says_so_in_its_place() {
     let mut rows = measured(256, Execution::Eager, 10.0);
