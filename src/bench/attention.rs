@@ -1,5 +1,6 @@
 //! Attention, alone or in its layer, timed by phase, with its memory.
 
+use super::row::PhaseTime;
 use super::stopwatch::settled_meter;
 use super::{Execution, LapTimings, Step, Stopwatch};
 use crate::attention::{Algorithm, flash};
@@ -142,7 +143,9 @@ impl AttentionRun {
             if timing.samples_ms.len() < self.sampling.iterations {
                 row.insert("reason", "the time budget is spent");
             }
-            row.merge(timing.measured(tokens, Some(flops), self.sampling.peak_flops)?);
+            let peak_flops = self.sampling.peak_flops;
+            let time = PhaseTime::new(timing.clone(), Some(tokens), Some(flops), peak_flops)?;
+            row.merge(Fields::of(&time)?);
             row.insert(
                 "before_backward_bytes",
                 alive.map(|alive| alive.before_backward),

@@ -319,20 +319,8 @@ impl EndToEnd {
             _ => Some(flops::forward_backward(&self.config, b, t)),
         };
         let flops = flops.map(|flops| flops.total());
-        let statistics = timing.statistics()?;
-        let seconds = statistics.median_ms / 1e3;
-        let flops_per_s = flops.map(|flops| flops / seconds);
-        let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
-        Ok(PhaseTime {
-            noisy: statistics.noisy(),
-            tokens_per_s: (phase != UPDATE).then(|| b as f64 * t as f64 / seconds),
-            flops,
-            flops_per_s,
-            mfu_percent: flops_per_s.zip(self.peak_flops).map(mfu),
-            statistics,
-            samples_ms: timing.samples_ms,
-            warmup_ms: timing.warmup_ms,
-        })
+        let tokens = (phase != UPDATE).then_some(b as f64 * t as f64);
+        PhaseTime::new(timing, tokens, flops, self.peak_flops)
     }
 
     pub(super) fn measure(

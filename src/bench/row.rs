@@ -1,7 +1,7 @@
 //! Rows of measured steps.
 
-use super::Execution;
 use super::first_step::FirstStep;
+use super::{Execution, Timing};
 use crate::Result;
 use crate::attention::Algorithm;
 use crate::memory::Mode;
@@ -111,6 +111,31 @@ pub struct PhaseTime {
     pub flops_per_s: Option<f64>,
     /// Model FLOPs utilization: percent of the peak FLOP/s; `None` if the peak is unknown.
     pub mfu_percent: Option<f64>,
+}
+
+impl PhaseTime {
+    /// Statistics of a timing, and rates at its median from the tokens, FLOPs and peak FLOP/s that are known.
+    pub(super) fn new(
+        timing: Timing,
+        tokens: Option<f64>,
+        flops: Option<f64>,
+        peak_flops: Option<f64>,
+    ) -> Result<Self> {
+        let statistics = timing.statistics()?;
+        let seconds = statistics.median_ms / 1e3;
+        let flops_per_s = flops.map(|flops| flops / seconds);
+        let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
+        Ok(Self {
+            noisy: statistics.noisy(),
+            tokens_per_s: tokens.map(|tokens| tokens / seconds),
+            flops,
+            flops_per_s,
+            mfu_percent: flops_per_s.zip(peak_flops).map(mfu),
+            statistics,
+            samples_ms: timing.samples_ms,
+            warmup_ms: timing.warmup_ms,
+        })
+    }
 }
 
 /// The memory of a run's steps, in bytes; `None` if the device or system does not report it.

@@ -92,26 +92,6 @@ impl Timing {
         Ok(fields)
     }
 
-    /// Returns the fields of a measured row: statistics, whether they are noisy, and rates at the median.
-    pub(super) fn measured(
-        &self,
-        tokens: f64,
-        flops: Option<f64>,
-        peak_flops: Option<f64>,
-    ) -> Result<Fields> {
-        let statistics = self.statistics()?;
-        let seconds = statistics.median_ms / 1e3;
-        let rate = flops.map(|flops| flops / seconds);
-        let mfu = rate.zip(peak_flops).map(|(rate, peak)| 100.0 * rate / peak);
-        let mut fields = self.fields()?;
-        fields.insert("noisy", statistics.noisy());
-        fields.insert("tokens_per_s", tokens / seconds);
-        fields.insert("flops", flops);
-        fields.insert("flops_per_s", rate);
-        fields.insert("mfu_percent", mfu);
-        Ok(fields)
-    }
-
     fn append(&mut self, later: Self) {
         self.samples_ms.extend(later.samples_ms);
         self.warmup_ms.extend(later.warmup_ms);
