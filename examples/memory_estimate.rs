@@ -14,17 +14,16 @@ mod question;
 mod step;
 
 use candle_core::Device;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use common::labels::label_columns;
 use common::models::describe;
-use common::modes::{is_any, not_planned};
+use common::modes::{OptimizerFlag, is_any, not_planned};
 use common::runs::{self, GridFlags, Run};
 use common::{Effects, Output, words};
 use question::Question;
 use std::process::ExitCode;
 use tallow::compile::Target;
 use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Mode, Workload};
-use tallow::optim::Moments;
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
 
@@ -64,12 +63,6 @@ struct Flags {
 
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum OptimizerFlag {
-    Adamw,
-    AdamwBf16,
 }
 
 fn main() -> ExitCode {
@@ -212,10 +205,7 @@ impl Flags {
             precision: run.precision,
             checkpointing: run.config.checkpointing,
             kernels: device.map_or(Kernels::Cuda, Kernels::of),
-            moments: match self.optimizer {
-                OptimizerFlag::Adamw => Moments::Wide,
-                OptimizerFlag::AdamwBf16 => Moments::Bf16 { seed: 0 },
-            },
+            moments: self.optimizer.moments(0),
         }
     }
 }

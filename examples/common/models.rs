@@ -68,6 +68,21 @@ impl SizeFlags {
             ..base
         }
     }
+
+    /// Returns the model that an example trains: a preset, or by default a small model, with the given sizes.
+    pub fn trained(&self, preset: Option<&str>) -> Result<TransformerConfig> {
+        let base = match preset {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
+        };
+        Ok(self.apply(base))
+    }
 }
 
 /// Flags of the model that an example trains.
@@ -100,21 +115,11 @@ impl TrainedModelFlags {
     /// # Errors
     /// A preset that does not exist, and sizes that do not fit together.
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        let base = match &self.size {
-            Some(name) => TransformerConfig::preset(name)?,
-            None => TransformerConfig {
-                d_model: 128,
-                d_ff: 320,
-                num_layers: 4,
-                num_heads: 4,
-                ..Default::default()
-            },
-        };
         let config = TransformerConfig {
             vocab_size,
             context_length: self.context_length,
             attention: self.attention,
-            ..self.sizes.apply(base)
+            ..self.sizes.trained(self.size.as_deref())?
         };
         config.validate()?;
         Ok(config)

@@ -5,8 +5,33 @@ use clap::ValueEnum;
 use tallow::bench::Execution;
 use tallow::compile::StepConfig;
 use tallow::memory::Mode;
+use tallow::optim::Moments;
 use tallow::precision::Precision;
 use tallow::{Error, Result};
+
+/// The optimizer of a training step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerFlag {
+    Adamw,
+    AdamwBf16,
+}
+
+impl OptimizerFlag {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Adamw => "adamw",
+            Self::AdamwBf16 => "adamw-bf16",
+        }
+    }
+
+    /// Returns the moments of AdamW; `seed` rounds those in bf16.
+    pub fn moments(self, seed: u64) -> Moments {
+        match self {
+            Self::Adamw => Moments::Wide,
+            Self::AdamwBf16 => Moments::Bf16 { seed },
+        }
+    }
+}
 
 /// A mode, or all three.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

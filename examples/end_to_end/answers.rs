@@ -1,7 +1,7 @@
 //! Answers from the measured times. Functions take plain figures, so that tests can call them with made-up ones.
 
 use super::reasons::{Counted, reasons};
-use super::table::{By, Compared, Comparison, Row};
+use super::table::{By, Compared, Comparison, Row, grouped};
 use super::words::{self, names};
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
@@ -247,16 +247,9 @@ impl Comparison<'_> {
 
 /// Describes the speed-up of each phase: with its times for one configuration, as mean and extremes for several.
 pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
-    let mut phases: Vec<&str> = all.iter().map(|pair| pair.phase.as_str()).collect();
-    let mut seen = Vec::new();
-    phases.retain(|phase| {
-        !seen.contains(phase) && {
-            seen.push(*phase);
-            true
-        }
-    });
-    let sentences = phases.into_iter().filter_map(|phase| {
-        let own = all.iter().filter(|pair| pair.phase == phase);
+    let phases = grouped(all, |pair| pair.phase.as_str());
+    let sentences = phases.into_iter().filter_map(|pairs| {
+        let (phase, own) = (&pairs[0].phase, pairs.into_iter());
         let own: Vec<(&Pair, Speedup)> = own.filter_map(|pair| Some((pair, pair.speedup?))).collect();
         if let [(pair, speedup)] = own[..] {
             let unclear = if speedup.is_clear() { "" } else { "unclear, " };
@@ -302,13 +295,12 @@ fn trends(all: &[Comparison], before: &str, after: &str) -> Option<String> {
         let (attention, t) = (row.attention, row.context_length);
         format!("{attention}{checkpointing} {}, T {t}", row.phase)
     };
-    let whole = || all.iter().filter(|own| own.first().is_whole_step());
-    let mut groups: Vec<String> = whole().map(group).collect();
-    groups.sort();
-    groups.dedup();
-    let sentences = groups.iter().filter_map(|name| {
-        let own = whole().filter(|own| group(own) == *name);
-        let points = own.filter_map(|own| {
+    let whole = all.iter().filter(|own| own.first().is_whole_step());
+    let mut groups = grouped(whole, |own| group(own));
+    groups.sort_by_key(|own| group(own[0]));
+    let sentences = groups.into_iter().filter_map(|own| {
+        let name = group(own[0]);
+        let points = own.into_iter().filter_map(|own| {
             let parameters = own.first().parameters as f64;
             Some((parameters, own.speedup(before, after)?))
         });

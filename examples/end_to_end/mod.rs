@@ -10,7 +10,7 @@ mod warmup;
 
 use crate::common::models::{Model, describe};
 use crate::common::modes::{
-    CompileFlag, check_planned_flags, is_any, not_planned, optimizer_words,
+    CompileFlag, OptimizerFlag, check_planned_flags, is_any, not_planned, optimizer_words,
 };
 use crate::common::runs::{GridFlags, Run};
 use crate::common::{self, Common, Effects, Output, Sweep, stdout, values, words};
@@ -24,7 +24,7 @@ use table::{By, Compared, Row, grouped};
 use tallow::bench::{EndToEnd, EndToEndRow, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
-use tallow::optim::{AdamWConfig, Moments};
+use tallow::optim::AdamWConfig;
 use tallow::precision::Precision;
 use tallow::report::{Answer, Fields, Format, Report, counted, list_in_note};
 use tallow::{Result, hardware};
@@ -104,12 +104,6 @@ pub struct Flags {
 
     #[command(flatten, next_help_heading = "Environment")]
     common: Common,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum OptimizerFlag {
-    Adamw,
-    AdamwBf16,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -246,8 +240,10 @@ impl Flags {
                 }
                 rows.extend(named);
             }
-            compared.show(&rows, &mut report);
-            self.output.save_so_far(&report)?;
+            if self.output.output.is_some() {
+                compared.show(&rows, &mut report);
+                self.output.save_so_far(&report)?;
+            }
         }
         if self.isolate {
             peak_flops = measure_peak();
@@ -256,8 +252,8 @@ impl Flags {
                 let mfu = time.flops_per_s.zip(peak_flops);
                 time.mfu_percent = mfu.map(|(rate, peak)| 100.0 * rate / peak);
             });
-            compared.show(&rows, &mut report);
         }
+        compared.show(&rows, &mut report);
         let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         report.configuration.insert("peak for MFU", peak);
         report
@@ -441,22 +437,14 @@ impl Flags {
     }
 
     fn optimizer(&self) -> AdamWConfig {
-        let seed = self.common.seed;
         AdamWConfig {
-            moments: match self.optimizer {
-                OptimizerFlag::Adamw => Moments::Wide,
-                OptimizerFlag::AdamwBf16 => Moments::Bf16 { seed },
-            },
+            moments: self.optimizer.moments(self.common.seed),
             ..Default::default()
         }
     }
 
     fn configuration(&self, models: &[Model]) -> Fields {
-        let name = match self.optimizer {
-            OptimizerFlag::Adamw => "adamw",
-            OptimizerFlag::AdamwBf16 => "adamw-bf16",
-        };
-        let optimizer = optimizer_words(name, self.optimizer_in_backward);
+        let optimizer = optimizer_words(self.optimizer.name(), self.optimizer_in_backward);
         let mut fields = describe(models);
         fields
             .insert("optimizer", optimizer)

@@ -1,20 +1,17 @@
 //! The effect of warm-up: answers from runs of one configuration with different numbers of warm-up steps.
 
 use super::answers::{Measured, ms};
+use super::table::grouped;
 use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
-    let mut groups: Vec<(String, Vec<Measured>)> = Vec::new();
-    for run in all.iter().filter(|own| own.row.is_whole_step()) {
-        let name = format!("{}{}", run.title(), run.row.phase);
-        match groups.iter_mut().find(|(other, _)| *other == name) {
-            Some((_, runs)) => runs.push(run.clone()),
-            None => groups.push((name, vec![run.clone()])),
-        }
-    }
+    let name = |run: &Measured| format!("{}{}", run.title(), run.row.phase);
+    let whole = all.iter().filter(|own| own.row.is_whole_step()).cloned();
+    let groups = grouped(whole, name);
     let is_one = groups.len() == 1;
-    let answers = groups.into_iter().flat_map(|(name, mut runs)| {
+    let answers = groups.into_iter().flat_map(|mut runs| {
+        let name = name(&runs[0]);
         runs.sort_by_key(|run| run.row.warmup_steps);
         let all = [
             ("What changes without warm-up?", without(&runs, is_isolated)),

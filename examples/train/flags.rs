@@ -314,20 +314,10 @@ impl Vocabulary {
 
 impl ModelFlags {
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        let base = match &self.size {
-            Some(name) => TransformerConfig::preset(name)?,
-            None => TransformerConfig {
-                d_model: 128,
-                d_ff: 320,
-                num_layers: 4,
-                num_heads: 4,
-                ..Default::default()
-            },
-        };
         self.applied(TransformerConfig {
             vocab_size,
             context_length: self.context_length,
-            ..self.sizes.apply(base)
+            ..self.sizes.trained(self.size.as_deref())?
         })
     }
 
