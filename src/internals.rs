@@ -1,10 +1,14 @@
-//! Kernels for this crate's own benches and tests. Not part of the API: anything here may change or be removed.
+//! Kernels, and the calls and buffers of plans, for this crate's own benches and tests. Not part of the API: anything here may change or be removed.
 
+pub use crate::compile::arena::ALIGNMENT_BYTES;
+pub use crate::compile::buffer::{Buffer, BufferId, Category, Location};
+pub use crate::compile::op::{BufferRange, Call, Op};
 pub use crate::kernels::attention::KeyRanges;
 pub use crate::kernels::cpu::Stored;
 pub use crate::kernels::cpu::parallel::TASK_ELEMENTS;
 pub use crate::kernels::cpu::simd::multiply_adds;
 pub use crate::kernels::{Activation, Gate, Norm, Update};
+pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 
 /// Re-exports some functions and types of a CPU kernel's module.
 macro_rules! some_of {

@@ -124,11 +124,7 @@ pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Count
     counted.operand_bytes = costs.map(|cost| cost.bytes()).sum::<f64>() / PROFILED as f64;
     if run.execution == Execution::Planned {
         let (plan, plan_ms) = time_once(device, || run.plan(device))?;
-        let calls = plan.calls().iter().enumerate();
-        let bytes = calls.filter_map(|(i, call)| {
-            Some(plan.runs_per_step(i) as f64 * plan.bytes_moved(call)? as f64)
-        });
-        counted.operand_bytes = bytes.sum();
+        counted.operand_bytes = plan.traffic_bytes();
         counted.plan_ms = Some(plan_ms);
     }
     Ok(counted)

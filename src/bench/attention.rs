@@ -281,7 +281,7 @@ impl AttentionRun {
             && let Some(plan) = step.plan()
         {
             // The arena is allocated throughout; only the buffers still read count.
-            alive.resident = resident.saturating_sub(plan.peak_bytes());
+            alive.resident = resident.saturating_sub(plan.arena_bytes());
             alive.before_backward = alive.resident + plan.live_bytes_before(plan.backward_begins());
             alive.after_backward = alive.resident + plan.live_bytes_before(plan.backward_ends());
         }

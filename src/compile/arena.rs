@@ -1,20 +1,4 @@
 //! Placement of buffers in the arena: buffers that are never live together share memory.
-//!
-//! ```
-//! use candle_core::{DType, Device, Var};
-//! use tallow::compile::{Inputs, Step, StepConfig, arena::ALIGNMENT_BYTES};
-//! use tallow::optim::{AdamW, AdamWConfig};
-//! use tallow::{graph, ops};
-//!
-//! let w = Var::ones((3, 4), DType::F32, &Device::Cpu)?;
-//! let optimizer = AdamW::new(vec![("w".into(), w.clone())], AdamWConfig::default())?;
-//! let loss = |inputs: &Inputs| ops::sum(&ops::linear(&inputs.get("x")?, &w)?);
-//! let mut step = Step::new(&optimizer, &StepConfig::default(), loss)?;
-//! let plan = step.prepare([("x", &graph::input("x", (2, 4), DType::F32)?)])?;
-//! let mut places = plan.buffers().iter().filter_map(|buffer| buffer.arena_range());
-//! assert!(places.all(|range| range.start % ALIGNMENT_BYTES == 0));
-//! # Ok::<(), tallow::Error>(())
-//! ```
 
 use super::buffer::{Buffer, Location};
 

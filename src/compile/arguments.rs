@@ -16,7 +16,7 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
 /// The arguments of a plan, in the order of [`Location::Input`](super::Location::Input) and
-/// [`Location::Argument`](super::Location::Argument).
+/// [`Location::Argument`](super::buffer::Location::Argument).
 #[derive(Debug)]
 pub(super) struct Arguments {
     op: &'static str,
@@ -94,7 +94,7 @@ impl Arguments {
                     dtype: value.dtype,
                 });
             }
-            let location = super::Location::Argument(number);
+            let location = super::buffer::Location::Argument(number);
             let buffer = lowered.plan.at_location(location);
             let mut constant = Constant {
                 value: *id,

@@ -36,31 +36,31 @@ pub(super) fn plan(
     }
     let first = plan(configured, Recompute::default())?;
     let budget_bytes = match config.memory_budget_bytes {
-        Some(budget_bytes) if first.peak_bytes() > budget_bytes => budget_bytes,
+        Some(budget_bytes) if first.arena_bytes() > budget_bytes => budget_bytes,
         _ => return Ok((first, configured)),
     };
-    let fits = |planned: &Planned| planned.peak_bytes() <= budget_bytes;
-    let mut smallest = first.peak_bytes();
+    let fits = |planned: &Planned| planned.arena_bytes() <= budget_bytes;
+    let mut smallest = first.arena_bytes();
     let of_sums = |sums| plan(nothing, Recompute { sums, gates: 0 });
     let all = of_sums(usize::MAX)?;
     let sums = all.lowered.recompute.sums;
     if fits(&all) {
         return Ok((fewest(sums, all, fits, of_sums)?, nothing));
     }
-    smallest = smallest.min(all.peak_bytes());
+    smallest = smallest.min(all.arena_bytes());
     let of_gates = |gates| plan(nothing, Recompute { sums, gates });
     let all = of_gates(usize::MAX)?;
     if fits(&all) {
         let gates = all.lowered.recompute.gates;
         return Ok((fewest(gates, all, fits, of_gates)?, nothing));
     }
-    smallest = smallest.min(all.peak_bytes());
+    smallest = smallest.min(all.arena_bytes());
     for other in others {
         let planned = plan(other, Recompute { sums, gates: 0 })?;
         if fits(&planned) {
             return Ok((planned, other));
         }
-        smallest = smallest.min(planned.peak_bytes());
+        smallest = smallest.min(planned.arena_bytes());
     }
     let what = format!("at least {smallest}, the least that a plan for these sizes needs");
     Err(refused(config, what, budget_bytes))
@@ -122,7 +122,7 @@ pub(crate) fn forward_lower_bound(
     Ok(total as u64) // saturates
 }
 
-/// Returns a lower bound of [`Plan::peak_bytes`](super::Plan::peak_bytes) of a training step on tokens (B, T).
+/// Returns a lower bound of [`Plan::arena_bytes`](super::Plan::arena_bytes) of a training step on tokens (B, T).
 pub(super) fn step_arena_lower_bound(
     model: &TransformerConfig,
     config: &StepConfig,

@@ -2,7 +2,8 @@
 //! GPUs.
 
 use super::op::Op;
-use super::plan::{BufferRange, Call, Phase, Plan};
+use super::op::{BufferRange, Call, Phase};
+use super::plan::Plan;
 use crate::Result;
 use crate::ops::lowering::Named;
 use crate::probe::{self, Kind};

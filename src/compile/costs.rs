@@ -9,7 +9,7 @@ use candle_core::DType;
 
 impl Plan {
     /// Returns the costs of the ops that the calls compute, in the order of their first call. Ops that checkpointing
-    /// recomputes are listed twice, the second time in backward. [`Call::cost_index`] is the index of a call's entry.
+    /// recomputes are listed twice, the second time in backward.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
@@ -36,6 +36,7 @@ impl Plan {
     /// FLOPs are those of its group ([`costs`](Self::costs)), divided among the group's calls that are not matmuls.
     /// Softmax FLOPs go to the calls that compute attention scores, if there are any. The rest is divided in proportion
     /// to the elements that each call computes: attention scores, or else the elements that it writes.
+    #[doc(hidden)]
     pub fn cost(&self, call: &Call) -> Option<Cost> {
         self.has(call).then(|| self.cost_of(call))
     }
@@ -94,7 +95,7 @@ fn flops_without_group(op: &Op) -> f64 {
 /// Ops that are planned together in one phase, and their cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupCost {
-    /// The path in the model, as in [`Call::path`].
+    /// The path in the model, for example `layers.3.attn`.
     pub path: String,
     /// The ops' names, as in the graph.
     pub ops: Vec<&'static str>,

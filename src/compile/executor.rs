@@ -4,8 +4,9 @@ use super::buffer::Location;
 use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
+use super::op::BufferRange;
 use super::phase_times::PhaseTimes;
-use super::plan::{BufferRange, Plan};
+use super::plan::Plan;
 use crate::distributed::Communicator;
 use crate::inplace::{for_elements, storage_address, with_all_mut_bytes};
 use crate::kernels::Update;

@@ -1,7 +1,8 @@
 //! Plans as text: calls, costs and totals.
 
 use super::buffer::Category;
-use super::plan::{BufferRange, Call, Plan};
+use super::op::{BufferRange, Call};
+use super::plan::Plan;
 use crate::report::{Column, Fields, Format, Report, format_mib};
 
 impl Plan {
@@ -61,12 +62,6 @@ impl Plan {
 
     fn totals(&self) -> Vec<String> {
         let calls = || self.calls().iter().enumerate();
-        let bytes: f64 = calls()
-            .map(|(i, call)| {
-                let bytes: u64 = self.bytes_read_and_written(call).iter().sum();
-                self.runs_per_step(i) as f64 * bytes as f64
-            })
-            .sum();
         let products = calls().filter(|(_, call)| call.op.is_matmul());
         let mut notes = vec![
             format!(
@@ -74,7 +69,7 @@ impl Plan {
                 self.calls().len(),
                 products.count(),
                 self.flops() / 1e9,
-                bytes / 1e9,
+                self.traffic_bytes() / 1e9,
             ),
             format!(
                 "Without matmuls {:.2} GFLOP: norms, softmax and the like, by the ops' formulas, without the update.",
@@ -82,8 +77,8 @@ impl Plan {
             ),
             format!(
                 "Arena: {} ({} bytes); its buffers one by one would be {}, the busiest call needs {}.",
-                format_mib(self.peak_bytes()),
-                self.peak_bytes(),
+                format_mib(self.arena_bytes()),
+                self.arena_bytes(),
                 format_mib(
                     self.buffers()
                         .iter()

@@ -23,7 +23,7 @@ impl Plan {
         let in_arena = self.buffers().iter().filter(|buffer| buffer.is_in_arena());
         let title = format!(
             "Arena of {}: {} buffers, {} calls",
-            format_mib(self.peak_bytes()),
+            format_mib(self.arena_bytes()),
             in_arena.count(),
             self.calls().len(),
         );
@@ -35,7 +35,7 @@ impl Plan {
         }
         for quarter in 0..=4u32 {
             let y = TOP + HEIGHT * f64::from(quarter) / 4.0;
-            let bytes = self.peak_bytes() * u64::from(quarter) / 4;
+            let bytes = self.arena_bytes() * u64::from(quarter) / 4;
             svg.text((LEFT - 6.0, y), FONT_SIZE, "end", &format_mib(bytes));
         }
         svg.text_upwards((12.0, TOP + HEIGHT / 2.0), FONT_SIZE, "offset in the arena");
@@ -59,7 +59,7 @@ impl Plan {
         let Some(range) = buffer.arena_range() else {
             return;
         };
-        let per_byte = HEIGHT / self.peak_bytes().max(1) as f64;
+        let per_byte = HEIGHT / self.arena_bytes().max(1) as f64;
         let (x, end) = (self.x(buffer.live.start), self.x(buffer.live.end));
         let y = TOP + range.start as f64 * per_byte;
         let (width, height) = (end - x, (range.end - range.start) as f64 * per_byte);

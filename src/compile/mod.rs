@@ -92,18 +92,18 @@
 //!
 //! # What a plan is exact about
 //!
-//! [`Plan::peak_bytes`] is the size of the arena. On a GPU [`Plan::workspace_bytes`] is the memory outside of it, and
+//! [`Plan::arena_bytes`] is the size of the arena. On a GPU [`Plan::workspace_bytes`] is the memory outside of it, and
 //! [`Plan::total_bytes`] predicts a step's peak to 0.1 MiB. On the CPU, kernels keep packing buffers of 0.75 MiB per
 //! thread (2.5 MiB in half precision), whatever the sizes. Flash attention also needs a few tiles per thread, naive
 //! attention the bytes that [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts.
 //!
 //! The bits of a result do not depend on the number of threads, nor on the offsets of buffers.
 
-pub mod arena;
+pub(crate) mod arena;
 mod arguments;
 mod batch;
 mod budget;
-mod buffer;
+pub(crate) mod buffer;
 mod calls;
 mod config;
 mod costs;
@@ -117,7 +117,7 @@ mod loss;
 mod lower;
 #[cfg(feature = "report")]
 mod map;
-mod op;
+pub(crate) mod op;
 mod parameters;
 mod phase_times;
 mod plan;
@@ -130,20 +130,18 @@ mod update;
 mod writer;
 
 pub use crate::graph::Target;
-pub use crate::ops::lowering::{Accumulate, Kernel, Named};
 pub use batch::{Batch, Inputs};
 #[cfg(feature = "report")]
 pub(crate) use budget::forward_lower_bound;
-pub use buffer::{Buffer, BufferId, Category, Location};
 pub use config::{PlanKind, StepConfig, StepRanks};
 #[cfg(feature = "train")]
 pub(crate) use config::{check_clip_value, check_precision};
 pub use costs::GroupCost;
 #[cfg(feature = "report")]
 pub(crate) use loss::meta_model;
-pub use op::Op;
+pub use op::Phase;
 pub use phase_times::PhaseTimes;
-pub use plan::{BufferRange, Call, Phase, Plan};
+pub use plan::Plan;
 pub use planned_step::ScaledStep;
 pub use step::Step;
 pub use timeline::{Rates, Timeline};

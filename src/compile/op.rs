@@ -73,7 +73,7 @@ pub enum Op {
     /// Reads `gradient` and, if gradients are clipped or checked, `factor`. Writes `parameter`, `exp_avg`, `exp_avg_sq`
     /// and, on a GPU, the half-precision `copy` that matmuls read, if there is one.
     AdamW {
-        /// The index in [`Location::Parameter`](super::Location::Parameter).
+        /// The index in [`Location::Parameter`](super::buffer::Location::Parameter).
         parameter: usize,
         /// The number of elements that are updated.
         elements: usize,

@@ -1,6 +1,7 @@
 //! Phase times of a planned step, measured at the points where one phase ends and the next begins.
 
-use super::plan::{Phase, Plan};
+use super::op::Phase;
+use super::plan::Plan;
 use crate::Result;
 use std::ops::Range;
 

@@ -3,8 +3,7 @@
 use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Location};
 use super::costs::{self, GroupCost};
-use super::op::Op;
-pub use super::op::{BufferRange, Call, Phase};
+use super::op::{BufferRange, Call, Op, Phase};
 use crate::ops::lowering::Workspace;
 use crate::optim::Moments;
 use candle_core::DType;
@@ -131,16 +130,19 @@ impl Plan {
     }
 
     /// Returns the calls, in order.
+    #[doc(hidden)]
     pub fn calls(&self) -> &[Call] {
         &self.calls
     }
 
     /// Returns the buffers that calls access.
+    #[doc(hidden)]
     pub fn buffers(&self) -> &[Buffer] {
         &self.buffers
     }
 
     /// Returns the buffer with this id, or `None` if the id is out of range.
+    #[doc(hidden)]
     pub fn buffer(&self, id: BufferId) -> Option<&Buffer> {
         self.buffers.get(id.0)
     }
@@ -150,6 +152,7 @@ impl Plan {
     }
 
     /// Returns the table with this index in [`Location::Table`], or `None` if the index is out of range.
+    #[doc(hidden)]
     pub fn table(&self, number: usize) -> Option<&[f32]> {
         self.tables.get(number).map(Vec::as_slice)
     }
@@ -159,12 +162,14 @@ impl Plan {
     }
 
     /// Returns the calls that every micro-batch runs. Calls after them run once per step.
+    #[doc(hidden)]
     pub fn per_micro_batch(&self) -> Range<usize> {
         self.runs.per_micro_batch.clone()
     }
 
     /// Returns the calls that only the first run executes. On a GPU they make the copies of weights that matmuls read;
     /// every update renews these. See [`Step::refresh`](super::Step::refresh).
+    #[doc(hidden)]
     pub fn first_run_only(&self) -> Range<usize> {
         self.runs.first_run_only.clone()
     }
@@ -179,7 +184,7 @@ impl Plan {
     ///
     /// Parameters and optimizer state already exist and are not included; [`total_bytes`](Self::total_bytes) includes
     /// them.
-    pub fn peak_bytes(&self) -> u64 {
+    pub fn arena_bytes(&self) -> u64 {
         self.arena_bytes
     }
 
@@ -209,6 +214,7 @@ impl Plan {
 
     /// Returns the bytes of all buffers of a category. Buffers in the arena count with the maximum that is live at one
     /// call.
+    #[doc(hidden)]
     pub fn category_bytes(&self, category: Category) -> u64 {
         let buffers = || self.buffers.iter().filter(|b| b.category == category);
         let elsewhere = buffers().filter(|buffer| !buffer.is_in_arena());
@@ -217,6 +223,7 @@ impl Plan {
     }
 
     /// Returns the maximum of arena bytes that are live at one call: a lower bound for any placement.
+    #[doc(hidden)]
     pub fn max_live_bytes(&self) -> u64 {
         self.max_live(|_| true)
     }
@@ -271,9 +278,21 @@ impl Plan {
 
     /// Returns the bytes of a call's operands, or `None` if its operands or cost index are not in this plan. Operands that
     /// are read and written count twice.
+    #[doc(hidden)]
     pub fn bytes_moved(&self, call: &Call) -> Option<u64> {
         let bytes = || self.bytes_read_and_written(call).iter().sum();
         self.has(call).then(bytes)
+    }
+
+    /// Returns the bytes of the operands of all calls of a step: what its kernels read and write.
+    pub fn traffic_bytes(&self) -> f64 {
+        let calls = self.calls.iter().enumerate();
+        calls
+            .map(|(index, call)| {
+                let bytes: u64 = self.bytes_read_and_written(call).iter().sum();
+                self.runs_per_step(index) as f64 * bytes as f64
+            })
+            .sum()
     }
 
     /// Returns the bytes that a call reads and the bytes that it writes; see [`bytes_moved`](Self::bytes_moved).
@@ -295,6 +314,7 @@ impl Plan {
     }
 
     /// Returns how often a step runs the call with this index, the first step excepted; 0 if the index is out of range.
+    #[doc(hidden)]
     pub fn runs_per_step(&self, index: usize) -> usize {
         match index {
             _ if index >= self.calls.len() => 0,
@@ -321,6 +341,7 @@ impl Plan {
 
     /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or cost index
     /// are not in this plan.
+    #[doc(hidden)]
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))
     }
@@ -380,7 +401,7 @@ impl Plan {
 impl Plan {
     /// Returns the bytes of the arena that are live between the call with this index and the one before it: written by
     /// earlier calls, and read by this or later ones or left by the run.
-    pub fn live_bytes_before(&self, call: usize) -> u64 {
+    pub(crate) fn live_bytes_before(&self, call: usize) -> u64 {
         let is_left = |end: usize| end == call && call == self.calls().len();
         let alive = self.buffers().iter().filter(|buffer| {
             let live = &buffer.live;
@@ -391,7 +412,7 @@ impl Plan {
 
     /// Returns the index of the first call of backward, or the number of calls if there is none. If head and loss run
     /// on some rows at a time, the head's gradients come before it.
-    pub fn backward_begins(&self) -> usize {
+    pub(crate) fn backward_begins(&self) -> usize {
         let begins = self.first(Phase::Backward);
         let before = self.calls()[..begins].iter().rev();
         begins
@@ -401,7 +422,7 @@ impl Plan {
     }
 
     /// Returns the index of the first call after backward, or the number of calls if there is none.
-    pub fn backward_ends(&self) -> usize {
+    pub(crate) fn backward_ends(&self) -> usize {
         self.first(Phase::Clip)
     }
 

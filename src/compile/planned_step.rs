@@ -3,9 +3,10 @@
 use super::config::{PlanKind, StepConfig, StepRanks};
 use super::executor::{Executor, Tensors};
 use super::lower::Lowered;
+use super::op::BufferRange;
 use super::op::Op;
 use super::parameters;
-use super::plan::{BufferRange, Plan};
+use super::plan::Plan;
 use crate::distributed::Communicator;
 use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
 use crate::{Error, Result, ops};

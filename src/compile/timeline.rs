@@ -5,8 +5,9 @@
 //! is that of its FLOPs or of its bytes, whichever is longer. An exchange's time is that of its bytes on the bus.
 
 use super::buffer::BufferId;
+use super::op::Call;
 use super::op::Op;
-use super::plan::{Call, Plan};
+use super::plan::Plan;
 use crate::distributed::Collective;
 use crate::{Error, Result};
 use std::ops::Range;

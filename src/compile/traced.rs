@@ -215,8 +215,8 @@ pub(super) struct Planned {
 }
 
 impl Planned {
-    pub fn peak_bytes(&self) -> u64 {
-        self.lowered.plan.peak_bytes()
+    pub fn arena_bytes(&self) -> u64 {
+        self.lowered.plan.arena_bytes()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
-use super::plan::{BufferRange, Phase};
+use super::op::{BufferRange, Phase};
 use super::writer::Writer;
 use crate::distributed::Shard;
 use crate::kernels::workspace;

@@ -3,7 +3,7 @@
 use super::buffer::{BufferId, Buffers, Category};
 use super::costs::GroupCost;
 use super::op::Op;
-use super::plan::{BufferRange, Call, Phase};
+use super::op::{BufferRange, Call, Phase};
 use crate::ops::lowering::Named;
 use crate::probe::Path;
 use candle_core::DType;

@@ -3,7 +3,8 @@
 use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
 use super::{AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, Term};
 use crate::attention::Algorithm;
-use crate::compile::{Batch, Buffer, Category, Plan, PlanKind, Step, StepConfig};
+use crate::compile::buffer::{Buffer, Category};
+use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig};
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
@@ -43,7 +44,7 @@ pub fn planned_attention_breakdown(
     let out = plan
         .live_bytes_before(plan.backward_begins())
         .saturating_sub(kept);
-    let rest = plan.peak_bytes().saturating_sub(kept + out);
+    let rest = plan.arena_bytes().saturating_sub(kept + out);
     let width = w.dtype.size_in_bytes();
     let elements = |bytes: u64| bytes as f64 / width as f64;
     let mut buffers = plan.buffers().iter();
@@ -130,7 +131,7 @@ pub fn planned_self_attention_breakdown(
     })?;
     let width = w.compute_dtype().size_in_bytes();
     let kept = plan.live_bytes_before(plan.backward_begins());
-    let rest = plan.peak_bytes().saturating_sub(kept) + plan.workspace_bytes();
+    let rest = plan.arena_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let rest_name = "the rest of the arena: gradients, scratch";
     let terms = vec![
@@ -200,7 +201,7 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
             }
         }
     }
-    let rest = plan.peak_bytes().saturating_sub(in_arena) as f64;
+    let rest = plan.arena_bytes().saturating_sub(in_arena) as f64;
     let workspace = plan.workspace_bytes() as f64;
     let rest_name = "unused at the peak";
     terms.push(Term::new(Scratch, rest_name, "of the arena", rest, 1));
@@ -211,7 +212,7 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
         workspace,
         1,
     ));
-    let outside_arena = plan.total_bytes() - plan.peak_bytes();
+    let outside_arena = plan.total_bytes() - plan.arena_bytes();
     MemoryBreakdown {
         before_backward_bytes: outside_arena + plan.live_bytes_before(plan.backward_begins()),
         ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), terms)

@@ -2,7 +2,8 @@
 
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{Buffer, Location};
-use super::super::plan::{BufferRange, Call, Plan};
+use super::super::op::{BufferRange, Call};
+use super::super::plan::Plan;
 use crate::ops::lowering::{Slice, Slices, StepState};
 use crate::{Error, Result, hardware};
 use candle_core::WithDType;
@@ -151,7 +152,7 @@ impl<'a> BufferView<'a> {
         for buffer in plan.buffers() {
             check_sizes(buffer, external, plan.micro_batches());
         }
-        assert!(plan.peak_bytes() <= arena.layout.size() as u64);
+        assert!(plan.arena_bytes() <= arena.layout.size() as u64);
         Self {
             plan,
             arena: arena.start.as_ptr(),

@@ -7,8 +7,9 @@ pub(super) use memory::ExternalBuffers;
 
 use super::calls;
 pub(super) use super::executor::Controls;
+use super::op::{BufferRange, Call};
 use super::phase_times::{PhaseClock, PhaseTimes};
-use super::plan::{BufferRange, Call, Plan};
+use super::plan::Plan;
 use crate::ops::cpu::for_stored;
 use crate::{Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, WithDType};
@@ -35,7 +36,7 @@ impl Executor {
     }
 
     pub fn take_arena(&mut self, plan: &Plan, from: &mut Self) -> Result<()> {
-        self.arena = std::mem::take(&mut from.arena).of_at_least(plan.peak_bytes())?;
+        self.arena = std::mem::take(&mut from.arena).of_at_least(plan.arena_bytes())?;
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! Launches single calls on a GPU.
 
 use super::super::op::Op;
-use super::super::plan::{BufferRange, Call, Plan};
+use super::super::op::{BufferRange, Call};
+use super::super::plan::Plan;
 use super::device_pointers::DevicePointers;
 use super::exchanges::{Exchange, Exchanges};
 use super::run_values::RunValues;

@@ -2,7 +2,8 @@
 
 use super::super::buffer::{Buffer, Location};
 use super::super::executor::Tensors;
-use super::super::plan::{BufferRange, Plan};
+use super::super::op::BufferRange;
+use super::super::plan::Plan;
 use super::Executor;
 use crate::Result;
 use crate::kernels::cuda::View;

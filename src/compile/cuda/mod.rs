@@ -19,9 +19,10 @@ mod segments;
 mod update;
 
 use super::executor::{Controls, Tensors, not_finite};
+use super::op::BufferRange;
 use super::op::Op;
 use super::phase_times::{PhaseClock, PhaseTimes};
-use super::plan::{BufferRange, Plan};
+use super::plan::Plan;
 use crate::kernels::cuda::matmul::CublasLt;
 use crate::ops::cuda as ops;
 use crate::{Error, Result, hardware, probe};
@@ -133,7 +134,7 @@ impl Executor {
     /// Takes over the arena of another plan's executor, or replaces it by a new one if it is too small. Recorded graphs
     /// stay valid while the arena's address is unchanged.
     pub fn take_arena(&mut self, plan: &Plan, from: Option<&mut Self>) -> Result<()> {
-        let bytes = plan.peak_bytes().max(1) as usize;
+        let bytes = plan.arena_bytes().max(1) as usize;
         self.copies_are_current = false;
         if let Some(from) = from
             && let Some(arena) = from.arena.take()
@@ -150,7 +151,7 @@ impl Executor {
             drop(arena);
             stream.synchronize().w()?;
         }
-        check_available(&self.gpu, "the arena of a planned step", plan.peak_bytes())?;
+        check_available(&self.gpu, "the arena of a planned step", plan.arena_bytes())?;
         self.arena = Some(self.gpu.alloc_zeros(bytes)?);
         Ok(())
     }

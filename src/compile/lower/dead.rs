@@ -2,7 +2,7 @@
 //! segment.
 
 use super::super::buffer::{BufferId, Buffers};
-use super::super::plan::Call;
+use super::super::op::Call;
 use std::collections::HashSet;
 
 /// Returns `calls` without those whose results nothing reads. `needed` are the buffers that are read afterwards;

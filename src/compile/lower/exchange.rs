@@ -7,7 +7,7 @@
 use super::super::arena::ALIGNMENT_BYTES;
 use super::super::buffer::{BufferId, Buffers, Category};
 use super::super::op::Op;
-use super::super::plan::{BufferRange, Call, Phase};
+use super::super::op::{BufferRange, Call, Phase};
 use crate::distributed::{Exchange, ReplicatedConfig};
 use crate::probe::Path;
 use candle_core::DType;

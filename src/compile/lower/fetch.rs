@@ -5,7 +5,7 @@
 
 use super::super::buffer::{Buffers, Location};
 use super::super::op::Op;
-use super::super::plan::{BufferRange, Call, Phase};
+use super::super::op::{BufferRange, Call, Phase};
 use crate::probe::Path;
 use std::collections::HashMap;
 use std::ops::Range;

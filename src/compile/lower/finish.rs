@@ -2,8 +2,9 @@
 
 use super::super::buffer::{BufferId, Category, Location};
 use super::super::config::PlanKind;
+use super::super::op::BufferRange;
 use super::super::op::Op;
-use super::super::plan::{BufferRange, Plan, Runs};
+use super::super::plan::{Plan, Runs};
 use super::exchange::Averaged;
 use super::fetch::Fetched;
 use super::{Lower, Lowered, Target, cannot_be_planned, dead, sharded};

@@ -1,6 +1,6 @@
 //! The forward of a node, and what backward recomputes of it.
 
-use super::super::plan::{BufferRange, Phase};
+use super::super::op::{BufferRange, Phase};
 use super::super::program::{Kind, Node};
 use super::Lower;
 use super::node_writer::NodeWriter;

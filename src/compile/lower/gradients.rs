@@ -1,7 +1,7 @@
 //! Gradients of values, and their sums for values that are read several times.
 
 use super::super::buffer::BufferId;
-use super::super::plan::BufferRange;
+use super::super::op::BufferRange;
 use super::Lower;
 use crate::Result;
 use crate::graph::{self, ValueId};

@@ -2,7 +2,7 @@
 
 use super::super::buffer::{Category, Location};
 use super::super::config::PlanKind;
-use super::super::plan::{BufferRange, Phase};
+use super::super::op::{BufferRange, Phase};
 use super::super::traced::Parameter;
 use super::Lower;
 use crate::ops::arithmetic::lowering::zeros;

@@ -27,7 +27,8 @@ mod weights;
 
 use super::config::{PlanKind, StepConfig};
 use super::costs::GroupCost;
-use super::plan::{BufferRange, Phase, Plan};
+use super::op::{BufferRange, Phase};
+use super::plan::Plan;
 use super::program::{Program, Recompute};
 use super::traced::TracedFunction;
 use super::writer::Writer;

@@ -1,6 +1,6 @@
 //! Writes the calls of one node: finds the buffer of each operand.
 
-use super::super::plan::BufferRange;
+use super::super::op::BufferRange;
 use super::super::program::{Kind, Node, Program};
 use super::{Lower, cannot_be_planned, sub_range};
 use crate::Result;

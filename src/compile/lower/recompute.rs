@@ -1,6 +1,6 @@
 //! Recomputation of checkpointed segments in backward.
 
-use super::super::plan::Phase;
+use super::super::op::Phase;
 use super::Lower;
 use crate::Result;
 use crate::graph::ValueId;

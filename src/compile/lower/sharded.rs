@@ -6,7 +6,7 @@
 
 use super::super::buffer::{BufferId, Buffers, Category, Location};
 use super::super::op::Op;
-use super::super::plan::{BufferRange, Call, Phase};
+use super::super::op::{BufferRange, Call, Phase};
 use super::{Lower, sub_range};
 use crate::distributed::Shard;
 use crate::graph::ValueId;

@@ -1,7 +1,7 @@
 //! Values and the operands that hold them.
 
 use super::super::buffer::{Category, Location};
-use super::super::plan::BufferRange;
+use super::super::op::BufferRange;
 use super::super::traced::Parameter;
 use super::{Lower, sub_range};
 use crate::Result;

@@ -1,7 +1,7 @@
 //! Weights: the copies that matmuls read, their gradients, and when they are updated.
 
 use super::super::buffer::Category;
-use super::super::plan::BufferRange;
+use super::super::op::BufferRange;
 use super::super::program::Program;
 use super::super::update::{Shares, Update};
 use super::sharded::Sharded;

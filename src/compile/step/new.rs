@@ -253,7 +253,7 @@ impl<'l> Step<'l> {
     /// let plan = Step::plan_for(&device, PlanKind::TrainStep, &StepConfig::default(), batch, |inputs| {
     ///     ops::linear_cross_entropy(&inputs.get("x")?, head.weight(), &inputs.get("targets")?)
     /// })?;
-    /// println!("an arena of {} MiB", plan.peak_bytes() >> 20);
+    /// println!("an arena of {} MiB", plan.arena_bytes() >> 20);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
@@ -287,7 +287,7 @@ impl<'l> Step<'l> {
     ///
     /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::meta(4, 256)?);
     /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
-    /// println!("{} calls, an arena of {} MiB", plan.calls().len(), plan.peak_bytes() >> 20);
+    /// println!("an arena of {} MiB, {:.1} TFLOP", plan.arena_bytes() >> 20, plan.flops() / 1e12);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///

@@ -9,9 +9,10 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
-use tallow::compile::arena::ALIGNMENT_BYTES;
-use tallow::compile::{Batch, Category, Plan, PlanKind, Step, StepConfig, Target};
+use tallow::compile::{Batch, Plan, PlanKind, Step, StepConfig, Target};
 use tallow::graph;
+use tallow::internals::ALIGNMENT_BYTES;
+use tallow::internals::Category;
 use tallow::memory::{AttentionWorkload, Kernels, planned_attention_breakdown, tracker};
 
 /// Plans attention alone; q, k and v are its parameters.
@@ -223,10 +224,10 @@ fn flash_keeps_nothing_of_all_pairs() {
     let single = plan(DType::F32);
     assert_eq!(single.flops(), 3.0 * 4.0 * 8.0 * 500.0 * 500.0 * 64.0);
     // out, dq, dk, dv, and lse with its remainder, are live together.
-    assert_eq!(single.peak_bytes(), aligned(2 * 4 * rows) + 4 * 4 * n);
+    assert_eq!(single.arena_bytes(), aligned(2 * 4 * rows) + 4 * 4 * n);
     assert!(single.explain().contains("flash_attention_backward"));
     let half = plan(DType::BF16);
-    assert_eq!(half.peak_bytes(), aligned(4 * rows) + 2 * 5 * n);
+    assert_eq!(half.arena_bytes(), aligned(4 * rows) + 2 * 5 * n);
     let error = plan_alone(&CPU, Algorithm::Flash, (2, 10, 257), DType::F32, &config);
     refusal(error.map(|_| ()), &["256", "257"]);
 }
@@ -329,7 +330,7 @@ fn the_plan_says_what_it_is() {
     assert_eq!(plan.category_bytes(Category::Input), n); // d_out
     assert_eq!(plan.category_bytes(Category::Parameter), 3 * n);
     assert_eq!(plan.category_bytes(Category::Activation), 4 * 8 * 500 * 500);
-    assert_eq!(plan.total_bytes(), plan.peak_bytes() + 4 * n);
+    assert_eq!(plan.total_bytes(), plan.arena_bytes() + 4 * n);
     let text = plan.explain();
     for wanted in ["naive_attention_backward", "mask full", "probabilities @"] {
         assert!(text.contains(wanted), "no {wanted:?} in\n{text}");
@@ -355,7 +356,7 @@ fn memory_is_the_arena() {
             .unwrap()
     };
     run(&mut planned);
-    let beside = alive() - before - planned.plan().unwrap().peak_bytes();
+    let beside = alive() - before - planned.plan().unwrap().arena_bytes();
     assert!(beside < 32 << 10, "{beside} bytes beside the arena");
     let mut step = || run(&mut planned);
     let settled = alive();

@@ -12,7 +12,8 @@ use crate::settings::{in_precision, with_mask};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Batch, Category, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig};
+use tallow::internals::Category;
 use tallow::memory::Meter;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
@@ -233,7 +234,7 @@ fn the_plan_says_what_it_is() {
         assert_eq!(plan.flops(), 3.0 * 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
         assert_eq!(plan.category_bytes(Category::Activation), scores);
         assert_eq!(plan.category_bytes(Category::Scratch), beside * scores);
-        assert_eq!(plan.peak_bytes(), (1 + beside) * scores + 4 * heads);
+        assert_eq!(plan.arena_bytes(), (1 + beside) * scores + 4 * heads);
         assert_eq!(plan.workspace_bytes(), 32 << 20);
         assert!(plan.explain().contains("Workspace: 32.0 MiB"));
         assert!(plan.explain().contains("probabilities @"));
@@ -268,7 +269,7 @@ fn memory_is_the_arena() {
     gpu.synchronize().unwrap();
     assert_eq!((taken(), meter.peak_bytes().unwrap()), (settled, settled));
     let plan = planned.plan().unwrap();
-    let beside = settled - before - plan.peak_bytes() - plan.workspace_bytes();
+    let beside = settled - before - plan.arena_bytes() - plan.workspace_bytes();
     // The buffer of the values that each run copies to the GPU, such as learning rates and the loss scale.
     assert!(beside < 4096, "{beside} bytes beside arena and workspace");
 }

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 use rstest::rstest;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
-use tallow::compile::Category;
+use tallow::internals::Category;
 
 fn planned(problem: &Problem, dtype: DType) -> Results {
     let [q, k, v] = problem

@@ -259,7 +259,7 @@ fn shapes_in_turn(
         let wanted = alone.run(&mut other_optimizer, (&tokens, &targets));
         assert_eq!(got.to_bits(), wanted.unwrap().to_bits(), "step {i}");
         assert_eq!(bits(&one), bits(&other), "step {i}");
-        let peaks = [&step, &alone].map(|step| step.plan().unwrap().peak_bytes());
+        let peaks = [&step, &alone].map(|step| step.plan().unwrap().arena_bytes());
         assert_eq!(peaks[0], peaks[1], "step {i}");
     }
     assert_eq!(step.plans().count(), Step::MAX_PLANS);

@@ -8,7 +8,8 @@ use crate::settings::{in_precision, with_lr};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::compile::{Batch, Call, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig};
+use tallow::internals::Call;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::ops::RotaryPairs;
@@ -313,7 +314,7 @@ fn sums_and_gates_run_again(
     let whole = in_precision(precision);
     let (planned, _) = Step::plan_for_model(&gpu, &model, &whole, &meta).unwrap();
     let budget = StepConfig {
-        memory_budget_bytes: Some(planned.peak_bytes() * percent / 100),
+        memory_budget_bytes: Some(planned.arena_bytes() * percent / 100),
         ..whole.clone()
     };
     let (planned_again, blocks) = Step::plan_for_model(&gpu, &model, &budget, &meta).unwrap();

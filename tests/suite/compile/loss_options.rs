@@ -106,7 +106,7 @@ fn segments_are_run_again(
         let mut step = model.planned(&optimizer, &config);
         let losses = [0, 1].map(|_| step.run(&mut optimizer, inputs).unwrap().to_bits());
         let plan = step.plan().unwrap();
-        let sizes = (plan.peak_bytes(), plan.calls().len());
+        let sizes = (plan.arena_bytes(), plan.calls().len());
         ((losses, model.bits()), sizes)
     };
     let (kept, kept_sizes) = run(false);
@@ -284,16 +284,16 @@ fn a_budget_of(layer: fn(VarBuilder<'_>) -> Result<FeedForward>) {
     };
     let mut last = plan(None).unwrap();
     let mut smaller = 0;
-    while let Ok(next) = plan(Some(last.peak_bytes() - 1)) {
-        assert!(next.peak_bytes() < last.peak_bytes());
+    while let Ok(next) = plan(Some(last.arena_bytes() - 1)) {
+        assert!(next.arena_bytes() < last.arena_bytes());
         assert!(next.flops() > last.flops());
         last = next;
         smaller += 1;
     }
     assert!(smaller > 0);
-    let least = format!("at least {}", last.peak_bytes());
+    let least = format!("at least {}", last.arena_bytes());
     refusal(
-        plan(Some(last.peak_bytes() - 1)),
+        plan(Some(last.arena_bytes() - 1)),
         &["StepConfig", "memory_budget_bytes", &least],
     );
 }

@@ -6,7 +6,8 @@ use crate::settings::with_mask;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
-use tallow::compile::{Category, Inputs, Step, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
+use tallow::internals::Category;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, checkpoint};
 use tallow::ops::{Gelu, KernelPolicy, RotaryPairs, with_kernel_policy};
@@ -274,11 +275,11 @@ fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     let mut step = Step::new(&optimizer, &StepConfig::default(), once).unwrap();
     let logits_bytes =
         (rows * classes) as u64 * half.map_or(4, |dtype| dtype.size_in_bytes() as u64);
-    assert!(step.prepare(named).unwrap().peak_bytes() < logits_bytes);
+    assert!(step.prepare(named).unwrap().arena_bytes() < logits_bytes);
     // If the loss is processed further, its gradient is not 1, and all logits are kept.
     let doubled = |given: &Inputs| ops::add(&once(given)?, &once(given)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), doubled).unwrap();
-    assert!(step.prepare(named).unwrap().peak_bytes() > 2 * logits_bytes);
+    assert!(step.prepare(named).unwrap().arena_bytes() > 2 * logits_bytes);
 }
 
 /// Returns head and loss with an ignored target id outside the vocabulary. The logits exceed one block, on a GPU too.
@@ -317,7 +318,7 @@ fn a_head_that_ignores_targets_is_as_eager(
     let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
     let named: Vec<_> = case.inputs.iter().map(|(name, x)| (*name, x)).collect();
     let plan = step.prepare(named.as_slice()).unwrap();
-    assert!(plan.peak_bytes() < 260 * 180_000 * 4);
+    assert!(plan.arena_bytes() < 260 * 180_000 * 4);
 }
 
 /// Each micro-batch has the mean over its own counted targets; ignored rows may hold anything.

@@ -4,7 +4,8 @@ use crate::child;
 use crate::compile::{batch, plan_of};
 use candle_core::Device;
 use tallow::attention::Algorithm;
-use tallow::compile::{Batch, Category, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig};
+use tallow::internals::Category;
 use tallow::internals::gemm;
 use tallow::memory::tracker;
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -40,7 +41,7 @@ fn the_arena_is_what_the_plan_says() {
         let before = alive();
         let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         let plan = step.prepare(Batch::meta(8, 256).unwrap()).unwrap();
-        let arena_bytes = plan.peak_bytes();
+        let arena_bytes = plan.arena_bytes();
         // The rest of a step: calls, buffers, tables. The planner's own memory is freed.
         let beside = alive() - before - arena_bytes;
         assert!(beside < 1 << 20, "{beside} bytes beside {arena_bytes}");
@@ -78,11 +79,11 @@ fn categories_add_up() {
     let inputs = plan.category_bytes(Category::Input);
     assert_eq!(
         plan.total_bytes(),
-        plan.peak_bytes() + 3 * parameters + inputs
+        plan.arena_bytes() + 3 * parameters + inputs
     );
     // The logits of the whole batch would be 39 MiB and never exist together.
     let logits = plan.buffers().iter().filter(|b| b.name.ends_with("logits"));
     assert!(logits.map(|b| b.bytes()).max().unwrap() <= 12 << 20);
     // The arena's layout wastes little.
-    assert!(plan.peak_bytes() as f64 <= 1.05 * plan.max_live_bytes() as f64);
+    assert!(plan.arena_bytes() as f64 <= 1.05 * plan.max_live_bytes() as f64);
 }

@@ -9,7 +9,8 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
-use tallow::compile::{Batch, Category, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig};
+use tallow::internals::Category;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::optim::{
@@ -192,7 +193,7 @@ fn the_same_bits_however_planned(
             let (tokens, targets) = batch(97, 2, 37, i);
             step.run(&mut optimizer, (&tokens, &targets)).unwrap();
         }
-        (weights(&model), step.plan().unwrap().peak_bytes())
+        (weights(&model), step.plan().unwrap().arena_bytes())
     };
     let (wanted, whole_bytes) = bits(plan(), Checkpointing::None);
     let every = |n| Checkpointing::Every(NonZeroUsize::new(n).unwrap());
@@ -238,7 +239,7 @@ fn a_memory_budget_chooses_the_checkpointing() {
             ..model_config.clone()
         };
         let (plan, _) = plan_of(&model_config, &StepConfig::default(), SIZES).unwrap();
-        plan.peak_bytes()
+        plan.arena_bytes()
     };
     let with_budget = |bytes| {
         let plan = StepConfig {
@@ -251,19 +252,19 @@ fn a_memory_budget_chooses_the_checkpointing() {
     assert_eq!(chosen, Checkpointing::None);
     // Smaller budgets first recompute gates and up projections of more blocks, then more whole blocks.
     let (mut before, mut flops) = (0, whole.flops());
-    let mut budget = whole.peak_bytes() - 1;
+    let mut budget = whole.arena_bytes() - 1;
     let smallest = loop {
         match with_budget(budget) {
             Ok((plan, chosen)) => {
-                assert!(plan.peak_bytes() <= budget);
+                assert!(plan.arena_bytes() <= budget);
                 let blocks = chosen.recomputed_blocks(6);
                 match blocks {
                     0 => assert!(before == 0 && plan.flops() > flops, "{budget}"),
-                    _ => assert_eq!(plan.peak_bytes(), peak(chosen)),
+                    _ => assert_eq!(plan.arena_bytes(), peak(chosen)),
                 }
                 assert!(blocks >= before);
                 (before, flops) = (blocks, plan.flops());
-                budget = plan.peak_bytes() - 1;
+                budget = plan.arena_bytes() - 1;
             }
             Err(error) => {
                 let text = error.to_string();

@@ -7,7 +7,8 @@ use rstest::rstest;
 use tallow::Error;
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
-use tallow::compile::{BufferRange, Call, Named, Op, Step, StepConfig};
+use tallow::compile::{Step, StepConfig};
+use tallow::internals::{BufferRange, Call, Named, Op};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, flops};
 use tallow::nn::{Architecture, Checkpointing};
@@ -48,7 +49,7 @@ fn live_buffers_never_meet(
             assert!(apart || in_turn, "{a:?} and {b:?}");
         }
     }
-    assert!(end <= plan.peak_bytes() && plan.peak_bytes() < end + 256);
+    assert!(end <= plan.arena_bytes() && plan.arena_bytes() < end + 256);
     // A buffer is live in every call that touches it.
     for (index, call) in plan.calls().iter().enumerate() {
         for operand in call.operands() {
@@ -95,7 +96,7 @@ fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention:
     let forward = flops::forward(&model, 8, 100);
     let blocks = forward.total() - forward.head;
     assert!(again.flops() > wanted && again.flops() < wanted + blocks);
-    assert!(again.peak_bytes() < plan(Checkpointing::None).peak_bytes());
+    assert!(again.arena_bytes() < plan(Checkpointing::None).arena_bytes());
 }
 
 #[test]
@@ -115,7 +116,7 @@ fn explain_says_what_is_done_and_where() {
         "rows 48, cols 48, depth 74, a_transposed, c += from the second micro-batch", // dy^T x
         "clip_factor",
         "run 2 times a step",
-        &format!("({} bytes)", plan.peak_bytes()),
+        &format!("({} bytes)", plan.arena_bytes()),
     ] {
         assert!(text.contains(wanted), "no {wanted:?} in\n{text}");
     }
@@ -226,7 +227,7 @@ fn no_plan_takes_less_than_the_lower_bound(
                     ..Default::default()
                 };
                 let whole = plan_of(&model, &unlimited, sizes).unwrap().0;
-                let budget = budget.map(|part| (whole.peak_bytes() as f64 * part) as u64);
+                let budget = budget.map(|part| (whole.arena_bytes() as f64 * part) as u64);
                 let config = StepConfig {
                     memory_budget_bytes: budget,
                     ..unlimited

@@ -5,8 +5,9 @@ mod estimate;
 
 use crate::check::refusal;
 use estimate::{Estimate, estimates};
-use tallow::compile::{Batch, Op, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
+use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
+use tallow::internals::Op;
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 

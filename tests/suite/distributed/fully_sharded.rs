@@ -7,10 +7,11 @@ use crate::check::refusal;
 use crate::settings::scaler_from;
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
-use tallow::compile::{Batch, Category, Op, Plan, Step, StepConfig, StepRanks};
+use tallow::compile::{Batch, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{
     Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig, Shard,
 };
+use tallow::internals::{Category, Op};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Architecture, Checkpointing, Layer, Linear};
 use tallow::optim::{AdamW, AdamWConfig, decay_matrices_only};

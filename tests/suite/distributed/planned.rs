@@ -9,8 +9,9 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::Error;
-use tallow::compile::{Batch, Op, Plan, Step, StepConfig, StepRanks};
+use tallow::compile::{Batch, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
+use tallow::internals::Op;
 use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 use tallow::precision::Precision;
 
@@ -120,7 +121,7 @@ fn buckets_in_backward() {
     let alone = of(&plan_config(1, Some(0.5)));
     assert!(exchanges(&alone).is_empty());
     let parameters = alone.buffers().iter();
-    let parameters = parameters.filter(|b| b.category == tallow::compile::Category::Parameter);
+    let parameters = parameters.filter(|b| b.category == tallow::internals::Category::Parameter);
     let bytes: u64 = parameters.clone().map(|buffer| buffer.bytes()).sum();
 
     let each = plan(Exchange::Overlapped { bucket_bytes: 0 });
@@ -164,7 +165,7 @@ fn buckets_in_backward() {
     );
     assert_eq!(products_after(&flat, exchanges(&flat)[1]), 0);
     // The arena grows by no more than alignment.
-    assert!(buckets.peak_bytes() <= alone.peak_bytes() + 256 * 80);
+    assert!(buckets.arena_bytes() <= alone.arena_bytes() + 256 * 80);
 }
 
 /// If a gradient overflows on one rank, no rank takes the step, and all have the same scale.

@@ -8,8 +8,9 @@ use crate::settings::scaler_from;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
-use tallow::compile::{Batch, Category, Location, Op, Phase, Plan, Step, StepConfig, StepRanks};
+use tallow::compile::{Batch, Phase, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Replicated, ReplicatedConfig, Shard};
+use tallow::internals::{Category, Location, Op};
 use tallow::model::TransformerLM;
 use tallow::optim::{AdamW, AdamWConfig, Moments, ParameterGroup, decay_matrices_only};
 use tallow::precision::Precision;
@@ -246,7 +247,7 @@ fn what_a_rank_does() {
                 state.map(|buffer| buffer.bytes()).sum()
             };
             assert!(state(plan) <= state(&whole) / world_size as u64 + 2 * largest);
-            assert_eq!(plan.peak_bytes(), whole.peak_bytes());
+            assert_eq!(plan.arena_bytes(), whole.arena_bytes());
             let mut fetched = 0;
             for (index, call) in plan.calls().iter().enumerate() {
                 if matches!(call.op, Op::Broadcast { .. }) && call.phase == Phase::Forward {

@@ -112,7 +112,7 @@ fn the_optimizer_in_backward() {
         optimizer_in_backward: true,
         ..config
     });
-    let peak = |trainer: &mut Trainer| trainer.plan().unwrap().peak_bytes();
+    let peak = |trainer: &mut Trainer| trainer.plan().unwrap().arena_bytes();
     assert!(peak(&mut freed) < peak(&mut kept));
     for (got, wanted) in take(&mut freed, usize::MAX)
         .iter()
@@ -360,9 +360,9 @@ fn a_memory_budget() {
             ..settings()
         })
     };
-    let wanted = within(None).plan().unwrap().peak_bytes();
+    let wanted = within(None).plan().unwrap().arena_bytes();
     let mut small = within(Some(wanted - 1));
-    assert!(small.plan().unwrap().peak_bytes() < wanted);
+    assert!(small.plan().unwrap().arena_bytes() < wanted);
     take(&mut small, 2);
     refusal(within(Some(1)).step(), &["memory_budget_bytes"]);
 }

@@ -6,8 +6,9 @@ mod costs;
 use super::super::batch::{Batch, Inputs};
 use super::super::buffer::Category;
 use super::super::loss;
+use super::super::op::Call;
 use super::super::op::Op;
-use super::super::plan::{Call, Plan};
+use super::super::plan::Plan;
 use super::super::step::Step;
 use super::super::traced::Planned;
 use super::*;
@@ -117,12 +118,12 @@ fn a_budget_takes_the_cheapest_first() {
     let with = |recompute| gpu_plan(&model, 8, &config, recompute);
     let ladder = [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0], [4, 1], [4, 2]].map(with);
     for pair in ladder.windows(2) {
-        let bytes = pair[0].peak_bytes();
+        let bytes = pair[0].arena_bytes();
         assert!(within(bytes) == pair[0], "{bytes}");
         assert!(
             within(bytes - 1) == pair[1],
             "{bytes}, {}",
-            pair[1].peak_bytes()
+            pair[1].arena_bytes()
         );
     }
 }
@@ -155,7 +156,7 @@ fn what_lies_beside_the_arena() {
         .sum();
     assert_eq!(
         plan.total_bytes(),
-        plan.peak_bytes() + plan.workspace_bytes() + beside
+        plan.arena_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
     let meta = loss::meta_model(&model, 1024).unwrap();
