@@ -26,7 +26,8 @@
 //! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight is trained if it is the
 //! tensor of a variable ([`Layer::parameters`] lists it as a candle [`Var`]), frozen if it is a plain tensor, and tied
 //! if another layer holds the same tensor. A builder creates variables; `from_weights` takes any tensor. [`Parameter`]
-//! is a weight outside of a layer.
+//! is a weight outside of a layer. With feature `files`, `save` and `load` write and read the weights of any layer or
+//! model.
 
 mod architecture;
 mod attention;
@@ -35,6 +36,8 @@ mod checkpoint;
 mod checkpointing;
 mod context;
 mod embedding;
+#[cfg(feature = "files")]
+mod file;
 mod gated_mlp;
 mod gelu_mlp;
 mod init;
@@ -52,6 +55,8 @@ pub use checkpoint::checkpoint;
 pub use checkpointing::Checkpointing;
 pub use context::{DropoutRates, ForwardContext};
 pub use embedding::Embedding;
+#[cfg(feature = "files")]
+pub use file::{load, save};
 pub use gated_mlp::{GeGlu, SwiGlu};
 pub use gelu_mlp::GeluMlp;
 pub use init::seeded;

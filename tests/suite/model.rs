@@ -13,6 +13,7 @@ mod generate;
 mod gpt2;
 mod gradients;
 mod init;
+mod layer_files;
 mod layers;
 mod padding;
 mod parameter;
