@@ -31,6 +31,7 @@
 //! call; use [`crate::ops`] instead. Real tensors may be operands too. A variable is recorded as a weight and any other
 //! tensor as a constant; the data of neither is read.
 
+mod candle_ops;
 mod data;
 mod difference;
 mod dot;

@@ -1,5 +1,6 @@
 //! The trace that is open on a thread: its graph so far, and the values by storage address.
 
+use super::candle_ops::failed_on_meta_tensor;
 use super::data::{Graph, Source, Target, TraceEvent, Value, ValueId, ValueRef, View};
 use super::meta::Role;
 use crate::probe::{self, Listener};
@@ -322,12 +323,11 @@ pub(crate) fn trace_with_tensors<T: Outputs>(
     })
 }
 
-/// Rewrites an error of candle's on a meta tensor, which names the dtype F4 of its storage, as one that names the op.
+/// Rewrites an error of one of candle's ops on a meta tensor as one that names the op, its place and a counterpart.
 fn with_op_path(error: Error) -> Error {
-    let text = error.to_string();
-    if !text.contains("F4") && !text.contains("f4") {
+    let Some((calls, instead)) = failed_on_meta_tensor(&error) else {
         return error;
-    }
+    };
     let last = with_session(|session| {
         let mut events = session.graph.events.iter().rev();
         Ok(events.find_map(|event| match event {
@@ -335,14 +335,13 @@ fn with_op_path(error: Error) -> Error {
             _ => None,
         }))
     });
-    Error::Order {
-        op: "graph::trace",
-        problem: match last.ok().flatten() {
-            Some(path) => format!("after {path}, candle's own op was called on a meta tensor"),
-            None => "before any op, candle's own op was called on a meta tensor".into(),
-        },
-        hint: "use the op of tallow::ops: add for +, cast for to_dtype, contiguous before reshape, say".into(),
-    }
+    let place = match last.ok().flatten() {
+        Some(path) => format!("after {path}"),
+        None => "before the first op".into(),
+    };
+    let problem = format!("{place}, {calls} of candle was called on a meta tensor");
+    let hint = format!("{instead}; a trace records only ops of tallow");
+    Error::order("graph::trace", problem, hint)
 }
 
 /// Names the weight or input `x` in the open trace. Only needed for real variables, which have no name of their own.

@@ -1,5 +1,6 @@
 //! A trace has the ops of an eager forward; code that cannot be traced is refused with an explanation.
 
+mod candle_ops;
 mod picture;
 
 use crate::check::refusal;
