@@ -199,7 +199,7 @@ impl Communicator {
     /// - [`init`](super::init()), until all ranks have joined and NCCL has begun;
     /// - [`mean`](Self::mean), [`barrier`](Self::barrier), [`check_equal`](Self::check_equal), and on the CPU every
     ///   collective;
-    /// - training steps of a planned [`Step`](crate::compile::Step), with or without the update;
+    /// - training steps of a planned [`Step`](crate::compile::Step), with or without the update, but not its planning;
     /// - [`Trainer::step`], with its batches, and with planning in the first step;
     /// - calls by which ranks begin to train together, where they compare their settings: [`Trainer::replicate`],
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
@@ -207,11 +207,14 @@ impl Communicator {
     /// - the end of [`Trainer::evaluate`], where losses are averaged, and [`Trainer::save`] of a fully sharded run,
     ///   where ranks wait for each other's parts.
     ///
-    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. That
-    /// applies to your own collectives, to [`Step::forward`](crate::compile::Step::forward) and [`Trainer::evaluate`]
-    /// with sharded weights or a sharded optimizer, to [`Trainer::save`] with a sharded optimizer, and to
-    /// [`Trainer::gather_model`]. A rank that hangs there is not noticed unless you hold a guard around the call. A
-    /// rank whose process ends is always noticed.
+    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. These
+    /// calls need a guard, or a rank that hangs in them may never be noticed (a rank whose process dies always is):
+    ///
+    /// - your own collectives, together with your reads of their results;
+    /// - [`Trainer::evaluate`] with a sharded optimizer or sharded weights;
+    /// - [`Step::forward`](crate::compile::Step::forward) with sharded weights;
+    /// - [`Trainer::save`] with a sharded optimizer;
+    /// - [`Trainer::gather_model`].
     ///
     /// ```
     /// # use tallow::distributed::Communicator;

@@ -50,7 +50,7 @@
 //! srun target/release/my-program
 //! ```
 //!
-//! With torchrun, on each of two hosts ([the guide](crate::guide::several_hosts) has both with all options):
+//! With torchrun, on each of two hosts ([the guide](crate::guide::several_hosts) explains both):
 //!
 //! ```sh
 //! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` has printed, the same on both

@@ -157,8 +157,8 @@
 //! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process dies, or is
 //! behind when a call has lasted longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which
 //! names the rank. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks again,
-//! and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with `--max-restarts
-//! N`; under Slurm call `srun` in a loop until it succeeds. Neither is tried.
+//! and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with the option
+//! `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried.
 //! [`distributed`](crate::distributed#failures) says when a rank has failed, how long that takes to notice, and what
 //! happens if rank 0 ends and on SIGTERM.
 //!
