@@ -73,15 +73,16 @@
 //! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
 //! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
-//! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], the example `custom_model` |
+//! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/gpt2.rs` |
 //! | freeze or tie weights, add a LoRA | [`nn`], [`nn::Parameter`] |
 //! | use only flash attention | [`attention::flash()`] |
 //! | use only some ops | [`ops`] |
 //! | pack documents into one sequence | [`attention::FirstKeys`], [`TrainConfig::separator`][separator] |
 //! | train in bf16 or f16 | [`autocast`], [`optim::GradScaler`]; planned: [`compile::StepConfig::precision`] |
 //! | plan the steps of a `TransformerLM` | [`compile::Step::for_model`] |
-//! | plan my own model and loss | [`compile::Step::new`] |
-//! | predict memory | [`memory::estimate`], [`memory::planned_breakdown`] |
+//! | plan my own model and loss | [`compile::Step::new`], `examples/custom_model.rs` |
+//! | predict the memory of a `TransformerLM` | [`memory::estimate`], planned: [`compile::Step::plan_for_model`] |
+//! | predict the memory of my own model | [`memory::estimate_graph`], planned: [`compile::Step::plan_for`] |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
 //! | see which tensor uses the memory | [`memory::record_on()`], [the guide](guide::reading_a_profile) |
@@ -143,8 +144,8 @@
 //! # Speed of a program that uses it
 //!
 //! - Build with `--release`, or set `opt-level = 3` in `[profile.dev]`: profiles of a dependency do not apply.
-//! - candle's CPU backend allocates for every op. Eager steps are faster with mimalloc, configured to keep freed pages,
-//!   as in the examples.
+//! - candle's CPU backend allocates for every op. Eager steps are faster with mimalloc (`mimalloc::MiMalloc` as the
+//!   `#[global_allocator]`) if it keeps freed pages: start the program with `MIMALLOC_PURGE_DELAY=-1`.
 //! - candle's worker threads spin on cores that kernels need: call [`init`] first in `main`. On a machine with other
 //!   work, `CANDLE_NUM_THREADS=1` makes training faster still.
 //! - On the CPU bf16 saves time only if the processor has bf16 instructions ([`hardware::bf16_matmul_unit`]). Otherwise

@@ -151,8 +151,8 @@ impl Measured {
 
 impl EndToEnd {
     /// Runs the benchmark, and returns a row for each phase of the mode (`forward`, `backward`, `optimizer`), one for
-    /// backward and optimizer together ([`UPDATE`]), and one for the whole step (`forward+backward` or `train step`). The
-    /// phases of a planned step are its [`PhaseTimes`](crate::compile::PhaseTimes).
+    /// backward and optimizer together ([`UPDATE`]), and one for the whole step (`forward+backward` or `train step`).
+    /// The phases of a planned step are its [`PhaseTimes`](crate::compile::PhaseTimes).
     ///
     /// Memory belongs to the whole mode: `peak_bytes` of the model and its steps, and `allocated_bytes` that remain
     /// after the last step. The figures of the first step, warm-up or not, do so too: its time, its page faults, the

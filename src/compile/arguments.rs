@@ -183,8 +183,8 @@ impl Arguments {
         tensor.dims() == shape && (tensor.dtype() == dtype || may_be_wide())
     }
 
-    /// Checks that the plan [accepts](Self::accepts) the batch that it was made for. The shape of the output's gradient is
-    /// not known before the plan is made.
+    /// Checks that the plan [accepts](Self::accepts) the batch that it was made for. The shape of the output's gradient
+    /// is not known before the plan is made.
     ///
     /// # Errors
     /// [`Error::Order`] for a missing input or an unknown name, [`Error::Shape`] for another shape or dtype than

@@ -248,7 +248,8 @@ impl Inputs {
         key.transpose()
     }
 
-    /// Returns whether the loss must be a sum over targets, because the batch [counts them](Batch::with_counted_targets).
+    /// Returns whether the loss must be a sum over targets, because the batch [counts
+    /// them](Batch::with_counted_targets).
     pub fn sums_targets(&self) -> bool {
         self.sums_targets
     }

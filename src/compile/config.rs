@@ -195,8 +195,8 @@ impl StepConfig {
     ///
     /// # Errors
     /// [`Error::Config`] naming the field: a norm or value to clip to that is not above 0; no micro-batches; a
-    /// precision without f32 parameters; an optimizer in backward with `clip_norm`, accumulation, loss scaling or
-    /// several ranks.
+    /// precision with half-precision parameters, or with weights that are cast at each use; an optimizer in backward
+    /// with `clip_norm`, accumulation, loss scaling or several ranks.
     pub fn validate(&self) -> Result<()> {
         const CONFIG: &str = "StepConfig";
         if !(1..=u32::MAX as usize).contains(&self.accumulation) {

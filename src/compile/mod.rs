@@ -2,8 +2,9 @@
 //!
 //! An eager step builds a graph, and allocates and checks for every op. A [`Step`] does none of that. Forward, loss,
 //! backward, clipping and AdamW are planned once ([`Plan`]). Every buffer has a fixed offset in one arena; buffers that
-//! are never live together share memory. A run executes the calls and allocates nothing. Parameters and optimizer state
-//! are shared with the model and the optimizer, so planned training can alternate with eager evaluation and saving.
+//! are never live together share memory. A run executes the calls and allocates no tensors. Parameters and optimizer
+//! state are shared with the model and the optimizer, so planned training can alternate with eager evaluation and
+//! saving.
 //!
 //! ```
 //! use candle_core::Tensor;
@@ -42,14 +43,12 @@
 //! tiles fit the GPU's shared memory. Beyond 1,024 tokens naive attention skips blocks that the mask hides. In f16 the
 //! gradients of naive attention's scores are rounded to f16: use a loss scale.
 //!
-//! In half precision, linear layers of one input are one matmul, and heads and gates are packed in one tensor. The
-//! half-precision copies of weights persist from run to run. The update writes them, so no step casts a weight; call
-//! [`Step::refresh`] after weights were loaded or set. With [`StepConfig::optimizer_in_backward`] in bf16,
-//! gradients are in bf16 where weights have copies.
+//! In half precision, linear layers of one input are one matmul, and heads and gates are packed in one tensor. With
+//! [`StepConfig::optimizer_in_backward`] in bf16, gradients are in bf16 where weights have
+//! [half-precision copies](#half-precision).
 //!
 //! The second run is recorded as a CUDA graph. A run allocates nothing, and within a run the GPU never waits for the
-//! host. When a step switches to another of its plans, that plan takes over the arena and makes the copies of weights
-//! again in its first run.
+//! host. When a step switches to another of its plans, that plan takes over the arena.
 //!
 //! If all targets are ignored, the loss is NaN on a GPU; on the CPU the run is an error.
 //!
@@ -64,24 +63,40 @@
 //! | f64, views of more than six dimensions that cannot be joined, gradients of views that overlap themselves | GPUs |
 //! | flash attention: head widths not a multiple of 8 (f32: 4), tiles that do not fit, a scale of 0 or less | GPUs |
 //! | flash attention heads wider than 256 | everywhere |
-//! | half-precision parameters under an optimizer; precisions without f32 parameters, or that drop casts | everywhere |
+//! | half-precision parameters under an optimizer: [`Regime::Full`]; [weights cast at each use][drop] | everywhere |
 //! | parameters under an optimizer that have several dtypes or share a storage | everywhere |
 //! | an op without a kernel for its dtype, or on the reference path | everywhere |
-//! | candle's own ops on values that depend on an input | everywhere |
-//! | token ids and first keys that an op computes; i64 ids that an op also uses as numbers | everywhere |
+//! | candle's own arithmetic on values that depend on an input ([views](crate::graph#meta-tensors) work) | everywhere |
+//! | token ids or first keys that an op computes: make them an input | everywhere |
+//! | with token ids in i64: other i64 tensors, or the ids themselves, in arithmetic; pass ids in u32 | everywhere |
 //! | an output that is not a float; in a training step, one that is not a scalar f32 (f64 on the CPU) | everywhere |
 //! | a parameter without a gradient, unless its group [permits that](crate::optim::MissingGradients) | everywhere |
 //! | the optimizer in backward with clipping by norm, accumulation, loss scaling or several ranks | everywhere |
 //! | gradients exchanged in bf16 | CPU |
 //!
+//! [`Regime::Full`]: crate::precision::Regime::Full
+//! [drop]: crate::precision::Precision::with_dropped_casts
+//!
 //! # Half precision
 //!
 //! With [`StepConfig::precision`] a step computes what an eager step computes under [`autocast`](crate::autocast()).
-//! Both autocast policies agree on all ops of [`TransformerLM`](crate::model::TransformerLM). Inputs of matmuls and attention are bf16 or f16, and sums are
-//! f32. Parameters, optimizer state, the residual stream, norms, probabilities, losses and gradients of parameters are
-//! f32. The weights that matmuls read have copies in the arena. The CPU makes them again in each step: before the first
-//! matmul that reads them or, with accumulation, before the first micro-batch. So there is nothing to refresh on the
-//! CPU after a weight was changed or loaded.
+//! Inputs of matmuls and attention are bf16 or f16, and sums are f32. Parameters, optimizer state, the residual stream,
+//! norms, probabilities, losses and gradients of parameters are f32.
+//!
+//! The autocast policy is PyTorch's for CUDA, on the CPU too. [`Precision::with_regime`] selects PyTorch's policy for
+//! the CPU instead. A [`TransformerLM`](crate::model::TransformerLM) computes the same under both. In a loss of your
+//! own, `exp`, `log`, `log_softmax`, `pow`, `rsqrt`, `softmax`, `sum` and `layer_norm` are f32 under CUDA's policy, and
+//! have the dtype of their inputs under the CPU's. `mean` has the dtype of its input under both.
+//!
+//! The weights that matmuls read have half-precision copies in the arena:
+//!
+//! - On the CPU each step makes the copies again, before the first matmul that reads them or, with accumulation, before
+//!   the first micro-batch. Weights may be set or loaded at any time.
+//! - On a GPU the copies persist from run to run. The first run of a plan makes them, and so does the first run after a
+//!   switch to it from another plan. Each update renews them, so later steps cast no weight. Call [`Step::refresh`]
+//!   after you have set or loaded weights.
+//!
+//! [`Precision::with_regime`]: crate::precision::Precision::with_regime
 //!
 //! Results are rounded where eager ones are, with one exception. The gradient of an input that several weights share is
 //! a sum of matmuls in place, which is rounded once instead of twice.
@@ -92,10 +107,17 @@
 //!
 //! # What a plan is exact about
 //!
-//! [`Plan::arena_bytes`] is the size of the arena. On a GPU [`Plan::workspace_bytes`] is the memory outside of it, and
-//! [`Plan::total_bytes`] predicts a step's peak to 0.1 MiB. On the CPU, kernels keep packing buffers of 0.75 MiB per
-//! thread (2.5 MiB in half precision), whatever the sizes. Flash attention also needs a few tiles per thread, naive
-//! attention the bytes that [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts.
+//! [`Plan::arena_bytes`] is the size of the arena, and [`Plan::total_bytes`] all memory that the plan knows: arena,
+//! parameters, optimizer state, inputs, outputs and, on a GPU, [`Plan::workspace_bytes`].
+//!
+//! - On a GPU the total predicts a step's peak to 0.1 MiB.
+//! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Matmuls keep packing
+//!   buffers of 0.75 MiB per thread (2.5 MiB in half precision), whatever the sizes. Flash attention needs a few tiles
+//!   per thread, naive attention the bytes that
+//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts. In tests all other scratch
+//!   memory of a run is under 1 MiB.
+//!
+//! With accumulation, inputs are counted for one micro-batch.
 //!
 //! The bits of a result do not depend on the number of threads, nor on the offsets of buffers.
 

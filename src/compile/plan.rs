@@ -179,8 +179,9 @@ impl Plan {
         self.runs.micro_batches
     }
 
-    /// Returns the size of the arena, in bytes. It is allocated once, before the first run. Apart from a GPU's
-    /// [workspace](Self::workspace_bytes) a run allocates nothing else.
+    /// Returns the size of the arena, in bytes. It is allocated once, before the first run, and holds every tensor that
+    /// a run computes. [`compile`](crate::compile#what-a-plan-is-exact-about) lists the memory that a run needs outside
+    /// of it.
     ///
     /// Parameters and optimizer state already exist and are not included; [`total_bytes`](Self::total_bytes) includes
     /// them.
@@ -205,8 +206,9 @@ impl Plan {
         workspaces.max_by(|a, b| a.bytes().total_cmp(&b.bytes()))
     }
 
-    /// Returns the size of the arena, the workspace, and the parameters, optimizer state, tables and outputs that calls
-    /// access, in bytes.
+    /// Returns the size of the arena, a GPU's [workspace](Self::workspace_bytes), and the parameters, optimizer state,
+    /// inputs, tables and outputs that calls access, in bytes. The scratch memory of kernels on the CPU is [not
+    /// included](crate::compile#what-a-plan-is-exact-about).
     pub fn total_bytes(&self) -> u64 {
         let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
         self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
@@ -276,8 +278,8 @@ impl Plan {
                 .is_none_or(|index| index < self.group_costs.len())
     }
 
-    /// Returns the bytes of a call's operands, or `None` if its operands or cost index are not in this plan. Operands that
-    /// are read and written count twice.
+    /// Returns the bytes of a call's operands, or `None` if its operands or cost index are not in this plan. Operands
+    /// that are read and written count twice.
     #[doc(hidden)]
     pub fn bytes_moved(&self, call: &Call) -> Option<u64> {
         let bytes = || self.bytes_read_and_written(call).iter().sum();
@@ -339,8 +341,8 @@ impl Plan {
         }
     }
 
-    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or cost index
-    /// are not in this plan.
+    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or cost
+    /// index are not in this plan.
     #[doc(hidden)]
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))

@@ -25,9 +25,10 @@ const OP: &str = "distributed::Communicator";
 /// thread runs the collectives in order, and each call returns when its collective is done.
 ///
 /// If a rank dies, stops or makes another call, all ranks get [`Error::Rank`], which names it. A thread of each rank
-/// learns of the failure and aborts NCCL, which ends waits for the GPU. The error comes from a call that waits, else
-/// from the next call or [`check`](Self::check): call it after you have read a collective's result from a GPU. Weights
-/// are then undefined: continue from a checkpoint.
+/// learns of the failure and aborts NCCL, which ends waits for the GPU. A call that waits for other ranks returns the
+/// error. A collective on a GPU does not wait: the error then comes from the next call of the communicator, and the
+/// collective's result is undefined. So call [`check`](Self::check) after you have read such a result from a GPU,
+/// before you use it. After the error weights are undefined: continue from a checkpoint.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -191,12 +192,48 @@ impl Communicator {
     }
 
     /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
-    /// longer than that, the rank that is behind has failed.
+    /// longer than that, the rank that is behind the others has failed; if none is behind, this rank.
     ///
-    /// Planned steps, [`Trainer::step`](crate::train::Trainer::step), [`mean`](Self::mean), [`barrier`](Self::barrier),
-    /// [`check_equal`](Self::check_equal) and all collectives on the CPU do this themselves. On a GPU other collectives
-    /// return before they are done. Use the guard where your code then waits for their results: without it a rank that
-    /// hangs is not noticed there. (A rank whose process ends is noticed always.)
+    /// These calls are covered without a guard:
+    ///
+    /// - [`init`](super::init()), until all ranks have joined and NCCL has begun;
+    /// - [`mean`](Self::mean), [`barrier`](Self::barrier), [`check_equal`](Self::check_equal), and on the CPU every
+    ///   collective;
+    /// - training steps of a planned [`Step`](crate::compile::Step), with or without the update, but not its planning;
+    /// - [`Trainer::step`], with its batches, and with planning in the first step;
+    /// - calls by which ranks begin to train together, where they compare their settings: [`Trainer::replicate`],
+    ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
+    ///   [`Replicated::new`](super::Replicated::new), [`AdamW::shard`](crate::optim::AdamW::shard);
+    /// - the end of [`Trainer::evaluate`], where losses are averaged, and [`Trainer::save`] of a fully sharded run,
+    ///   where ranks wait for each other's parts.
+    ///
+    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. These
+    /// calls need a guard, or a rank that hangs in them may never be noticed (a rank whose process dies always is):
+    ///
+    /// - your own collectives, together with your reads of their results;
+    /// - [`Trainer::evaluate`] with a sharded optimizer or sharded weights;
+    /// - [`Step::forward`](crate::compile::Step::forward) with sharded weights;
+    /// - [`Trainer::save`] with a sharded optimizer;
+    /// - [`Trainer::gather_model`].
+    ///
+    /// ```
+    /// # use tallow::distributed::Communicator;
+    /// # let ranks = Communicator::single_rank(&tallow::device("cpu")?);
+    /// # let work = || Ok::<_, tallow::Error>(());
+    /// let timeout = ranks.apply_timeout("evaluation");
+    /// work()?; // for example trainer.evaluate(), all of which now counts
+    /// drop(timeout);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// [`Trainer::step`]: crate::train::Trainer::step
+    /// [`Trainer::evaluate`]: crate::train::Trainer::evaluate
+    /// [`Trainer::save`]: crate::train::Trainer::save
+    /// [`Trainer::gather_model`]: crate::train::Trainer::gather_model
+    /// [`Trainer::replicate`]: crate::train::Trainer::replicate
+    /// [`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer
+    /// [`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded
+    /// [`Trainer::resume_fully_sharded`]: crate::train::Trainer::resume_fully_sharded
     pub fn apply_timeout(&self, what: &str) -> TimeoutGuard<'_> {
         self.0.membership.enter_some(what)
     }

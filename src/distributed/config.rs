@@ -19,9 +19,13 @@ pub struct DistConfig {
     /// `cuda`, where each rank uses the GPU of its local rank, or `cpu`. In a job of one rank any
     /// [`device`](crate::device()).
     pub device: String,
-    /// The longest time that a rank may spend at rendezvous, in a step, or in a collective that the host waits for.
-    /// Then the rank that is behind counts as failed. Choose more than the longest step and the longest save take.
-    /// [`Communicator::apply_timeout`](super::Communicator::apply_timeout) names what no timeout covers.
+    /// The longest time that one covered call may last on any rank; 10 minutes by default.
+    /// [`Communicator::apply_timeout`](super::Communicator::apply_timeout) lists the covered calls. If a call lasts
+    /// longer, the job fails: all ranks get an error that names the rank that the others wait for.
+    ///
+    /// A call lasts while it works and while it waits for other ranks. Choose more than the longest step (the first one
+    /// includes planning), and more than a step together with what one rank does before it while the others wait: a
+    /// save, or at the start loading data and weights.
     pub timeout: Duration,
     /// The most multiprocessors of a GPU that NCCL's collectives use; they run concurrently with the model's kernels.
     /// `None` leaves the choice to NCCL.

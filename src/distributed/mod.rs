@@ -50,7 +50,7 @@
 //! srun target/release/my-program
 //! ```
 //!
-//! With torchrun, on each of two hosts:
+//! With torchrun, on each of two hosts ([the guide](crate::guide::several_hosts) explains both):
 //!
 //! ```sh
 //! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` has printed, the same on both
@@ -72,17 +72,28 @@
 //! # Failures
 //!
 //! Each rank reports to rank 0 several times a second that it is alive, and the operation that it is in. A rank has
-//! failed if its process ends before the job does, or if others wait for it for longer than [`DistConfig::timeout`].
+//! failed in each of these cases:
+//!
+//! - It panics, or its process ends without dropping the communicator: a crash, a signal, `std::process::exit`. The
+//!   others notice immediately.
+//! - It has dropped the communicator, as a rank does that returns from `main`, and another rank calls something that
+//!   needs it. Ranks need not return from `main` together. A missed rank is noticed after the timeout at the latest.
+//! - It is behind when a covered call of some rank has lasted longer than [`DistConfig::timeout`].
+//!   [`Communicator::apply_timeout`] lists the covered calls. All ranks learn of it within a second after the timeout.
+//!
 //! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
-//! suspended together and resumed (`scontrol suspend`): that time does not count as waiting.
+//! suspended together and resumed (`scontrol suspend`): that time does not count.
 //!
 //! - Weights are undefined after [`Error::Rank`], and the communicator returns it from then on. Return the error from
-//!   `main` (`?`), start all ranks again, and resume from a checkpoint. NCCL is aborted; dropping the communicator
-//!   waits at most 10 seconds for that, and not for other ranks.
-//! - No rank replaces rank 0. If its process ends, the others notice immediately. If its host does not respond any
-//!   more, they notice once they have waited for longer than the timeout.
-//! - tallow handles no signals in a rank. SIGTERM ends it without a save, which is a failure. The example `train` shows
-//!   how ranks that receive SIGTERM save and stop after the same step.
+//!   `main` (`?`), start all ranks again, and resume from a checkpoint. The process then ends with exit code 1, about
+//!   15 seconds after the error at the latest: dropping the communicator waits up to 10 seconds for NCCL's abort, and
+//!   not for other ranks. A process that hangs is ended by [`launch()`], torchrun or mpirun; `srun` does so with
+//!   `--kill-on-bad-exit=1`.
+//! - No rank replaces rank 0. If its process dies, the others notice immediately. If its host does not respond any
+//!   more, they notice once a covered call has lasted longer than the timeout.
+//! - tallow handles no signals in a rank. SIGTERM ends it without a save, which is a failure. To save first, let a
+//!   handler set a flag (for example by the crate `signal-hook`). After each step combine the flags of all ranks
+//!   ([`Communicator::mean`]); if one is set, every rank calls `save` and stops. `examples/train/signals.rs` does this.
 //!
 //! [`Trainer::new`]: crate::train::Trainer::new
 //! [`Trainer::resume`]: crate::train::Trainer::resume

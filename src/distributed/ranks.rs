@@ -79,10 +79,10 @@ impl Ranks {
     /// | MPICH, Intel MPI | `PMI_RANK` | `MPI_LOCALRANKID`, else the rank | `PMI_SIZE` |
     /// | Slurm's `srun` | `SLURM_PROCID` | `SLURM_LOCALID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` |
     ///
-    /// - If several of mpirun, MPICH and Slurm have set variables, the first of them counts: `mpirun` may itself use
-    ///   `srun`. Variables of the first row that are set too must agree with it, except under torchrun
-    ///   (`TORCHELASTIC_RUN_ID`), whose place alone counts. A `LOCAL_RANK` overrides the launcher's local rank, for
-    ///   ranks that see one GPU each.
+    /// - Under torchrun (`TORCHELASTIC_RUN_ID` is set) only the first row counts.
+    /// - Otherwise, if variables of several of the last three rows are set, the highest of these rows counts: `mpirun`
+    ///   may itself use `srun`. If `RANK` or `WORLD_SIZE` is set too, it must have the same value as that row's.
+    ///   `LOCAL_RANK` may differ: it replaces that row's local rank, for ranks that see one GPU each.
     /// - A world size of 1 alone, or `MASTER_ADDR` alone, is not a job. Slurm's variables count only inside `srun`, not
     ///   in the batch script around it.
     /// - Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`. Ranks of torchrun and ranks on GPUs need both. Ranks on
@@ -95,6 +95,7 @@ impl Ranks {
     ///   Slurm export it in the batch script, from where `srun` passes it on. It is sent unencrypted: it keeps
     ///   strangers out, but not those who can read the network's traffic. On one host `TORCHELASTIC_RUN_ID` or
     ///   `SLURM_JOB_ID` suffices to keep jobs apart.
+    ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) naming a variable that is missing or has an invalid value, or two that
     /// contradict each other.

@@ -137,6 +137,8 @@
 //!
 //! - Call [`tallow::init`](crate::init()) first in `main`: candle's worker threads then sleep sooner, and leave the
 //!   cores to kernels.
-//! - candle's CPU backend allocates for every op. An allocator that keeps freed pages makes eager steps faster.
+//! - candle's CPU backend allocates for every op. An allocator that keeps freed pages makes eager steps faster
+//!   ([how](crate#speed-of-a-program-that-uses-it)).
 //! - A [planned step](crate::compile::Step) has no graph and no allocations. It accepts a loss that is written with
-//!   tallow's ops and layers; candle's own arithmetic on a value that depends on an input is an error.
+//!   tallow's ops and layers. Views are allowed; candle's own arithmetic on a value that depends on an input is an
+//!   error.

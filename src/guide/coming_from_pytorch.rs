@@ -140,7 +140,8 @@
 //!   [`compile`](crate::compile#what-a-step-refuses) lists the cases. An eager loop runs them.
 //! - The last four plans ([`Step::MAX_PLANS`](crate::compile::Step::MAX_PLANS)) are kept. Batches of many different
 //!   lengths are planned again and again.
-//! - On a GPU in half precision, call [`Step::refresh`](crate::compile::Step::refresh) after you have set weights.
+//! - On a GPU in half precision, call [`Step::refresh`](crate::compile::Step::refresh) after you have set or loaded
+//!   weights.
 //!
 //! **Several GPUs**
 //!

@@ -13,6 +13,10 @@
 //! `profile` runs 2 warm-up and 5 measured steps (`--warmup-steps`, `--steps`) without a profiler, then again with it.
 //! `memory_profile` records one step after one warm-up step.
 //!
+//! Without flags both measure the preset tiny with a batch of 4: `profile` with context 256 in the modes `forward`,
+//! `forward-backward` and `train-step`, `memory_profile` with contexts 128, 256 and 512 in the modes `forward` and
+//! `train-step`.
+//!
 //! # Time: `profile`
 //!
 //! The first table shows whether the profile can be trusted, and what kind of work dominates:
@@ -31,17 +35,21 @@
 //! | matmul, softmax | share of the step in matmuls and in softmax, in any op, also in fused ones (`swiglu_linear`) |
 //! | ops | share of the step inside tallow's ops |
 //! | between | share between them: the rows `candle`, `sorting`, `gradient sums` and `freeing` below, up to rounding |
-//! | unexplained | 100% − ops − between: time outside of phases, and between the optimizer's ops |
+//! | unexplained | the rest of the step: time outside of phases, and between the optimizer's ops |
 //! | % of forward | the same shares within forward; with `--mode train-step`, the forward of the step |
 //!
+//! Here ops, between and unexplained add up to 100%. On a GPU the column `GPU idle` is a further part. In a planned
+//! step the time between its calls is one too; it has no column, but rows `between the plan's calls` in the second
+//! table.
+//!
 //! Scale and mask count as softmax, unless they are ops of their own (`--reference-ops`). On a GPU, kernels of flash
-//! attention fuse matmuls and softmax, and count as neither. A GPU adds the column `GPU idle`, and a planned step rows
-//! `between the plan's calls`; they belong neither to `between` nor to `unexplained`.
+//! attention fuse matmuls and softmax, and count as neither.
 //!
 //! Trust the profile if profiler and stopwatch differ by at most 10%: answer (a) under the table applies this limit. A
 //! larger difference means that recording costs time. If the profiled step is the faster one, the difference is noise.
-//! Answers are marked undecided if the recorded steps vary by more than 20%. `unexplained` has no limit: it should be
-//! small compared with the rows you act on. Here ops take 96.2% of the step and matmuls 64.3%, so the ops limit it.
+//! If the standard deviation of the recorded steps is more than 20% of their mean, answers (b) to (e) say `Undecided`.
+//! `unexplained` has no limit: it should be small compared with the rows you act on. Here ops take 96.2% of the step
+//! and matmuls 64.3%, so the ops limit it.
 //!
 //! The second table has a row for each op. Its backward is a row of its own:
 //!
@@ -72,9 +80,9 @@
 //! | column | meaning |
 //! |---|---|
 //! | Op | its name, the default on the CPU; `--by path`: its place; `--by layer`: as path, all `layers.N` added up |
-//! | Time (%) | share of the step's wall time; ops with rows of their own are subtracted, so no time counts twice |
+//! | Time (%) | share of the step's wall time; an op's time excludes ops inside of it that have their own rows |
 //! | A step | calls per step: `linear` 10 times, five in each of two blocks |
-//! | Mean, Std (ms) | of one call, over the calls of all recorded steps |
+//! | Mean, Std (ms) | of one call, over the calls of all recorded steps (`Avg`, `StdDev` in [`ProfileReport::table`]) |
 //! | the last rows | time outside of ops; with the ops they add up to the step |
 //!
 //! A fused op's matmuls are in its row: `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the
@@ -106,6 +114,7 @@
 //! | stopwatch and profiler disagree | larger sizes if the profiler is slower; else more `--steps` on a quiet machine |
 //! | Std is as large as Mean | the row mixes sizes (`--by path` separates them), or the machine is busy: see Median |
 //!
+//! [`ProfileReport::table`]: crate::profile::ProfileReport::table
 //! [bf16]: crate::hardware::bf16_matmul_unit
 //! [`Algorithm::Flash`]: crate::attention::Algorithm::Flash
 //! [`ops::fallbacks`]: crate::ops::fallbacks
@@ -147,7 +156,9 @@
 //! | row | meaning |
 //! |---|---|
 //! | weights, optimizer | parameters, and AdamW's two moments: twice the weights in f32. They stay from step to step |
+//! | inputs | token ids, and tables of positions |
 //! | activations | tensors that forward saves for backward; they grow with batch and context |
+//! | weight casts | in bf16 and f16: copies of the f32 weights |
 //! | logits | N × V numbers and what the loss saves, with N the number of tokens in the batch |
 //! | gradients | gradients of weights; all of them are alive when the optimizer begins |
 //! | scratch | temporary memory of a single op, and gradients of activations |
@@ -167,7 +178,8 @@
 //! ```
 //!
 //! "Saved for backward" has the five largest tensors that forward saves, by its traced graph. The sums (`all of`)
-//! include the smaller ones. `What` is `output`, or the op's name for what it saves in addition. `Tensors` is a count.
+//! include the smaller ones. `What` is `output` for the op's output; any other tensor that the op saves has the name
+//! that the op gives it, such as `probabilities`. `Tensors` is a count.
 //!
 //! ```text
 //! Origin                             What           Shape             Dtype  Tensors  Size (MiB)
@@ -197,7 +209,7 @@
 //! | logits | a smaller batch; a planned step, which computes head and loss for some rows at a time |
 //! | weights, optimizer, gradients | [`Moments::Bf16`], [`StepConfig::optimizer_in_backward`][early], [`FullyShard`] |
 //! | scratch | find its op among the largest allocations (of the whole step); a smaller batch; a planned step |
-//! | any row, if steps are eager | `--compile`: in a planned step, buffers that are never live together share memory |
+//! | any row, if steps are eager | a planned step, in which buffers share memory (`memory_profile --compile`) |
 //!
 //! [`Moments::Bf16`]: crate::optim::Moments::Bf16
 //! [early]: crate::compile::StepConfig::optimizer_in_backward
@@ -211,8 +223,9 @@
 //! Both need the feature `report`, which is on by default. Build with `--release` or set `opt-level = 3` in your
 //! `[profile.dev]`: tallow's own profile does not apply to your crate.
 //!
-//! A range is a named interval, like PyTorch's `record_function`. Ops and layers open theirs. Mark steps and phases,
-//! and name parts of your own code ([`probe`](crate::probe) has the same functions):
+//! A range is a named interval, like PyTorch's `record_function`. It ends when its guard is dropped, so bind the guard
+//! to a name such as `_phase`: with `let _ = profile::phase("forward")` it ends at once. Ops and layers open their own
+//! ranges. Mark steps and phases, and name parts of your own code ([`probe`](crate::probe) has the same functions):
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -248,35 +261,69 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! Phases can have any name. But only in these three is memory divided into activations, gradients and optimizer state,
-//! and only in forward and backward is time between ops explained. [`Trainer::step`](crate::train::Trainer::step) marks
-//! steps and phases: run one as warm-up, then start the profiler. A planned [`Step`](crate::compile::Step) marks its
-//! phases; add `profile::step()`. Its memory is one arena: see [`Plan::explain`](crate::compile::Plan::explain).
+//! `report.table()` is the second table above, with the names of nsys's columns. [`Balance`](crate::profile::Balance)
+//! prints one line for each part of the step, in milliseconds a step and in percent. The lines are the ops of each
+//! phase (`forward, ops`), what the last rows of that table show (`backward, freeing the graph`), and the `wall time`.
+//! For the figure by the stopwatch, time the same step without a profiler, with
+//! [`bench::Stopwatch`](crate::bench::Stopwatch).
+//!
+//! Phases can have any name. But memory is divided into activations, gradients and optimizer state only in the phases
+//! `forward`, `backward` and `optimizer`, and time between ops is explained only in `forward` and `backward`.
+//! [`Trainer::step`](crate::train::Trainer::step) marks steps and phases: run one as warm-up, then start the profiler.
+//! A planned [`Step`](crate::compile::Step) marks its phases; add `profile::step()`.
 //!
 //! [`memory::record_on`](crate::memory::record_on()) records blocks by the same phases. On the CPU it needs a
-//! [`Tracker`](crate::memory::tracker::Tracker) as the global allocator. It wraps any allocator, in the examples
-//! `mimalloc::MiMalloc`. GPUs need none.
+//! [`Tracker`](crate::memory::tracker::Tracker) as the global allocator, which wraps any other: with mimalloc it is
+//! `Tracker<MiMalloc> = Tracker::new(MiMalloc)`. GPUs need none. Run a warm-up step first, and label what is allocated
+//! before the recording; unlabelled, it counts as `other`.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
 //! use std::alloc::System;
-//! use tallow::memory::{self, MemoryKind, RecordConfig, tracker::Tracker};
+//! use tallow::memory::tracker::{self, Tracker};
+//! use tallow::memory::{self, MemoryKind, RecordConfig};
+//! use tallow::optim::{AdamW, AdamWConfig};
 //! use tallow::{ops, profile, report::Format};
 //!
 //! #[global_allocator]
 //! static ALLOCATOR: Tracker<System> = Tracker::new(System);
 //!
+//! let baseline_bytes = tracker::current_bytes().unwrap_or_default(); // before the model: subtracted from all sums
 //! let x = Tensor::ones((32, 64), DType::F32, &Device::Cpu)?;
 //! let w = Var::ones((256, 64), DType::F32, &Device::Cpu)?;
-//! let mut recorder = memory::record_on(&Device::Cpu, RecordConfig::default())?;
-//! recorder.label(MemoryKind::Weights, "w", &w); // allocated before
-//! let y = {
-//!     let _phase = profile::phase("forward");
-//!     ops::linear(&x, &w)?
+//! let mut optimizer = AdamW::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
+//! let step = |optimizer: &mut AdamW| -> tallow::Result<()> {
+//!     let loss = {
+//!         let _phase = profile::phase("forward");
+//!         ops::sum(&ops::linear(&x, &w)?)?
+//!     };
+//!     let gradients = {
+//!         let _phase = profile::phase("backward");
+//!         tallow::backward(loss)?
+//!     };
+//!     let _phase = profile::phase("optimizer");
+//!     optimizer.step(&gradients)
 //! };
+//! step(&mut optimizer)?; // the warm-up
+//! let config = RecordConfig { baseline_bytes, ..Default::default() };
+//! let mut recorder = memory::record_on(&Device::Cpu, config)?;
+//! recorder.label(MemoryKind::Weights, "w", &w);
+//! recorder.label(MemoryKind::Inputs, "x", &x);
+//! for (name, state) in optimizer.state() {
+//!     recorder.label(MemoryKind::Optimizer, name, &state);
+//! }
+//! step(&mut optimizer)?;
 //! let recording = recorder.finish();
 //! println!("{} bytes at the peak", recording.peak_bytes());
-//! recording.largest_report(5).write_to(Format::Text, &mut std::io::stdout())?;
-//! # drop(y);
+//! let mut out = std::io::stdout();
+//! recording.phase_report().write_to(Format::Text, &mut out)?; // the peak of each phase, and what it holds
+//! recording.largest_report(5).write_to(Format::Text, &mut out)?; // the largest allocations
+//! let chart = memory::timeline(&recording, "A step"); // chart.save("step.svg") writes the timeline
+//! # drop(chart);
 //! # Ok::<(), tallow::Error>(())
 //! ```
+//!
+//! The tensors of a planned step share one arena, which a recording shows as one block.
+//! [`planned_breakdown`](crate::memory::planned_breakdown) says what the step's memory is used for, in the arena and
+//! outside of it. [`Plan::explain`](crate::compile::Plan::explain) lists each call with its tensors and their places in
+//! the arena.

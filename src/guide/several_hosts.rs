@@ -90,10 +90,11 @@
 //! #!/bin/bash
 //! #SBATCH --nodes=2
 //! #SBATCH --ntasks-per-node=8
+//! #SBATCH --cpus-per-task=4                           # cores of a rank, for data and files; by default one
 //! #SBATCH --gpus-per-node=8
 //! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
 //! export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500
-//! srun target/release/my-program
+//! srun --kill-on-bad-exit=1 target/release/my-program
 //! ```
 //!
 //! `MASTER_ADDR` must be the host of rank 0. All GPUs of a host must be visible to each of its ranks. If each rank sees
@@ -144,7 +145,8 @@
 //! - [`Trainer::save`]: every rank calls it. With [`Trainer::replicate`], with or without [`Trainer::shard_optimizer`],
 //!   rank 0 writes one file. With [`Trainer::fully_sharded`] each rank writes its part to a file of its own
 //!   (`run.safetensors.part-...`) in the same folder, and rank 0 then writes the file that lists the parts. A crash
-//!   during a save leaves the previous checkpoint intact.
+//!   during a save leaves the previous checkpoint intact. [`TrainConfig::keep`] keeps earlier checkpoints, with their
+//!   parts.
 //! - [`Trainer::resume`]: every rank reads the file. [`TrainConfig::accumulation`] must not change. The number of ranks
 //!   may, if it divides `accumulation`, and so may the way in which they train together.
 //! - The file `run.safetensors.lock` keeps a second run from writing to the same path. On a file system without locks
@@ -152,11 +154,13 @@
 //!
 //! # Failures
 //!
-//! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process ends, or
-//! others wait for it for longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names
-//! the rank. Weights are then undefined. The `?` in the program ends it: start all ranks again, and they resume from
-//! the checkpoint. A run does not restart ranks by itself; a launcher may restart the program.
-//! [`distributed`](crate::distributed#failures) says what happens if rank 0 ends, and on SIGTERM.
+//! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process dies, or is
+//! behind when a call has lasted longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which
+//! names the rank. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks again,
+//! and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with the option
+//! `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried.
+//! [`distributed`](crate::distributed#failures) says when a rank has failed, how long that takes to notice, and what
+//! happens if rank 0 ends and on SIGTERM.
 //!
 //! # Before the first run
 //!
@@ -173,3 +177,4 @@
 //! [`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer
 //! [`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded
 //! [`TrainConfig::accumulation`]: crate::train::TrainConfig::accumulation
+//! [`TrainConfig::keep`]: crate::train::TrainConfig::keep

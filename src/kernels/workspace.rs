@@ -103,8 +103,8 @@ const SCORES_BYTES: usize = 1 << 30;
 const WIDE_SCORES_BYTES: usize = 32 << 20;
 
 /// Returns how many heads of k and v naive attention computes together on a GPU, at least one. It bounds the memory of
-/// their scores, or of the scores' gradients, in addition to the probabilities. `scores_per_head` is the number of scores of a
-/// head; `dtype` is that of q, k and v.
+/// their scores, or of the scores' gradients, in addition to the probabilities. `scores_per_head` is the number of
+/// scores of a head; `dtype` is that of q, k and v.
 pub(crate) fn naive_heads_per_pass(heads: usize, scores_per_head: usize, dtype: DType) -> usize {
     let bytes = match dtype {
         DType::F32 => SCORES_BYTES,

@@ -67,8 +67,11 @@ impl fmt::Display for MemoryKind {
     }
 }
 
-/// The memory alive at the peak of a forward and backward, term by term. Benchmarks write it for rows that run out of
-/// memory.
+/// The memory alive at the peak of a step, term by term. What the step includes depends on the function that predicts
+/// it: attention's breakdowns have forward and backward, [`estimate`](crate::memory::estimate()) what the workload's
+/// [`Mode`](super::Mode) says, and [`planned_breakdown`](super::planned_breakdown) the whole plan, with the update if
+/// it has one. In tables of attention benchmarks a configuration that does not fit in memory has a row with these
+/// terms in place of times.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
@@ -198,7 +201,9 @@ impl fmt::Display for MemoryBreakdown {
 }
 
 /// Returns the smallest power of two whose breakdown needs more than `available_bytes`, with the breakdown: the first
-/// configuration that does not fit. Returns `None` if a smaller power of two has no breakdown.
+/// configuration that does not fit. `breakdown` returns `None` for a size that it cannot predict, as below where
+/// [`attention_breakdown`](super::attention_breakdown) is an error. The search ends there: the result is `None` if all
+/// smaller powers of two fit.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown, smallest_not_fitting};

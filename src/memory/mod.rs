@@ -3,7 +3,8 @@
 //! - Predicted: [`estimate`] for a model, [`estimate_graph`] for any traced function; [`attention_breakdown`],
 //!   [`self_attention_breakdown`] and [`planned_attention_breakdown`] for attention on the kernels of the CPU or of a
 //!   GPU ([`Kernels`]); [`planned_breakdown`] for any plan; [`saved_tensors`] for what forward saves for backward.
-//!   [`largest_batch_size`], [`smallest_sequence_not_fitting`], [`recommend`] and [`least_memory_checkpointing`] use these.
+//!   [`largest_batch_size`], [`smallest_sequence_not_fitting`], [`recommend`] and [`least_memory_checkpointing`] use
+//!   these.
 //! - Measured: [`tracker`] counts allocations, [`measure()`] returns a step's peak by these counts, [`Meter`] reads the
 //!   counters of any device, and [`system`] the process's resident memory.
 //! - Recorded: [`record()`] and [`record_on()`] record every block with its origin ([`MemoryRecording`]). A chart

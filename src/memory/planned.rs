@@ -154,10 +154,11 @@ pub fn planned_self_attention_breakdown(
 }
 
 /// Returns the memory of a plan ([`Plan::total_bytes`]), by category. For the arena it lists the buffers alive at the
-/// call where most bytes are alive, and the rest of the arena. Outside of the arena are parameters, the optimizer's
-/// state and other separate buffers. All sizes are exact and known before anything runs, for any plan: a model's step
-/// on one of several ranks, with accumulation, within a memory budget. The workspace of kernels on the CPU is not
-/// included.
+/// call where most bytes are alive. The bytes of the arena that no buffer uses at that call are the term `unused at the
+/// peak`. Outside of the arena are parameters, the optimizer's state, inputs and a GPU's workspace. All sizes are exact
+/// and known before anything runs, for any plan: a model's step on one of several ranks, with accumulation, within a
+/// memory budget. The scratch memory of kernels on the CPU is [not
+/// included](crate::compile#what-a-plan-is-exact-about).
 ///
 /// ```
 /// use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};

@@ -59,8 +59,8 @@ impl SavedTensors {
         parameters.map(|tensor| tensor.bytes).sum()
     }
 
-    /// Returns name, number and bytes of the residuals of each part of the model ([`SavedTensor::module`]), in the order
-    /// of forward.
+    /// Returns name, number and bytes of the residuals of each part of the model ([`SavedTensor::module`]), in the
+    /// order of forward.
     pub fn by_module(&self) -> Vec<(String, usize, u64)> {
         let mut sums: Vec<(String, usize, u64)> = Vec::new();
         for SavedTensor { module, bytes, .. } in self.residuals() {

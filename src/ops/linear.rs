@@ -28,9 +28,9 @@ use candle_core::{D, DType, Shape, Tensor};
 ///
 /// Backward: `dx = dy W`, `dW = dy^T x`. Saved for backward: x and W. 2 * rows * in * out FLOPs forward, twice that
 /// backward. The weight is used transposed by its strides, without a copy. Half precision is summed in f32 and rounded
-/// once. On the CPU it is widened for the matmul, except for bf16 if [`bf16_matmul_unit`](crate::hardware::bf16_matmul_unit)
-/// reports a unit. Autocast: lower under both policies; unlike PyTorch's, the gradient of an f32 weight is not rounded
-/// to half precision.
+/// once. On the CPU it is widened for the matmul, except for bf16 if
+/// [`bf16_matmul_unit`](crate::hardware::bf16_matmul_unit) reports a unit. Autocast: lower under both policies; unlike
+/// PyTorch's, the gradient of an f32 weight is not rounded to half precision.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

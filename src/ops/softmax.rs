@@ -121,7 +121,8 @@ fn scaled(x: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
     })
 }
 
-/// Computes the [`reference`] over the keys where the tensor from `visible`, in u8, is 1; it broadcasts to the shape of x.
+/// Computes the [`reference`] over the keys where the tensor from `visible`, in u8, is 1; it broadcasts to the shape of
+/// x.
 fn softmax_over(
     x: &Tensor,
     scale: f64,

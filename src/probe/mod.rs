@@ -140,8 +140,8 @@ pub trait Listener: Send + Sync {
     fn on_enter(&self, _event: &Event<'_>) {}
     /// Called when a range ends.
     fn on_leave(&self, _event: &Event<'_>) {}
-    /// Returns whether a GPU may replay recorded work in one launch and report it with [`on_replay`](Self::on_replay). If
-    /// any listener returns false, each op is launched in its range.
+    /// Returns whether a GPU may replay recorded work in one launch and report it with [`on_replay`](Self::on_replay).
+    /// If any listener returns false, each op is launched in its range.
     fn accepts_replays(&self) -> bool {
         false
     }

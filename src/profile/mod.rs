@@ -12,9 +12,9 @@
 //! without a profiler, and each kernel counts for the call from which it was recorded. With other listeners the calls
 //! are launched one by one, each in its range.
 //!
-//! Reports also divide the time of composite ops into matmuls, softmax and the rest ([`Row::parts`]). On a GPU they go
-//! by the kernels' names. On the CPU the parts are timed inside the ops, and attention's matmuls with scores and values
-//! are separate.
+//! Reports also divide the time of composite ops into matmuls, softmax and the rest ([`Row::parts`]). On a GPU the
+//! parts follow from the kernels' names. On the CPU they are timed inside the ops; there the time of attention's
+//! matmuls is also known for scores and for values alone ([`Parts::scores_ns`], [`Parts::values_ns`]).
 //!
 //! Profiling needs no build flag: layers, ops, benchmarks and the trainer always open ranges, and without a listener a
 //! range costs one atomic load. [`range`] names parts of your own code; [`step`] and [`phase`] mark those of your own

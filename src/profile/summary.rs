@@ -119,7 +119,8 @@ impl ProfileReport {
 impl ProfileReport {
     /// Returns the rows as a table with nsys's columns, the instances a step, and the achieved rates.
     ///
-    /// Avg, Med, Min, Max and StdDev are of one instance; `total_ms` is the sum over all steps.
+    /// Avg, Med, Min, Max and StdDev are of one instance; `total_ms` is the sum over all steps. The example `profile`
+    /// prints the same columns and calls three of them Mean, Median and Std.
     ///
     /// ```
     /// # use tallow::profile::{Grouping, Profiler, ProfileReport, Selection};

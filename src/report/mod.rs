@@ -2,8 +2,8 @@
 //!
 //! - [`Statistics`] are mean, deviation and quantiles of samples. [`Speedup`] compares two of them, and [`PowerLaw`] is
 //!   fitted to measurements; both state whether their figures decide.
-//! - [`Report`] holds rows and columns, answers, notes and the environment. It is written as text, Markdown, CSV, JSON or
-//!   LaTeX ([`Format`]); [`Layout`] fits the text to a terminal.
+//! - [`Report`] holds rows and columns, answers, notes and the environment. It is written as text, Markdown, CSV, JSON
+//!   or LaTeX ([`Format`]); [`Layout`] fits the text to a terminal.
 //! - [`plot`] draws charts as SVG or PNG.
 //!
 //! Measuring is done by `bench` (time) and `memory` (bytes).

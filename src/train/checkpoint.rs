@@ -19,7 +19,10 @@ const FORMAT: u32 = 2;
 /// The description of a saved run.
 ///
 /// [`Trainer::save`] writes a safetensors file. The weights have their own names, so that
-/// [`TransformerLM::load`](crate::model::TransformerLM::load) reads the file like any model's. The optimizer's state is
+/// [`TransformerLM::load`](crate::model::TransformerLM::load) and `open` read the file like any model's. The file of a
+/// [fully sharded](Trainer::fully_sharded) run lists the files with the parts of its tensors. All readers here and in
+/// [`TransformerLM`](crate::model::TransformerLM) then join the parts, which must be in the same folder (other programs
+/// find no weights in the file). The optimizer's state is
 /// `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`. The history is `history.losses` (f64, one a step),
 /// `history.skipped`, `history.evaluated_steps` (i64) and `history.evaluations` (f64). The other fields are JSON in the
 /// metadata under `tallow.train`. The metadata's `tallow.crc32` has the CRC-32 of every tensor, as `zlib.crc32`
@@ -147,18 +150,24 @@ impl Trainer {
     /// Writes the run to a file, completely or not at all: to a temporary file in the same folder, synced, then renamed
     /// to `path`. [`Checkpoint`] describes the format.
     ///
-    /// If [`TrainConfig::keep`] is more than 1, earlier files are kept as `path.1` (the latest), `path.2` and so on.
-    /// Temporary files of killed processes in the folder are removed.
+    /// If [`TrainConfig::keep`] is more than 1, earlier files are kept as `path.1` (the latest), `path.2` and so on, in
+    /// a fully sharded run with the parts that they list. Temporary files of killed processes in the folder are
+    /// removed.
     ///
     /// From the first save on this run owns the path, until it is dropped or saves elsewhere: it holds `path.lock`, and
     /// another run that saves there, in this process or another, gets an error. The lock file of a killed process does
     /// not block other writers. (On a file system without locks other writers are not blocked at all.)
     ///
-    /// If [ranks train together](Self::replicate), only rank 0 writes, since all have the same run. If the [optimizer
-    /// is sharded](Self::shard_optimizer), rank 0 gathers the others' state, so all ranks must call this. If [weights
-    /// are sharded](Self::fully_sharded), every rank writes its part to a file of its own next to `path`,
-    /// `path.part-...`. Rank 0 then writes the file at `path`, which lists the parts and completes the save; until then
-    /// the earlier save is valid. Parts that no file lists any more are removed. All ranks must see the same folder.
+    /// If several ranks train together:
+    ///
+    /// - With [`replicate`](Self::replicate) all ranks have the same run. Rank 0 writes the file; the call does nothing
+    ///   on other ranks.
+    /// - With a [sharded optimizer](Self::shard_optimizer) rank 0 writes the file, for which it receives the others'
+    ///   state: every rank must call this.
+    /// - With [sharded weights](Self::fully_sharded) every rank must call this, and see the same folder. Each writes
+    ///   its part to a file of its own next to `path`, `path.part-...`. Rank 0 then writes the file at `path`, which
+    ///   lists the parts and completes the save; until then the earlier save is valid. Parts that no file lists any
+    ///   more are removed.
     ///
     /// # Errors
     /// [`Error::Io`] naming `path`, and the process that writes there if there is one; [`Error::Weight`] naming a

@@ -62,8 +62,8 @@ pub struct TrainConfig {
     /// allows](crate::compile::StepConfig::memory_budget_bytes). Not saved.
     #[serde(skip)]
     pub memory_budget_bytes: Option<u64>,
-    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). It
-    /// may change when a run is resumed.
+    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)), 250
+    /// by default. It may change when a run is resumed.
     pub evaluate_every: usize,
     /// Number of checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one at its path, and earlier ones
     /// as `path.1`, the latest, to `path.{keep - 1}`. The serialized default is 1; it may change when a run is resumed.

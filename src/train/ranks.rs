@@ -134,7 +134,9 @@ impl Trainer {
     ///
     /// A step of several ranks equals that of one rank, except for the order of sums: it has the same batches, the same
     /// dropout, and the same configuration, which counts the batches of all ranks. A run may therefore be resumed with
-    /// another number of ranks. Evaluations are divided among the ranks; only rank 0 writes files.
+    /// another number of ranks. Evaluations are divided among the ranks. With `replicate` only rank 0 writes files,
+    /// with [`fully_sharded`](Self::fully_sharded) every rank does: [`save`](Self::save) lists which calls all ranks
+    /// must make.
     ///
     /// [`accumulation`]: crate::train::TrainConfig::accumulation
     ///

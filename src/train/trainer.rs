@@ -176,8 +176,12 @@ impl Trainer {
     /// ([`SequentialBatches`](crate::data::SequentialBatches)) or in its document ([`TrainConfig::separator`]); a
     /// document's first token is then not predicted. For [`Batches`] every counted target is predicted once.
     ///
+    /// If ranks train together, each evaluates a part of the data, and every rank must call this; all get the same
+    /// loss.
+    ///
     /// # Errors
-    /// [`Error::Data`](crate::Error::Data) for a loss that is not finite; the errors of data and ops.
+    /// [`Error::Data`](crate::Error::Data) for a loss that is not finite; the errors of data and ops;
+    /// [`Error::Rank`](crate::Error::Rank).
     pub fn evaluate(&mut self) -> Result<f64> {
         self.optimizer.gather_weights()?;
         let was_planned = self.planned.is_some();

@@ -22,11 +22,13 @@ const OP: &str = "compile::Step";
 /// Forward, backward, clipping and AdamW of a loss, planned for the shapes of each batch.
 ///
 /// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::for_model`]), or any function of
-/// [inputs](super::Inputs) over layers with real weights, written with this crate's [`ops`](crate::ops),
-/// [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`]). A step does what an eager loop does with the
+/// [inputs](super::Inputs) over layers that hold real weights, not [meta tensors](crate::graph#meta-tensors), written
+/// with this crate's [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`];
+/// [`plan_for`](Self::plan_for) predicts its memory without weights). A step does what an eager loop does with the
 /// same variables: `loss`, [`backward`](crate::backward),
 /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked), [`AdamW::step`](crate::optim::AdamW::step).
-/// Learning rates, groups and betas are read from the optimizer at each run. The optimizer's weights are updated. A
+/// Learning rates, groups, betas, moments and the step count are read from the optimizer at each run: after
+/// [`AdamW::load`](crate::optim::AdamW::load) the same step continues. The optimizer's weights are updated. A
 /// weight that several layers read (tied) receives the sum of its gradients. A weight that the optimizer does not have
 /// is frozen.
 ///
@@ -38,8 +40,9 @@ const OP: &str = "compile::Step";
 /// A [checkpointed](crate::nn::checkpoint()) segment is recomputed in backward; its activations are not saved. A frozen
 /// weight that the loss reads in full is read in place in each run; one that is read through views is copied when the
 /// step is planned. On the CPU a run reads contiguous inputs in place; on a GPU it copies them, from the CPU or the
-/// GPU. Ops use a little memory in addition to the arena. A run locks the storages of parameters and optimizer state:
-/// another thread that reads them waits until the run ends. On the CPU a thread that writes an input waits too.
+/// GPU. [`compile`](crate::compile#what-a-plan-is-exact-about) lists the memory outside of the arena. A run locks the
+/// storages of parameters and optimizer state: another thread that reads them waits until the run ends. On the CPU a
+/// thread that writes an input waits too.
 ///
 /// Runs on the CPU or [on a GPU](crate::compile#on-a-gpu), with parameters in f32, on the CPU also in f64.
 ///
@@ -197,10 +200,13 @@ impl<'l> Step<'l> {
         })
     }
 
-    /// Makes the next [`run`](Self::run) renew the half-precision copies of weights that matmuls read. Only needed on a
-    /// GPU, where copies persist from run to run and are renewed by the update. Call it after weights were loaded or
-    /// set. It is not needed after an eager step of the same optimizer, which is detected, nor for
-    /// [`forward_backward`](Self::forward_backward), which always renews the copies.
+    /// Makes the next [`run`](Self::run) renew the [half-precision copies](crate::compile#half-precision) of weights.
+    /// It has an effect only on a GPU, where copies persist from run to run. Call it after you have set weights of the
+    /// existing model in place: with [`Var::set`] on the variables of
+    /// [`Layer::parameters`](crate::nn::Layer::parameters), or with `VarMap::load`. (A model that is loaded anew has
+    /// other variables and needs another optimizer and step.) It is not needed after
+    /// [`AdamW::load`](crate::optim::AdamW::load), nor after an eager step of the same optimizer, which is detected,
+    /// nor for [`forward_backward`](Self::forward_backward), which always renews the copies.
     pub fn refresh(&mut self) {
         for prepared in &mut self.plans {
             prepared.step.executor.refresh();

@@ -237,8 +237,12 @@ impl<'l> Step<'l> {
     }
 
     /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. All weights are
-    /// trained. The plan is that of a run of this kind with such a batch, and predicts its memory. For
-    /// [`PlanKind::Gradients`] the batch must not include the output's gradient.
+    /// trained. The plan is that of a run of this kind with such a batch. [`Plan::total_bytes`] and
+    /// [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For [`PlanKind::Gradients`] the batch
+    /// must not include the output's gradient.
+    ///
+    /// `function` gets an input by its name in the batch. The name that was passed to
+    /// [`graph::input`](crate::graph::input()) is not used.
     ///
     /// ```
     /// use candle_core::DType;

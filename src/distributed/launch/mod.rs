@@ -56,7 +56,8 @@ impl fmt::Display for FailedRank {
 /// SIGINT and SIGTERM are forwarded to them, and this process waits for them to end.
 ///
 /// The ranks meet on a free port of 127.0.0.1, chosen at the start (another process could take it meanwhile). They
-/// share this host's cores, and each starts as many threads as the environment says (`RAYON_NUM_THREADS`).
+/// share this host's cores: each rank starts `RAYON_NUM_THREADS` threads or, if that is not set, one for each core.
+/// With several ranks on CPUs set it to the number of cores divided by that of ranks.
 ///
 /// The program starts two ranks of itself, each of which joins the job:
 ///

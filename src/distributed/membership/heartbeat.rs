@@ -54,7 +54,7 @@ struct Open {
 
 /// Guard: while it is alive, the job's timeout applies to what this rank waits for.
 ///
-/// [`Communicator::apply_timeout`](crate::distributed::Communicator::apply_timeout) creates it and names the calls that
+/// [`Communicator::apply_timeout`](crate::distributed::Communicator::apply_timeout) creates it and lists the calls that
 /// need none.
 #[must_use = "the timeout applies until this is dropped"]
 pub struct TimeoutGuard<'a> {

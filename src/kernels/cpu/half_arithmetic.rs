@@ -52,8 +52,8 @@ impl fmt::Display for HalfArithmetic {
 /// Returns the half-precision arithmetic that this CPU reports; empty if it has none, and on architectures other than
 /// x86-64 and AArch64.
 ///
-/// This crate uses it only for bf16 matmuls; [`bf16_matmul_unit`](crate::hardware::bf16_matmul_unit) reports which unit. All
-/// other kernels read and write half precision and compute in f32.
+/// This crate uses it only for bf16 matmuls; [`bf16_matmul_unit`](crate::hardware::bf16_matmul_unit) reports which
+/// unit. All other kernels read and write half precision and compute in f32.
 ///
 /// ```
 /// let units = tallow::hardware::half_arithmetic();

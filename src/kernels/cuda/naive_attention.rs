@@ -267,8 +267,8 @@ impl HeadBatch<'_> {
 }
 
 /// Computes `p = softmax(scale q k^T)` and `out = p v`. With N sequences of the heads of `sizes`: q and out (N, Hkv,
-/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in batches, as many as fit
-/// in `scores` (.., rows, Tk) f32, which is p itself if p is f32.
+/// rows, ..), k and v (N, Hkv, Tk, ..) with strides, p (N, Hkv, rows, Tk). Heads are computed in batches, as many as
+/// fit in `scores` (.., rows, Tk) f32, which is p itself if p is f32.
 pub(crate) fn forward(
     gpu: &CudaDevice,
     multiply: &mut impl FnMut([Matrix; 2], Matrix, usize) -> Result<()>,

@@ -57,7 +57,8 @@ impl MemoryRecording {
     }
 
     /// Returns the largest number of bytes alive after any event, small blocks included, as the allocator counted.
-    /// Allocations below the threshold can raise memory above it between two events.
+    /// Blocks under [`RecordConfig::threshold_bytes`](super::RecordConfig::threshold_bytes) are no events: if they
+    /// raise memory and are freed between two events, this maximum does not include them.
     pub fn peak_bytes(&self) -> u64 {
         self.bytes_at(self.peak_event())
     }

@@ -20,7 +20,8 @@ pub(crate) trait Spec {
         Vec::new()
     }
 
-    /// Returns [`extra_inputs`](Self::extra_inputs) for backward on these inputs: what was freed after forward is recomputed.
+    /// Returns [`extra_inputs`](Self::extra_inputs) for backward on these inputs: what was freed after forward is
+    /// recomputed.
     fn extra_inputs_for_backward(&self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         Ok(self.extra_inputs())
     }

@@ -42,7 +42,8 @@ impl Tables {
     }
 }
 
-/// Updates all entries in place, by tables that are built for this step only. `has_master_weights` selects [`Tables::with_master_weights`].
+/// Updates all entries in place, by tables that are built for this step only. `has_master_weights` selects
+/// [`Tables::with_master_weights`].
 pub(crate) fn step(
     gpu: &CudaDevice,
     entries: &[Entry],

@@ -65,7 +65,8 @@ pub(crate) fn unit_of_tiles<T: 'static>(head_dim: usize) -> Option<Unit> {
 /// 64, 0.81 for 128 (Sapphire Rapids).
 const WIDE: usize = 64;
 
-/// Returns the unit that [`UNIT_VARIABLE`] names, if this processor has it; without the variable, the first that is `chosen`.
+/// Returns the unit that [`UNIT_VARIABLE`] names, if this processor has it; without the variable, the first that is
+/// `chosen`.
 fn named_or(chosen: impl Fn(&Unit) -> bool) -> Option<Unit> {
     let mut there = available().into_iter();
     match std::env::var(UNIT_VARIABLE).ok().as_deref() {
