@@ -72,6 +72,7 @@
 //! | stop and resume a run | [`Trainer::save`](train::Trainer::save), [`Trainer::resume`](train::Trainer::resume) |
 //! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
 //! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
+//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`AdamW::save`](optim::AdamW::save) |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
 //! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/gpt2.rs` |
 //! | freeze or tie weights, add a LoRA | [`nn`], [`nn::Parameter`] |
@@ -131,9 +132,8 @@
 //!   ([`Plan::explain`](compile::Plan::explain)).
 //! - `png`: pictures as PNG, with an embedded font (licence: `src/report/DejaVu-LICENSE.txt`). Includes `report`.
 //! - `files`: files of weights, optimizer and loss scaler, with checksums
-//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save)). Included in `train`
-//!   and `report`; includes [`hf`]. Without it, `candle_core::safetensors` and candle's `VarBuilder` read and write
-//!   weights.
+//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save),
+//!   [`nn::save`](nn::save()), [`nn::load`](nn::load())). Included in `train` and `report`; includes [`hf`].
 //! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
 //! - `serde`: serde for configurations. Included in `files`.
 //!

@@ -32,7 +32,7 @@
 //! | FSDP, `fully_shard` | [`distributed::FullyShard`](crate::distributed::FullyShard), [`Trainer::fully_sharded`] |
 //! | `DataLoader` | [`data::RandomBatches`], [`data::SequentialBatches`] |
 //! | a `Dataset` of your own | [`data::Batches`](crate::data::Batches) |
-//! | `torch.save`, `torch.load` | safetensors: [`TransformerLM::save`], [`AdamW::save`], [`Trainer::save`] |
+//! | `torch.save`, `torch.load` | [`nn::save`](crate::nn::save()), [`TransformerLM::save`], [`AdamW::save`], [`Trainer::save`] |
 //! | `AutoModelForCausalLM.from_pretrained` | [`hf::load`](crate::hf::load), after [`hf::find`](crate::hf::find()) |
 //! | `Trainer` of `transformers` or Lightning | [`train::Trainer`](crate::train::Trainer) |
 //!
@@ -115,8 +115,8 @@
 //!   steps with a [`dropout_seed`](crate::compile::StepConfig::dropout_seed) supply one.
 //! - candle does not promote dtypes, and most of tallow's ops refuse mixed dtypes outside of autocast;
 //!   [`ops`](crate::ops) names those that promote.
-//! - [`Layer::weights`] of your own model are saved with `candle_core::safetensors::save`, as a map from names to
-//!   tensors, and read with a `VarBuilder`.
+//! - `state_dict` files: [`nn::save`](crate::nn::save()) writes the weights of any layer or model as safetensors, and
+//!   [`nn::load`](crate::nn::load()) reads them in place.
 //! - Autocast, `no_grad` and the kernel policy apply to tallow's ops on the calling thread. candle's own ops ignore
 //!   them.
 //! - There is no global random state. Models, batches and dropout have seeds; the same seed gives the same weights on
