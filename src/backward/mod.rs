@@ -40,8 +40,16 @@ pub(crate) use sums::empty_store;
 /// ```
 ///
 /// # Errors
-/// Errors of the ops' backward; lack of memory.
+/// [`Error::Shape`] for a loss of several elements, or of none; errors of the ops' backward; lack of memory.
 pub fn backward(loss: Tensor) -> Result<GradStore> {
+    if loss.elem_count() != 1 {
+        return Err(
+            Error::shape("backward", format!("{:?}", loss.dims())).must_be(
+                "a loss of one element",
+                "reduce it with ops::sum or ops::mean, or pass its gradient to backward_from",
+            ),
+        );
+    }
     let seed = loss.ones_like()?;
     run(loss, seed)
 }

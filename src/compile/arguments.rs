@@ -162,6 +162,7 @@ impl Arguments {
     pub fn accepts(&self, batch: &Batch) -> bool {
         let are_read = batch.inputs().all(|(name, _)| self.reads_input(name));
         are_read
+            && batch.repeated_name().is_none()
             && self.inputs().all(|(name, planned)| {
                 let mut given = batch.inputs();
                 let is_it = |(other, tensor): (&str, &Tensor)| {

@@ -34,7 +34,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Creates a batch of named tensors.
+    /// Creates a batch of named tensors. A step refuses a batch with two inputs of one name.
     pub fn new<'t>(inputs: impl IntoIterator<Item = (&'t str, &'t Tensor)>) -> Self {
         let inputs = inputs.into_iter();
         Self {
@@ -134,6 +134,14 @@ impl Batch {
         self
     }
 
+    /// Returns a name that two inputs have.
+    pub(super) fn repeated_name(&self) -> Option<&str> {
+        let names = || self.inputs().map(|(name, _)| name);
+        let mut numbered = names().enumerate();
+        let found = numbered.find(|(i, name)| names().take(*i).any(|earlier| earlier == *name));
+        found.map(|(_, name)| name)
+    }
+
     /// Returns the last dimension of an input, or 0 if the batch does not have it.
     pub(super) fn length(&self, name: &str) -> usize {
         let mut all = self.inputs();
@@ -186,13 +194,21 @@ pub struct Inputs {
 
 impl Inputs {
     /// # Errors
-    /// Inputs that cannot be split into this number of micro-batches.
+    /// Inputs that cannot be split into this number of micro-batches; two inputs of one name.
     pub(super) fn of(
         op: &'static str,
         batch: &Batch,
         micro_batches: usize,
         drops: bool,
     ) -> Result<Self> {
+        if let Some(name) = batch.repeated_name() {
+            let problem = format!("the batch has two inputs called {name:?}");
+            return Err(Error::order(
+                op,
+                problem,
+                "give each input a name of its own",
+            ));
+        }
         let meta = batch.inputs().map(|(name, x)| {
             let mut shape = x.dims().to_vec();
             match shape.first_mut() {

@@ -204,24 +204,21 @@ impl Communicator {
     /// - calls by which ranks begin to train together, where they compare their settings: [`Trainer::replicate`],
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
     ///   [`Replicated::new`](super::Replicated::new), [`AdamW::shard`](crate::optim::AdamW::shard);
-    /// - the end of [`Trainer::evaluate`], where losses are averaged, and [`Trainer::save`] of a fully sharded run,
-    ///   where ranks wait for each other's parts.
+    /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
+    /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and in
+    ///   a fully sharded run where ranks wait for each other's parts.
     ///
-    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. These
-    /// calls need a guard, or a rank that hangs in them may never be noticed (a rank whose process dies always is):
-    ///
-    /// - your own collectives, together with your reads of their results;
-    /// - [`Trainer::evaluate`] with a sharded optimizer or sharded weights;
-    /// - [`Step::forward`](crate::compile::Step::forward) with sharded weights;
-    /// - [`Trainer::save`] with a sharded optimizer;
-    /// - [`Trainer::gather_model`].
+    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your own
+    /// collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together with
+    /// the reads of their results, or a rank that hangs in them may never be noticed (a rank whose process dies always
+    /// is).
     ///
     /// ```
     /// # use tallow::distributed::Communicator;
     /// # let ranks = Communicator::single_rank(&tallow::device("cpu")?);
     /// # let work = || Ok::<_, tallow::Error>(());
-    /// let timeout = ranks.apply_timeout("evaluation");
-    /// work()?; // for example trainer.evaluate(), all of which now counts
+    /// let timeout = ranks.apply_timeout("my evaluation");
+    /// work()?; // for example Step::forward and the read of its output
     /// drop(timeout);
     /// # Ok::<(), tallow::Error>(())
     /// ```

@@ -158,6 +158,9 @@ impl Shards {
             None if owner == 0 => return Ok(None), // it is there
             None => Tensor::zeros(var.shape(), dtype, var.device())?,
         };
+        let _timeout = self
+            .communicator
+            .apply_timeout("gathering of the optimizer's state");
         if owner != 0 {
             self.communicator.broadcast(&state, owner)?;
         }

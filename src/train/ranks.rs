@@ -114,6 +114,7 @@ impl Trainer {
         };
         let mut weights = HashMap::new();
         for (name, _) in &self.parameters {
+            let _timeout = sharded.communicator().apply_timeout("gather_model");
             let whole = sharded.full_weight(name)?;
             if is_first {
                 // A variable, which the builder below shares, so that the weights exist only once.

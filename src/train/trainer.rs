@@ -202,7 +202,11 @@ impl Trainer {
             true => count.next_multiple_of(world_size),
             false => count,
         };
+        let ranks = self.communicator().cloned();
         for index in (rank..end).step_by(world_size) {
+            let _timeout = ranks
+                .as_ref()
+                .map(|ranks| ranks.apply_timeout("a batch of evaluation"));
             let batch = self
                 .validation
                 .batch(index.min(count - 1) as u64, self.model.device())?;
