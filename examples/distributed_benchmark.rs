@@ -34,7 +34,7 @@ mod steps;
 use accounting::AccountingFlags;
 use clap::{Parser, ValueEnum};
 use common::effects::names_gpu;
-use common::models::{Model, ModelFlags, describe, with_attention};
+use common::models::{Model, ModelFlags, describe};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
 use common::sweep::Progress;
@@ -278,10 +278,7 @@ struct Rank<'f> {
 
 impl<'f> Rank<'f> {
     fn new(flags: &'f Flags, communicator: Communicator, are_threads: bool) -> Result<Self> {
-        let mut models = flags.models.models(flags.length(), &[flags.attention])?;
-        for model in &mut models {
-            model.config = with_attention(&model.config, flags.attention);
-        }
+        let models = flags.models.models(flags.length(), &[flags.attention])?;
         let ways = models.len() * flags.ways.all(communicator.shard()).len();
         let runs = flags.part.iter().map(|part| match part {
             Collectives => collectives::COLLECTIVES.len() * flags.mib.len(),

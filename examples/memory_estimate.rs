@@ -201,9 +201,9 @@ impl Flags {
             batch_size: run.batch_size,
             sequence_length: run.sequence_length,
             mode: run.mode,
-            attention: run.config.attention,
+            attention: run.attention,
             precision: run.precision,
-            checkpointing: run.config.checkpointing,
+            checkpointing: run.checkpointing,
             kernels: device.map_or(Kernels::Cuda, Kernels::of),
             moments: self.optimizer.moments(0),
         }

@@ -152,7 +152,7 @@ impl Flags {
         let step = Workload {
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,
-            attention: config.attention,
+            attention: self.model.attention,
             precision,
             kernels: Kernels::of(&device),
             ..Default::default()
@@ -169,6 +169,7 @@ impl Flags {
         }
         let vb = nn::seeded(seed, precision.parameter_dtype(), &device);
         let model = TransformerLM::from_var_builder(config, vb)?;
+        let model = model.with_attention(self.model.attention)?;
         let parameters = model.parameters();
         let optimizer = AdamWConfig {
             betas: (0.9, 0.99),
@@ -253,7 +254,7 @@ impl Flags {
         Fields::from_iter([
             ("data", data),
             ("model", sizes),
-            ("attention", config.attention.name().into()),
+            ("attention", self.model.attention.name().into()),
             ("batch size", self.batch_size.to_string()),
             ("steps", self.steps.to_string()),
         ])

@@ -242,6 +242,8 @@ impl Flags {
                 ..Default::default()
             },
             max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
+            attention: self.model.attention,
+            checkpointing: self.model.activation_checkpointing,
             max_grad_value: (flags.clip_value != 0.0).then_some(flags.clip_value),
             precision: flags.precision.precision()?,
             evaluate_every: flags.evaluate_every,
@@ -342,8 +344,8 @@ impl Flags {
             .insert("model", common::models::sizes(model))
             .insert("longest context", model.context_length)
             .insert("family", family.map(Family::name))
-            .insert("attention", model.attention.name())
-            .insert("checkpointing", model.checkpointing.to_string())
+            .insert("attention", config.attention.name())
+            .insert("checkpointing", config.checkpointing.to_string())
             .insert("precision", config.precision.name())
             .insert("ranks", ranks)
             .insert("step", step)
@@ -368,6 +370,8 @@ impl Flags {
         let device = communicator.device();
         let run = EndToEnd {
             config: model.clone(),
+            attention: config.attention,
+            checkpointing: config.checkpointing,
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
             precision: config.precision,
@@ -385,12 +389,16 @@ impl Flags {
             ..config.step()
         };
         let shape = [config.batch_size, config.sequence_length];
-        let mut wanted_bytes = Step::memory_lower_bound(model, &step, shape)?;
+        let (attention, checkpointing) = (config.attention, config.checkpointing);
+        let mut wanted_bytes =
+            Step::memory_lower_bound(model, attention, checkpointing, &step, shape)?;
         if wanted_bytes <= available_bytes {
             // Planning what cannot fit would take too long.
             let rows = config.batch_size.saturating_mul(step.accumulation);
             let batch = Batch::meta(rows, config.sequence_length)?;
-            let (plan, _) = Step::plan_for_model(device, model, &step, batch)?;
+            let model = TransformerLM::meta(model)?.with_attention(attention)?;
+            let model = model.with_checkpointing(checkpointing);
+            let (plan, _) = Step::plan_for_model(device, &model, &step, batch)?;
             wanted_bytes = plan.with_moments(config.optimizer.moments).total_bytes();
         }
         match wanted_bytes <= available_bytes {

@@ -97,7 +97,7 @@ pub struct TrainedModelFlags {
 
     /// naive or flash
     #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
-    attention: Algorithm,
+    pub attention: Algorithm,
 
     /// Tokens in a sequence
     #[arg(
@@ -113,15 +113,15 @@ impl TrainedModelFlags {
     /// Returns the model's configuration.
     ///
     /// # Errors
-    /// A preset that does not exist, and sizes that do not fit together.
+    /// A preset that does not exist, sizes that do not fit together, and heads too wide for the attention.
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
         let config = TransformerConfig {
             vocab_size,
             context_length: self.context_length,
-            attention: self.attention,
             ..self.sizes.trained(self.size.as_deref())?
         };
         config.validate()?;
+        config.check_attention(self.attention)?;
         Ok(config)
     }
 }
@@ -219,8 +219,9 @@ impl ModelFlags {
                 context_length,
                 ..preset
             });
+            config.validate()?;
             for &attention in attention {
-                with_attention(&config, attention).validate()?;
+                config.check_attention(attention)?;
             }
             let name = if custom { "custom".into() } else { name };
             Ok(Model { name, config })
@@ -272,25 +273,10 @@ pub struct VariantFlags {
 }
 
 impl VariantFlags {
-    /// Returns the model with each attention and each checkpointing.
-    pub fn variants(&self, config: &TransformerConfig) -> Vec<TransformerConfig> {
+    /// Returns each attention with each checkpointing.
+    pub fn variants(&self) -> impl Iterator<Item = (Algorithm, Checkpointing)> {
+        let strategies = || self.checkpoint.iter().copied();
         let attentions = self.attention.iter();
-        let attending = attentions.map(|attention| with_attention(config, *attention));
-        let variants = attending.flat_map(|config| {
-            let strategies = self.checkpoint.iter();
-            strategies.map(move |strategy| TransformerConfig {
-                checkpointing: *strategy,
-                ..config.clone()
-            })
-        });
-        variants.collect()
-    }
-}
-
-/// Returns the model with another attention algorithm.
-pub fn with_attention(config: &TransformerConfig, attention: Algorithm) -> TransformerConfig {
-    TransformerConfig {
-        attention,
-        ..config.clone()
+        attentions.flat_map(move |attention| strategies().map(|strategy| (*attention, strategy)))
     }
 }

@@ -71,16 +71,17 @@ impl GridFlags {
     ) -> Vec<Run> {
         let mut runs = Vec::new();
         for Model { name, config } in models {
-            let variants = self.variants.variants(config);
             for &batch_size in &self.batch_size {
                 for &sequence_length in &self.context_length {
-                    for config in &variants {
+                    for (attention, checkpointing) in self.variants.variants() {
                         for &precision in precisions {
                             let executed = executed(compile, self.modes(), precision);
                             runs.extend(executed.into_iter().map(|(mode, execution)| Run {
                                 size: name.clone(),
                                 run: EndToEnd {
                                     config: config.clone(),
+                                    attention,
+                                    checkpointing,
                                     batch_size,
                                     sequence_length,
                                     mode,
@@ -119,7 +120,8 @@ impl Run {
     /// Returns the run's name in progress messages and file names.
     pub fn title(&self) -> String {
         let EndToEnd {
-            config,
+            attention,
+            checkpointing,
             batch_size: b,
             sequence_length: t,
             mode,
@@ -127,12 +129,11 @@ impl Run {
             execution,
             ..
         } = &self.run;
-        let checkpointing = match config.checkpointing {
+        let checkpointing = match checkpointing {
             Checkpointing::None => String::new(),
             strategy => format!("checkpointing {strategy}, "),
         };
-        let (size, attention) = (&self.size, config.attention);
-        let (execution, mode) = (execution.name(), mode.name());
+        let (size, execution, mode) = (&self.size, execution.name(), mode.name());
         format!("{size} B{b} T{t}, {attention}, {checkpointing}{precision}, {execution}, {mode}")
     }
 
@@ -142,8 +143,8 @@ impl Run {
             size: self.size.clone(),
             batch_size: run.batch_size,
             context_length: run.sequence_length,
-            attention: run.config.attention,
-            checkpointing: run.config.checkpointing,
+            attention: run.attention,
+            checkpointing: run.checkpointing,
             precision: run.precision,
             execution: run.execution,
             mode: run.mode,

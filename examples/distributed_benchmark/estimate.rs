@@ -4,7 +4,7 @@ use serde::Serialize;
 use tallow::Result;
 use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target};
 use tallow::distributed::Shard;
-use tallow::model::TransformerConfig;
+use tallow::model::TransformerLM;
 
 /// The estimated step of a number of GPUs.
 #[derive(Clone, Debug, Serialize)]
@@ -25,7 +25,7 @@ pub struct Estimate {
 /// Plans the step of rank 0 on a GPU, with micro-batches (B, T), for each number of ranks. Memory is
 /// [`Plan::total_bytes`], and time is [`Plan::timeline`] by the rates. `divided` returns what ranks divide and exchange.
 pub fn estimates(
-    model: &TransformerConfig,
+    model: &TransformerLM,
     [batch_size, length]: [usize; 2],
     alone: &StepConfig,
     divided: impl Fn(Shard) -> StepRanks,

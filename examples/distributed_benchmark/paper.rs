@@ -1,5 +1,6 @@
 //! Estimated training steps of more GPUs than the machine has.
 
+use super::common::models::Model;
 use super::common::refusal;
 use super::common::ways::Way;
 use super::estimate::estimates;
@@ -8,6 +9,7 @@ use clap::Args;
 use serde::Serialize;
 use tallow::Result;
 use tallow::compile::{Batch, Rates, Step, Target};
+use tallow::model::TransformerLM;
 use tallow::report::{Column, Report};
 
 /// Measured rates of a GPU and of the network.
@@ -69,13 +71,13 @@ impl Rank<'_> {
     pub fn paper(&mut self, report: &mut Report) -> Result<()> {
         let flags = &self.flags.paper;
         let [batch_size, length] = [self.flags.batch_size, self.flags.length()];
-        for (index, model) in self.models.iter().enumerate() {
+        for (index, Model { name, config }) in self.models.iter().enumerate() {
+            let model = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
             let mut rates = flags.rates()?;
             if !flags.alone_ms.is_empty() {
                 check_count("--alone-ms", &flags.alone_ms, self.models.len())?;
                 let batch = Batch::meta(batch_size, length)?;
-                let (alone, _) =
-                    Step::plan_for_model(Target::Cuda, &model.config, &self.step, batch)?;
+                let (alone, _) = Step::plan_for_model(Target::Cuda, &model, &self.step, batch)?;
                 for (_, rates) in &mut rates {
                     *rates = rates.fitted_to(&alone, flags.alone_ms[index] / 1e3)?;
                 }
@@ -84,11 +86,11 @@ impl Rank<'_> {
                 if way.is_alone() {
                     continue;
                 }
-                self.progress.begin(format!("{} paper {way}", model.name));
+                self.progress.begin(format!("{name} paper {way}"));
                 let divided = |shard| self.flags.ways.all(shard)[index];
                 let size = [batch_size, length];
-                for estimate in estimates(&model.config, size, &self.step, divided, &rates)? {
-                    report.rows.push(way.row(&model.name, &estimate)?);
+                for estimate in estimates(&model, size, &self.step, divided, &rates)? {
+                    report.rows.push(way.row(name, &estimate)?);
                 }
             }
         }

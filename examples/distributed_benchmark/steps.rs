@@ -175,6 +175,7 @@ impl Rank<'_> {
     /// Returns a rank's planned step and optimizer, and its batch of tokens and targets, (B, T) u32.
     pub fn job(&self, model: &Model, ranks: StepRanks) -> Result<Job> {
         let (communicator, config) = (&self.communicator, &model.config);
+        let attention = self.flags.attention;
         let device = communicator.device();
         let shape = (self.flags.batch_size, self.flags.length());
         let count = shape.0 * shape.1;
@@ -189,11 +190,13 @@ impl Rank<'_> {
         if let StepRanks::FullySharded(parts, _) = ranks {
             let sharded = FullyShard::new(communicator, parts)?;
             let model = TransformerLM::from_var_builder(config, sharded.builder(weights))?;
+            let model = model.with_attention(attention)?;
             let optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
             let step = Step::fully_sharded_for_model(&model, &optimizer, &self.step, &sharded)?;
             return Ok((step, optimizer, batch));
         }
         let model = TransformerLM::from_var_builder(config, weights)?;
+        let model = model.with_attention(attention)?;
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
         if let StepRanks::ShardedOptimizer(..) = ranks {
             optimizer.shard(communicator)?;

@@ -115,11 +115,7 @@ impl Question<'_> {
     }
 
     fn can_compute(&self, attention: Algorithm) -> bool {
-        let config = TransformerConfig {
-            attention,
-            ..self.config.clone()
-        };
-        config.validate().is_ok()
+        self.config.check_attention(attention).is_ok()
     }
 
     /// Returns the estimate of a forward that keeps its whole graph.

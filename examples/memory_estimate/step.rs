@@ -82,12 +82,10 @@ impl StepFlags {
         workload: &Workload,
         target: Target,
     ) -> Result<(Plan, Checkpointing)> {
-        let model = TransformerConfig {
-            attention: workload.attention,
-            checkpointing: workload.checkpointing,
-            dropout: self.dropout.map_or(config.dropout, DropoutRates::all),
-            ..config.clone()
-        };
+        let rates = self.dropout.map_or(config.dropout, DropoutRates::all);
+        let model = TransformerLM::meta(config)?.with_dropout(rates)?;
+        let model = model.with_attention(workload.attention)?;
+        let model = model.with_checkpointing(workload.checkpointing);
         let step = StepConfig {
             precision: workload.precision,
             clip_norm: self.clip_norm,
@@ -103,7 +101,6 @@ impl StepFlags {
         if workload.mode == Mode::Forward {
             let tokens = (workload.batch_size, workload.sequence_length);
             let tokens = graph::input("tokens", tokens, DType::U32)?;
-            let model = TransformerLM::from_var_builder(&model, graph::weights(DType::F32))?;
             let forward = |inputs: &Inputs| model.forward(&inputs.get("tokens")?);
             let batch = [("tokens", &tokens)];
             let plan = Step::plan_for(target, PlanKind::Forward, &step, batch, forward)?;

@@ -134,9 +134,7 @@ impl Family<'_> {
             return Ok(None);
         }
         let model = hf::load_with(&self.folder, &self.flags.load_options(), device)?;
-        let model = model.with_attention(self.config.attention);
-        let model = model.with_dropout(self.config.dropout)?;
-        Ok(Some(model.with_checkpointing(self.config.checkpointing)))
+        Ok(Some(model.with_dropout(self.config.dropout)?))
     }
 
     /// Describes it for the header.

@@ -324,12 +324,11 @@ impl ModelFlags {
     /// Returns `base` with the flags that hold for every model.
     pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
         let config = TransformerConfig {
-            attention: self.attention,
-            checkpointing: self.activation_checkpointing,
             dropout: self.dropout.map_or(base.dropout, DropoutRates::all),
             ..base
         };
         config.validate()?;
+        config.check_attention(self.attention)?;
         Ok(config)
     }
 }

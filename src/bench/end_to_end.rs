@@ -5,11 +5,13 @@ use super::row::{LossScaling, PhaseTime, Status, StepMemory, UPDATE, whole_phase
 use super::stopwatch::settled_meter;
 use super::update::Update;
 use super::{EndToEndRow, Lap, LapTimings, Step, Stopwatch, Timing, alternate};
+use crate::attention::Algorithm;
 use crate::memory::{self, Estimate, Kernels, Mode, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
+use crate::nn::{self, Checkpointing};
 use crate::optim::AdamWConfig;
 use crate::precision::Precision;
-use crate::{Error, Result, backward, nn, no_grad, ops};
+use crate::{Error, Result, backward, no_grad, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
@@ -37,8 +39,12 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
-    /// The model, its attention and its checkpointing. Its `context_length` is an upper bound of `sequence_length`.
+    /// The model. Its `context_length` is an upper bound of `sequence_length`.
     pub config: TransformerConfig,
+    /// The algorithm of attention.
+    pub attention: Algorithm,
+    /// The activation checkpointing of the blocks.
+    pub checkpointing: Checkpointing,
     /// B, the batch size.
     pub batch_size: usize,
     /// T, the number of tokens in a sequence.
@@ -77,6 +83,8 @@ impl Default for EndToEnd {
     fn default() -> Self {
         Self {
             config: TransformerConfig::default(),
+            attention: Algorithm::default(),
+            checkpointing: Checkpointing::default(),
             batch_size: 4,
             sequence_length: 256,
             mode: Mode::TrainStep,
@@ -232,9 +240,9 @@ impl EndToEnd {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
             mode: self.mode,
-            attention: self.config.attention,
+            attention: self.attention,
             precision: self.precision,
-            checkpointing: self.config.checkpointing,
+            checkpointing: self.checkpointing,
             kernels: Kernels::of(device),
             moments: self.optimizer.moments,
         }
@@ -417,13 +425,20 @@ impl EndToEnd {
 
     /// Creates the model, with parameters in the dtype of the precision.
     pub(super) fn model(&self, device: &Device) -> Result<TransformerLM> {
-        match self.precision.parameter_dtype() {
-            DType::F32 => TransformerLM::new(&self.config, self.seed, device),
+        let model = match self.precision.parameter_dtype() {
+            DType::F32 => TransformerLM::new(&self.config, self.seed, device)?,
             dtype => {
                 let weights = nn::seeded(self.seed, dtype, device);
-                TransformerLM::from_var_builder(&self.config, weights)
+                TransformerLM::from_var_builder(&self.config, weights)?
             }
-        }
+        };
+        self.with_variant(model)
+    }
+
+    /// Sets the attention and the checkpointing of a model.
+    pub(super) fn with_variant(&self, model: TransformerLM) -> Result<TransformerLM> {
+        let model = model.with_attention(self.attention)?;
+        Ok(model.with_checkpointing(self.checkpointing))
     }
 
     /// Returns uniformly random ids, (B, T), u32. Different `stream`s give independent inputs and targets.
@@ -455,9 +470,9 @@ impl EndToEnd {
             parameters: config.num_parameters(),
             batch_size: self.batch_size,
             context_length: self.sequence_length,
-            attention: config.attention,
+            attention: self.attention,
             precision: self.precision,
-            checkpointing: config.checkpointing,
+            checkpointing: self.checkpointing,
             execution: self.execution,
             optimizer_in_backward: self.optimizer_in_backward,
             memory_budget_bytes: self.memory_budget_bytes,

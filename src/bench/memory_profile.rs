@@ -81,7 +81,7 @@ impl EndToEnd {
         let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
         let baseline_bytes = meter.current_bytes().unwrap_or_default();
         let weights = VarBuilder::zeros(self.precision.parameter_dtype(), device);
-        let model = TransformerLM::from_var_builder(&self.config, weights)?;
+        let model = self.with_variant(TransformerLM::from_var_builder(&self.config, weights)?)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)
         let mut update = self.update(&model)?;

@@ -61,6 +61,7 @@ impl EndToEnd {
     /// A configuration that is not valid. [`Error::OutOfMemory`] if a lower bound already exceeds the available bytes;
     /// nothing is planned then, because planning takes long at such sizes.
     pub fn plan(&self, device: &Device) -> Result<Plan> {
+        self.config.check_attention(self.attention)?;
         let least_bytes = self.least_planned_bytes()?;
         match self.available_bytes {
             Some(available_bytes) if least_bytes > available_bytes => Err(Error::OutOfMemory {
@@ -70,7 +71,7 @@ impl EndToEnd {
             }),
             _ if self.is_forward() => {
                 let length = self.sequence_length;
-                let model = crate::compile::meta_model(&self.config, length)?;
+                let model = crate::compile::meta_model(&self.meta_model()?, length)?;
                 let tokens = graph::input("tokens", (self.batch_size, length), DType::U32)?;
                 let (kind, config) = (PlanKind::Forward, self.step_config());
                 let batch = [("tokens", &tokens)];
@@ -80,18 +81,28 @@ impl EndToEnd {
             }
             _ => {
                 let batch = Batch::meta(self.batch_size, self.sequence_length)?;
-                let (plan, _) =
-                    Step::plan_for_model(device, &self.config, &self.step_config(), batch)?;
+                let (model, config) = (self.meta_model()?, self.step_config());
+                let (plan, _) = Step::plan_for_model(device, &model, &config, batch)?;
                 Ok(plan.with_moments(self.optimizer.moments))
             }
         }
+    }
+
+    fn meta_model(&self) -> Result<TransformerLM> {
+        self.with_variant(TransformerLM::meta(&self.config)?)
     }
 
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
             true => forward_lower_bound(config, tokens, self.precision),
-            false => Step::memory_lower_bound(config, &self.step_config(), tokens),
+            false => Step::memory_lower_bound(
+                config,
+                self.attention,
+                self.checkpointing,
+                &self.step_config(),
+                tokens,
+            ),
         }
     }
 

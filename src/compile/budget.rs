@@ -6,7 +6,7 @@ use super::config::{StepConfig, StepRanks};
 use super::program::Recompute;
 use super::traced::Planned;
 use crate::attention::Algorithm;
-use crate::model::TransformerConfig;
+use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -97,12 +97,14 @@ fn refused(config: &StepConfig, expected: String, budget_bytes: u64) -> Error {
 /// Returns a lower bound of [`Plan::total_bytes`](super::Plan::total_bytes) of a training step on tokens (B, T).
 pub(super) fn step_lower_bound(
     model: &TransformerConfig,
+    attention: Algorithm,
+    checkpointing: Checkpointing,
     config: &StepConfig,
     tokens: [usize; 2],
 ) -> Result<u64> {
-    let least = lower_bounds(model, config, tokens)?;
+    let step_bytes = step_bytes(model, attention, checkpointing, config, tokens)?;
     // 8 bytes: a parameter in f32 and its two moments, in bf16 at least.
-    let total = 8.0 * least.parameters + least.step_bytes + least.ids_and_tables;
+    let total = 8.0 * parameters(model, config) + step_bytes + ids_and_tables(model, tokens);
     Ok(total as u64) // saturates
 }
 
@@ -113,44 +115,30 @@ pub(crate) fn forward_lower_bound(
     tokens: [usize; 2],
     precision: crate::precision::Precision,
 ) -> Result<u64> {
-    let config = StepConfig {
-        precision,
-        ..Default::default()
-    };
-    let least = lower_bounds(model, &config, tokens)?;
-    let total = 4.0 * least.parameters + least.forward_bytes + least.ids_and_tables;
+    model.validate()?;
+    let width = precision.dtype().size_in_bytes() as f64;
+    let rows = tokens.map(|size| size as f64).iter().product::<f64>();
+    // The residual stream and logits.
+    let forward_bytes = 4.0 * rows * model.d_model as f64 + width * rows * model.vocab_size as f64;
+    let parameters = model.num_parameters() as f64;
+    let total = 4.0 * parameters + forward_bytes + ids_and_tables(model, tokens);
     Ok(total as u64) // saturates
 }
 
 /// Returns a lower bound of [`Plan::arena_bytes`](super::Plan::arena_bytes) of a training step on tokens (B, T).
 pub(super) fn step_arena_lower_bound(
-    model: &TransformerConfig,
+    model: &TransformerLM,
     config: &StepConfig,
     tokens: [usize; 2],
 ) -> Result<u64> {
-    Ok(lower_bounds(model, config, tokens)?.step_bytes as u64) // saturates
+    let (attention, checkpointing) = (model.attention(), model.checkpointing());
+    let bytes = step_bytes(model.config(), attention, checkpointing, config, tokens)?;
+    Ok(bytes as u64) // saturates
 }
 
-/// Lower bounds: the number of parameter elements, and bytes of the rest.
-struct LowerBounds {
-    parameters: f64,
-    /// The larger of gradients and of activations of the blocks that are not recomputed.
-    step_bytes: f64,
-    /// The residual stream and logits.
-    forward_bytes: f64,
-    ids_and_tables: f64,
-}
-
-fn lower_bounds(
-    model: &TransformerConfig,
-    config: &StepConfig,
-    tokens: [usize; 2],
-) -> Result<LowerBounds> {
-    model.validate()?;
-    let [b, t] = tokens.map(|size| size as f64);
-    let [d, f, h] = [model.d_model, model.d_ff, model.num_heads].map(|size| size as f64);
-    let [q, kv] = model.attention_widths().map(|size| size as f64);
-    let parameters = match config.ranks {
+/// Returns the number of parameter elements of a rank.
+fn parameters(model: &TransformerConfig, config: &StepConfig) -> f64 {
+    match config.ranks {
         StepRanks::FullySharded(_, own) => {
             let parts = model
                 .parameter_counts()
@@ -158,36 +146,52 @@ fn lower_bounds(
             parts.sum()
         }
         _ => model.num_parameters() as f64,
-    };
+    }
+}
+
+/// Returns the bytes of token ids and of rotary tables.
+fn ids_and_tables(model: &TransformerConfig, [b, t]: [usize; 2]) -> f64 {
+    4.0 * (b as f64 * t as f64 + model.angle_elements(t) as f64)
+}
+
+/// Returns a lower bound of the arena, in bytes: the larger of gradients and of activations of the blocks that are not
+/// recomputed.
+fn step_bytes(
+    model: &TransformerConfig,
+    attention: Algorithm,
+    checkpointing: Checkpointing,
+    config: &StepConfig,
+    tokens: [usize; 2],
+) -> Result<f64> {
+    model.validate()?;
+    model.check_attention(attention)?;
+    let [b, t] = tokens.map(|size| size as f64);
+    let [f, h] = [model.d_ff, model.num_heads].map(|size| size as f64);
+    let [q, kv] = model.attention_widths().map(|size| size as f64);
     let rows = b * t;
     let width = config.precision.dtype().size_in_bytes() as f64;
-    let ids_and_tables = 4.0 * (rows + model.angle_elements(tokens[1]) as f64);
     // A block saves q, k, v and the output projection's input. It also saves gate and up, or GELU's input and output,
     // unless a budget has them recomputed.
     let gate_up = match config.memory_budget_bytes {
         None => 2.0 * f,
         Some(_) => 0.0,
     };
-    let probabilities = match model.attention {
+    let probabilities = match attention {
         Algorithm::Naive => b * h * t * (t + 1.0) / 2.0, // causal
         Algorithm::Flash => 0.0,
     };
     let kept_blocks = match config.memory_budget_bytes {
-        None => model.num_layers - model.checkpointing.recomputed_blocks(model.num_layers),
+        None => model.num_layers - checkpointing.recomputed_blocks(model.num_layers),
         Some(_) => 1,
     };
     let block = width * (rows * (2.0 * (q + kv) + gate_up) + probabilities);
+    let parameters = parameters(model, config);
     let is_half = config.ranks.exchanged() == Some(DType::BF16);
     let gradients = match config.optimizer_in_backward {
         false if is_half => 2.0 * parameters,
         false => 4.0 * parameters,
         true => 0.0,
     };
-    Ok(LowerBounds {
-        parameters,
-        // Gradients reuse the memory of activations.
-        step_bytes: gradients.max(kept_blocks as f64 * block) + 4.0 * rows,
-        forward_bytes: 4.0 * rows * d + width * rows * model.vocab_size as f64,
-        ids_and_tables,
-    })
+    // Gradients reuse the memory of activations.
+    Ok(gradients.max(kept_blocks as f64 * block) + 4.0 * rows)
 }

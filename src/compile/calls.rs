@@ -190,7 +190,7 @@ mod tests {
     use super::super::{Batch, Step, StepConfig, StepRanks, Target};
     use super::*;
     use crate::distributed::{FullyShardConfig, ReplicatedConfig, Shard};
-    use crate::model::TransformerConfig;
+    use crate::model::{TransformerConfig, TransformerLM};
     use crate::precision::Precision;
 
     /// Returns the groups of exchanges in pieces of a plan.
@@ -215,6 +215,7 @@ mod tests {
             num_layers: 4,
             ..TransformerConfig::default()
         };
+        let model = TransformerLM::meta(&model).unwrap();
         let own = Shard {
             rank: 1,
             world_size: 2,

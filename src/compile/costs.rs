@@ -13,9 +13,9 @@ impl Plan {
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
-    /// use tallow::model::TransformerConfig;
+    /// use tallow::model::{TransformerConfig, TransformerLM};
     ///
-    /// let model = TransformerConfig::preset("small")?;
+    /// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
     /// let batch = Batch::meta(4, 256)?;
     /// let (plan, _) = Step::plan_for_model(Target::Cpu, &model, &StepConfig::default(), batch)?;
     /// for group in plan.costs() {

@@ -51,7 +51,7 @@ impl Loss<'_> {
     fn checkpointing(&self) -> Checkpointing {
         match self {
             Self::Any(_) => Checkpointing::None,
-            Self::Model(model) => model.config().checkpointing,
+            Self::Model(model) => model.checkpointing(),
         }
     }
 
@@ -147,7 +147,7 @@ impl PlanRequest<'_> {
         ) {
             (Loss::Model(model), PlanKind::TrainStep, Some([rows, length])) => {
                 let sizes = [rows / self.config.accumulation, *length];
-                budget::step_arena_lower_bound(model.config(), self.config, sizes)
+                budget::step_arena_lower_bound(model, self.config, sizes)
             }
             _ => Ok(0),
         }
@@ -183,30 +183,29 @@ impl PlanRequest<'_> {
     }
 }
 
-/// Returns a model of meta weights for sequences of this length.
+/// Returns the model with meta weights, for sequences of this length.
 ///
 /// # Errors
-/// An invalid configuration; a sequence that is longer than the model's context.
-pub(crate) fn meta_model(
-    model: &TransformerConfig,
-    sequence_length: usize,
-) -> Result<TransformerLM> {
-    model.validate()?;
-    if sequence_length > model.context_length {
+/// A sequence that is longer than the model's context.
+pub(crate) fn meta_model(model: &TransformerLM, sequence_length: usize) -> Result<TransformerLM> {
+    let config = model.config();
+    if sequence_length > config.context_length {
         return Err(
-            Error::config("TransformerConfig", "context_length", model.context_length).must_be(
+            Error::config("TransformerConfig", "context_length", config.context_length).must_be(
                 format!("at least {sequence_length}, the length of a sequence"),
                 "shorten the sequence, or give the model a longer context_length",
             ),
         );
     }
-    let twin = match model.architecture {
+    let twin = match config.architecture {
         // The rotary tables are only as long as the sequence.
         Architecture::Llama | Architecture::Gemma2 => TransformerConfig {
             context_length: sequence_length,
-            ..model.clone()
+            ..config.clone()
         },
-        Architecture::Gpt2 => model.clone(),
+        Architecture::Gpt2 => config.clone(),
     };
-    TransformerLM::for_trace(&twin, graph::weights(DType::F32))
+    let meta = TransformerLM::for_trace(&twin, graph::weights(DType::F32))?;
+    let meta = meta.with_attention(model.attention())?;
+    Ok(meta.with_checkpointing(model.checkpointing()))
 }

@@ -108,7 +108,7 @@ fn parts(plan: &Plan) -> Vec<Part> {
 mod tests {
     use super::*;
     use crate::compile::{Batch, Step};
-    use crate::model::{TransformerConfig, flops};
+    use crate::model::{TransformerConfig, TransformerLM, flops};
     use candle_core::Device;
 
     /// Backward includes the head's gradients: FLOPs of forward and backward equal those of an eager step.
@@ -125,7 +125,8 @@ mod tests {
         };
         let (batch_size, sequence_length) = (2, 400);
         let batch = Batch::meta(batch_size, sequence_length).unwrap();
-        let plan = Step::plan_for_model(&Device::Cpu, &config, &Default::default(), batch);
+        let model = TransformerLM::meta(&config).unwrap();
+        let plan = Step::plan_for_model(&Device::Cpu, &model, &Default::default(), batch);
         let (plan, _) = plan.unwrap();
         let losses = plan.calls().iter();
         let losses = losses.filter(|call| call.phase == Phase::LossGradient);

@@ -128,10 +128,11 @@ impl Plan {
     /// ```
     /// use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};
     /// use tallow::distributed::ReplicatedConfig;
-    /// use tallow::model::TransformerConfig;
+    /// use tallow::model::{TransformerConfig, TransformerLM};
     ///
     /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
-    /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::meta(4, 256)?);
+    /// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
+    /// let batch = Batch::meta(4, 256)?;
     /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch)?;
     /// let rates = Rates {
     ///     matmul_flops: 50e12, // f32

@@ -16,7 +16,7 @@
 //! | `lr_scheduler` | [`optim::Schedule`](crate::optim::Schedule), [`AdamW::set_learning_rate`] |
 //! | `clip_grad_norm_`, `clip_grad_value_` | [`clip_grad_norm`], [`clip_grad_value`] |
 //! | accumulation of `.grad` | [`optim::GradientAccumulator`](crate::optim::GradientAccumulator) |
-//! | `torch.utils.checkpoint` | [`nn::checkpoint`](crate::nn::checkpoint()), [`TransformerConfig::checkpointing`] |
+//! | `torch.utils.checkpoint` | [`nn::checkpoint`](crate::nn::checkpoint()), [`TransformerLM::with_checkpointing`] |
 //! | `torch.compile` | a planned step: [`compile::Step`](crate::compile::Step) |
 //! | `scaled_dot_product_attention` | [`attention::flash`], [`attention::naive`] |
 //! | FlexAttention: documents, windows, soft caps | [`AttentionConfig`](crate::attention::AttentionConfig) |
@@ -127,8 +127,9 @@
 //!
 //! - AdamW has PyTorch's defaults (weight decay 0.01 on every parameter).
 //!   [`decay_matrices_only`](crate::optim::decay_matrices_only) makes two groups, and `Trainer` uses it.
-//! - The presets of [`TransformerConfig`](crate::model::TransformerConfig) use naive attention and rotate adjacent
-//!   pairs, as CS336's model does. [`hf::load`](crate::hf::load) sets flash attention, and the pairs of the family.
+//! - A new [`TransformerLM`](crate::model::TransformerLM) has naive attention, and the presets rotate adjacent pairs, as
+//!   CS336's model does. [`hf::load`](crate::hf::load) sets flash attention, and the pairs of the family. `Trainer` uses
+//!   the algorithm in [`TrainConfig::attention`](crate::train::TrainConfig::attention).
 //! - The scaler accepts gradients in f16 and unscales them to f32, which PyTorch refuses.
 //!   [`GradScaler`](crate::optim::GradScaler) lists the other differences.
 //!
@@ -175,7 +176,7 @@
 //! [`AdamW::save`]: crate::optim::AdamW::save
 //! [`clip_grad_norm`]: crate::optim::clip_grad_norm
 //! [`clip_grad_value`]: crate::optim::clip_grad_value
-//! [`TransformerConfig::checkpointing`]: crate::model::TransformerConfig::checkpointing
+//! [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing
 //! [`TransformerLM::save`]: crate::model::TransformerLM::save
 //! [`Trainer::save`]: crate::train::Trainer::save
 //! [`Trainer::replicate`]: crate::train::Trainer::replicate

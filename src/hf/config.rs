@@ -2,9 +2,8 @@
 
 use super::settings::Settings;
 use super::{gemma2, gpt2};
-use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
-use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling};
+use crate::nn::{Architecture, DropoutRates, RopeScaling};
 use crate::ops::{Gelu, RotaryPairs};
 use crate::{Error, Result};
 use serde_json::{Value, json};
@@ -35,13 +34,6 @@ pub(super) fn parse(text: &str, path: &Path, ignored: &[String]) -> Result<Trans
         "gpt2" => gpt2::parse(&s)?,
         "gemma2" => gemma2::parse(&s)?,
         _ => return s.refuse(format!("model_type is {kind:?}")),
-    };
-    let config = match config.head_dim() > crate::attention::FLASH_MAX_HEAD_DIM {
-        true => TransformerConfig {
-            attention: Algorithm::Naive,
-            ..config
-        },
-        false => config,
     };
     config.validate().map_err(|error| in_file(error, path))?;
     Ok(config)
@@ -95,8 +87,6 @@ fn llama(s: &Settings<'_>, family: Family) -> Result<TransformerConfig> {
         d_ff: s.needed("intermediate_size", s.size("intermediate_size"))?,
         rope_theta: theta,
         norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
-        attention: Algorithm::Flash,
-        checkpointing: Checkpointing::None,
         num_kv_heads: s.size_or("num_key_value_heads", kv_heads)?,
         head_dim: s.size_or("head_dim", head_dim)?,
         qkv_bias,

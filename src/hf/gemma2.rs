@@ -2,7 +2,6 @@
 
 use super::config::{gelu, padding, rotary, window};
 use super::settings::Settings;
-use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::{Architecture, DropoutRates};
 use crate::ops::{Gelu, RotaryPairs};
@@ -36,7 +35,6 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         d_ff: s.needed("intermediate_size", s.size("intermediate_size"))?,
         rope_theta,
         norm_eps: s.number("rms_norm_eps")?.unwrap_or(1e-6),
-        attention: Algorithm::Flash,
         num_kv_heads: s.size_or("num_key_value_heads", Some(4))?,
         head_dim: s.size_or("head_dim", Some(256))?,
         qkv_bias: has_bias,

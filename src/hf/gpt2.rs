@@ -3,7 +3,6 @@
 use super::config::gelu;
 use super::settings::Settings;
 use crate::Result;
-use crate::attention::Algorithm;
 use crate::model::TransformerConfig;
 use crate::nn::{Architecture, DropoutRates};
 use crate::ops::Gelu;
@@ -21,7 +20,6 @@ pub(super) fn parse(s: &Settings<'_>) -> Result<TransformerConfig> {
         num_heads: s.needed("n_head", s.size("n_head"))?,
         d_ff: s.size("n_inner")?.unwrap_or(n_embd.saturating_mul(4)),
         norm_eps: s.number("layer_norm_epsilon")?.unwrap_or(1e-5),
-        attention: Algorithm::Flash,
         tie_embeddings: s.flag("tie_word_embeddings", true)?,
         dropout: DropoutRates {
             embedding: rate("embd_pdrop")?,

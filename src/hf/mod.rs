@@ -45,6 +45,7 @@ pub use save::{SaveOptions, check_save, save, save_with};
 pub use tokenizer::Tokenizer;
 
 use crate::Result;
+use crate::attention::Algorithm;
 use crate::files::{read, read_to_string};
 use crate::model::{LoadOptions, Origin, TransformerConfig, TransformerLM};
 use crate::nn::Architecture;
@@ -56,8 +57,7 @@ use weights::Names;
 const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
 
-/// Reads the configuration of the model in a folder from its `config.json`, without reading weights. Its attention is
-/// flash unless heads are too wide.
+/// Reads the configuration of the model in a folder from its `config.json`, without reading weights.
 ///
 /// ```
 /// use tallow::hf;
@@ -186,7 +186,8 @@ pub fn load(folder: impl AsRef<Path>, device: &Device) -> Result<TransformerLM> 
 
 /// Loads the model in a folder: from `model.safetensors`, else from the shards that an index names. Prefixes are
 /// stripped from the names in the files. The prefix `model.` or `transformer.` may be missing, as in files of a base
-/// model. The model remembers the settings of the folder, for [`save()`].
+/// model. The model remembers the settings of the folder, for [`save()`]. Its attention is flash, or naive if the heads
+/// are [too wide](TransformerConfig::check_attention).
 ///
 /// Whether the output head is tied to the embedding is decided as in [`loaded_config`].
 ///
@@ -227,7 +228,11 @@ pub fn load_with(
         ..options.clone()
     };
     let model = TransformerLM::read_weights(&config, &files, &options, device, |vb| vb)?;
-    Ok(model.with_origin(origin))
+    let attention = match config.check_attention(Algorithm::Flash) {
+        Ok(()) => Algorithm::Flash,
+        Err(_) => Algorithm::Naive,
+    };
+    Ok(model.with_attention(attention)?.with_origin(origin))
 }
 
 /// Reads the files of a folder, except weights, that are saved with its model.

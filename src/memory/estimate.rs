@@ -108,7 +108,7 @@ pub struct Estimate {
 /// ```
 ///
 /// # Errors
-/// An invalid model configuration, or one that does not support the workload's attention; more than 4,096 blocks; a
+/// An invalid model configuration; heads too wide for the workload's attention; more than 4,096 blocks; a
 /// batch size or sequence length of 0.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
     check_pass(config, workload)?;

@@ -84,13 +84,13 @@ pub fn smallest_sequence_not_fitting(
 /// ```
 /// use tallow::compile::{Batch, Step, StepConfig, Target};
 /// use tallow::memory::largest_that_fits;
-/// use tallow::model::TransformerConfig;
+/// use tallow::model::{TransformerConfig, TransformerLM};
 ///
 /// // The largest batch of planned steps on a GPU, which need not be there.
-/// let config = TransformerConfig::preset("small")?;
+/// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
 /// let batch_size = largest_that_fits(8 << 30, |batch_size| {
 ///     let batch = Batch::meta(batch_size, 256)?;
-///     let (plan, _) = Step::plan_for_model(Target::Cuda, &config, &StepConfig::default(), batch)?;
+///     let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), batch)?;
 ///     Ok(plan.total_bytes())
 /// })?;
 /// assert!(batch_size.is_some_and(|batch_size| batch_size > 8));

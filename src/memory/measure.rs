@@ -1,5 +1,6 @@
 //! Memory measured while a step runs: by a device's counters, and by a run of what the estimate predicts.
 
+use super::workload::with_context_of;
 use super::{Mode, Workload, estimate, tracker};
 use crate::hardware::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
 use crate::model::{TransformerConfig, TransformerLM};
@@ -89,9 +90,8 @@ pub struct Measured {
 
 /// Runs on the CPU what [`estimate`](crate::memory::estimate()) predicts, and counts its memory.
 ///
-/// It creates a new model and runs it on equal tokens (no size depends on their values). As in the estimate, attention
-/// and checkpointing are those of the workload, and drawing the weights is not counted. All other allocations of the
-/// process count too, so run nothing else meanwhile.
+/// It creates a new model and runs it on equal tokens (no size depends on their values). As in the estimate, drawing
+/// the weights is not counted. All other allocations of the process count too, so run nothing else meanwhile.
 ///
 /// Runs are repeated until one leaves nothing allocated, 3 times at most, and then once more to count. Memory that
 /// kernels keep for later calls (0.75 MiB a thread for packing, 2.5 in half precision) is therefore not counted.
@@ -161,15 +161,12 @@ fn step(
     config: &TransformerConfig,
     workload: &Workload,
 ) -> Result<impl FnMut() -> Result<u64> + use<>> {
-    let config = TransformerConfig {
-        attention: workload.attention,
-        checkpointing: workload.checkpointing,
-        context_length: config.context_length.max(workload.sequence_length),
-        ..config.clone()
-    };
+    let config = with_context_of(config, workload.sequence_length);
     let (mode, precision) = (workload.mode, workload.precision);
     let weights = nn::seeded(0, precision.parameter_dtype(), &Device::Cpu);
     let model = TransformerLM::from_var_builder(&config, weights)?;
+    let model = model.with_attention(workload.attention)?;
+    let model = model.with_checkpointing(workload.checkpointing);
     let adamw = AdamWConfig {
         moments: workload.moments,
         ..Default::default()

@@ -164,13 +164,13 @@ pub fn planned_self_attention_breakdown(
 /// use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};
 /// use tallow::distributed::{FullyShardConfig, Shard};
 /// use tallow::memory::{MemoryKind, planned_breakdown};
-/// use tallow::model::TransformerConfig;
+/// use tallow::model::{TransformerConfig, TransformerLM};
 ///
 /// let own = Shard { rank: 0, world_size: 8 };
 /// let ranks = StepRanks::FullySharded(FullyShardConfig::default(), own);
 /// let config = StepConfig { ranks, ..Default::default() };
-/// let batch = Batch::meta(4, 256)?;
-/// let (plan, _) = Step::plan_for_model(Target::Cuda, &TransformerConfig::preset("small")?, &config, batch)?;
+/// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
+/// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, Batch::meta(4, 256)?)?;
 /// let breakdown = planned_breakdown(&plan);
 /// assert_eq!(breakdown.peak_bytes(), plan.total_bytes());
 /// let state = breakdown.bytes_of(MemoryKind::Optimizer);

@@ -60,13 +60,13 @@ pub struct Workload {
     pub sequence_length: usize,
     /// The part of a step that is run.
     pub mode: Mode,
-    /// The algorithm of attention, which overrides the model's configuration. The serialized default is naive.
+    /// The algorithm of attention. The serialized default is naive.
     #[serde(default)]
     pub attention: Algorithm,
     /// The precision of forward and loss. The serialized default is f32.
     #[serde(default)]
     pub precision: Precision,
-    /// The checkpointing of the blocks, which overrides the model's configuration. The serialized default is none.
+    /// The activation checkpointing of the blocks. The serialized default is none.
     #[serde(default)]
     pub checkpointing: Checkpointing,
     /// The kernels that compute it. The serialized default is the CPU's.
@@ -106,15 +106,13 @@ impl Workload {
                 available_bytes: MOST_BYTES,
             });
         }
-        let config = TransformerConfig {
-            checkpointing: self.checkpointing,
-            attention: self.attention,
-            ..with_context_of(config, self.sequence_length)
-        };
+        let config = with_context_of(config, self.sequence_length);
         let shape = (self.batch_size, self.sequence_length);
         let forward = || {
             let weights = graph::weights(self.precision.parameter_dtype());
             let model = TransformerLM::for_trace(&config, weights)?;
+            let model = model.with_attention(self.attention)?;
+            let model = model.with_checkpointing(self.checkpointing);
             let tokens = graph::input("tokens", shape, DType::U32)?;
             self.precision.run(|| match self.mode {
                 Mode::Forward | Mode::ForwardKeepingGraph => model.forward(&tokens),
@@ -141,12 +139,9 @@ pub(super) fn with_context_of(
 
 /// Refuses configurations that have no estimate.
 pub(super) fn check(config: &TransformerConfig, workload: &Workload) -> Result<()> {
-    let config = TransformerConfig {
-        attention: workload.attention,
-        ..config.clone()
-    };
     config.validate()?;
-    match config.num_layers > MOST_BLOCKS && !has_too_many_parameters(&config) {
+    config.check_attention(workload.attention)?;
+    match config.num_layers > MOST_BLOCKS && !has_too_many_parameters(config) {
         true => Err(
             Error::config("TransformerConfig", "num_layers", config.num_layers).must_be(
                 format!("at most {MOST_BLOCKS} where memory is predicted"),

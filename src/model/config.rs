@@ -1,8 +1,7 @@
 //! The configuration of a transformer language model.
 
 use super::transformer::HEAD;
-use crate::attention::Algorithm;
-use crate::nn::{Architecture, Checkpointing, DropoutRates, RopeScaling, SelfAttentionConfig};
+use crate::nn::{Architecture, DropoutRates, RopeScaling, SelfAttentionConfig};
 use crate::ops::{Gelu, RotaryPairs};
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -43,12 +42,6 @@ pub struct TransformerConfig {
     /// The eps of RMSNorm or LayerNorm.
     #[cfg_attr(feature = "serde", serde(alias = "rms_norm_eps"))]
     pub norm_eps: f64,
-    /// The algorithm of attention; naive by default. The weights do not depend on it.
-    #[cfg_attr(feature = "serde", serde(default))]
-    pub attention: Algorithm,
-    /// The activation checkpointing of the blocks; none by default. Results do not depend on it.
-    #[cfg_attr(feature = "serde", serde(default))]
-    pub checkpointing: Checkpointing,
     /// Hkv: the number of heads of k and v, each of which serves H / Hkv heads of q; `None` for H.
     #[cfg_attr(feature = "serde", serde(default))]
     pub num_kv_heads: Option<usize>,
@@ -132,8 +125,6 @@ impl TransformerConfig {
             d_ff,
             rope_theta: 10_000.0,
             norm_eps: 1e-5,
-            attention: Algorithm::Naive,
-            checkpointing: Checkpointing::None,
             num_kv_heads: None,
             head_dim: None,
             qkv_bias: false,

@@ -20,13 +20,7 @@ pub(crate) const HISTORY_PREFIX: &str = "history.";
 const CONFIG_KEY: &str = "tallow.model";
 
 /// Fields that weights do not depend on. A file may have other values of these.
-const FREE_SETTINGS: [&str; 5] = [
-    "attention",
-    "checkpointing",
-    "context_length",
-    "dropout",
-    "padding_id",
-];
+const FREE_SETTINGS: [&str; 3] = ["context_length", "dropout", "padding_id"];
 
 /// Options of [`TransformerLM::load_with`].
 ///

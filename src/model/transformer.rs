@@ -8,7 +8,7 @@ use crate::nn::{
 };
 use crate::ops::cross_entropy::Reduction;
 use crate::probe::{self, in_module};
-use crate::{Error, Result, hardware, ops};
+use crate::{Error, Result, graph, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
@@ -46,6 +46,8 @@ pub(crate) const HEAD: &str = "lm_head";
 #[derive(Clone, Debug)]
 pub struct TransformerLM {
     config: TransformerConfig,
+    attention: Algorithm,
+    checkpointing: Checkpointing,
     token_embeddings: Embedding,
     /// (context_length, D), if positions are learned.
     position_embeddings: Option<Embedding>,
@@ -93,6 +95,14 @@ impl TransformerLM {
         Self::for_trace(config, vb)
     }
 
+    /// Creates a model of [meta weights](graph::weights()) in f32, for plans and traces.
+    ///
+    /// # Errors
+    /// A configuration that [`TransformerConfig::validate`] refuses.
+    pub fn meta(config: &TransformerConfig) -> Result<Self> {
+        Self::from_var_builder(config, graph::weights(DType::F32))
+    }
+
     /// Creates a model for a trace: like [`from_var_builder`](Self::from_var_builder), with any context length.
     pub(crate) fn for_trace(config: &TransformerConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let architecture = config.architecture;
@@ -123,8 +133,7 @@ impl TransformerLM {
                 rotary.clone(),
                 vb.pp("layers").pp(i),
             );
-            let block = block?.with_attention(config.attention);
-            let block = block.with_gelu(config.gelu);
+            let block = block?.with_gelu(config.gelu);
             Ok(block.with_dropout(config.dropout))
         });
         let (vocab, width) = (config.vocab_size, config.d_model);
@@ -152,6 +161,8 @@ impl TransformerLM {
         };
         Ok(Self {
             config: config.clone(),
+            attention: Algorithm::default(),
+            checkpointing: Checkpointing::default(),
             token_embeddings,
             position_embeddings,
             embedding_scale,
@@ -176,21 +187,29 @@ impl TransformerLM {
         self.origin.as_deref()
     }
 
-    /// Sets the activation checkpointing. The parameters are shared.
-    pub fn with_checkpointing(mut self, checkpointing: Checkpointing) -> Self {
-        self.config.checkpointing = checkpointing;
-        self
-    }
-
-    /// Sets the algorithm of attention. The parameters are shared.
-    pub fn with_attention(mut self, attention: Algorithm) -> Self {
-        self.config.attention = attention;
-        let layers = self.layers.into_iter();
-        let layers = layers.map(|layer| layer.with_attention(attention));
+    /// Sets the activation checkpointing of the blocks; a new model has none. Results do not depend on it. The
+    /// parameters are shared.
+    pub fn with_checkpointing(self, checkpointing: Checkpointing) -> Self {
         Self {
-            layers: layers.collect(),
+            checkpointing,
             ..self
         }
+    }
+
+    /// Sets the algorithm of attention; that of a new model is naive. Results depend on it by rounding. The parameters
+    /// are shared.
+    ///
+    /// # Errors
+    /// Those of [`TransformerConfig::check_attention`].
+    pub fn with_attention(self, attention: Algorithm) -> Result<Self> {
+        self.config.check_attention(attention)?;
+        let layers = self.layers.into_iter();
+        let layers = layers.map(|layer| layer.with_attention(attention));
+        Ok(Self {
+            layers: layers.collect(),
+            attention,
+            ..self
+        })
     }
 
     /// Sets the dropout rates. The parameters are shared.
@@ -211,6 +230,16 @@ impl TransformerLM {
     /// Returns the configuration.
     pub fn config(&self) -> &TransformerConfig {
         &self.config
+    }
+
+    /// Returns the algorithm of attention.
+    pub fn attention(&self) -> Algorithm {
+        self.attention
+    }
+
+    /// Returns the activation checkpointing.
+    pub fn checkpointing(&self) -> Checkpointing {
+        self.checkpointing
     }
 
     /// Returns the device of the parameters.
@@ -292,11 +321,10 @@ impl TransformerLM {
     /// let device = tallow::device("cpu")?;
     /// let config = TransformerConfig {
     ///     vocab_size: 10, context_length: 8, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
-    ///     attention: Algorithm::Flash,
     ///     dropout: DropoutRates { residual: 0.1, ..Default::default() },
     ///     ..Default::default()
     /// };
-    /// let model = TransformerLM::new(&config, 0, &device)?;
+    /// let model = TransformerLM::new(&config, 0, &device)?.with_attention(Algorithm::Flash)?;
     /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
     /// let mut step = Step::new(&optimizer, &StepConfig::default(), |inputs| {
     ///     let context = ForwardContext {
@@ -378,7 +406,7 @@ impl TransformerLM {
         if x.track_op() {
             depth::check(self.layers.len())?;
         }
-        let checkpointing = self.config.checkpointing;
+        let checkpointing = self.checkpointing;
         let numbered: Vec<_> = self.layers.iter().enumerate().collect();
         let again = checkpointing.recomputed_blocks(self.layers.len());
         let (again, rest) = numbered.split_at(again);

@@ -1,7 +1,7 @@
 //! Validation of a configuration.
 
 use super::{TransformerConfig, gpt2};
-use crate::attention::{Algorithm, flash};
+use crate::attention::{Algorithm, FLASH_MAX_HEAD_DIM};
 use crate::nn::Architecture;
 use crate::nn::check_eps;
 use crate::ops::Gelu;
@@ -13,10 +13,10 @@ impl TransformerConfig {
     ///
     /// # Errors
     /// [`Error::Config`] names the field: a size of 0; a d_model that num_heads does not divide (unless head_dim is
-    /// set); a num_heads that num_kv_heads does not divide; an odd head dimension (rotary embedding needs pairs) or one
-    /// that is too large for flash attention; an invalid scaling; a theta, eps, cap or scale that is not positive; a
-    /// number of parameters that overflows; a dropout rate outside [0, 1); a padding id outside the vocabulary; a
-    /// setting that the architecture does not support.
+    /// set); a num_heads that num_kv_heads does not divide; an odd head dimension (rotary embedding needs pairs); an
+    /// invalid scaling; a theta, eps, cap or scale that is not positive; a number of parameters that overflows; a
+    /// dropout rate outside [0, 1); a padding id outside the vocabulary; a setting that the architecture does not
+    /// support.
     pub fn validate(&self) -> Result<()> {
         let refuse = |field, expected: &str, got: String, hint: &str| {
             Err(Error::config("TransformerConfig", field, got).must_be(expected, hint))
@@ -80,17 +80,6 @@ impl TransformerConfig {
                 "rotary positions turn pairs of elements",
             );
         }
-        if self.attention == Algorithm::Flash && self.head_dim() > flash::MAX_HEAD_DIM {
-            return refuse(
-                "attention",
-                &format!(
-                    "naive where a head has more than {} elements",
-                    flash::MAX_HEAD_DIM
-                ),
-                format!("flash for heads of {}", self.head_dim()),
-                "choose naive, or more heads",
-            );
-        }
         if let Some(id) = self.padding_id
             && id as usize >= self.vocab_size
         {
@@ -148,5 +137,20 @@ impl TransformerConfig {
             gpt2::check(self)?;
         }
         check_eps("TransformerConfig", "norm_eps", self.norm_eps)
+    }
+
+    /// Checks that a model of this configuration can compute attention with `algorithm`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for flash attention with a head dimension over [`FLASH_MAX_HEAD_DIM`].
+    pub fn check_attention(&self, algorithm: Algorithm) -> Result<()> {
+        if algorithm == Algorithm::Naive || self.head_dim() <= FLASH_MAX_HEAD_DIM {
+            return Ok(());
+        }
+        let got = format!("flash for heads of {}", self.head_dim());
+        Err(Error::config("TransformerLM", "attention", got).must_be(
+            format!("naive where a head has more than {FLASH_MAX_HEAD_DIM} elements"),
+            "choose naive, or more heads",
+        ))
     }
 }

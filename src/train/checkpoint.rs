@@ -106,6 +106,12 @@ impl Checkpoint {
                 ));
             }
         };
+        // Older files have the attention in the model's configuration.
+        let attention = json.pointer("/model/attention").cloned();
+        let train = json.get_mut("train").and_then(Value::as_object_mut);
+        if let (Some(train), Some(attention)) = (train, attention) {
+            train.entry("attention").or_insert(attention);
+        }
         let mut checkpoint: Self = serde_json::from_value(json).map_err(unreadable)?;
         checkpoint.history = match history {
             Some(history) => history.map_err(unreadable)?,

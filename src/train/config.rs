@@ -1,6 +1,8 @@
 //! The configuration of a training run.
 
+use crate::attention::Algorithm;
 use crate::compile::{StepConfig, check_clip_value, check_precision};
+use crate::nn::Checkpointing;
 use crate::optim::{AdamWConfig, GradScaler, GradScalerConfig, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
@@ -44,6 +46,18 @@ pub struct TrainConfig {
     /// serialized default, disables clipping by value.
     #[serde(default)]
     pub max_grad_value: Option<f64>,
+    /// The model's algorithm of attention ([`TransformerLM::with_attention`]); naive by default. Steps depend on it by
+    /// rounding.
+    ///
+    /// [`TransformerLM::with_attention`]: crate::model::TransformerLM::with_attention
+    #[serde(default)]
+    pub attention: Algorithm,
+    /// The model's activation checkpointing ([`TransformerLM::with_checkpointing`]); none by default. No step depends
+    /// on it, so it may change when a run is resumed.
+    ///
+    /// [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing
+    #[serde(default)]
+    pub checkpointing: Checkpointing,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
     /// parameters are f32. The serialized default is f32.
     #[serde(default)]
@@ -105,6 +119,8 @@ impl Default for TrainConfig {
             },
             max_grad_norm: Some(1.0),
             max_grad_value: None,
+            attention: Algorithm::Naive,
+            checkpointing: Checkpointing::None,
             precision: Precision::F32,
             loss_scaling: GradScalerConfig::default(),
             optimizer_in_backward: false,

@@ -10,17 +10,23 @@ use candle_core::{DType, Device};
 use std::path::Path;
 
 /// Settings that may change when a run is resumed, since no step depends on them.
-const FREE_SETTINGS: [&str; 4] = ["steps", "evaluate_every", "keep", "optimizer.lr"];
+const FREE_SETTINGS: [&str; 5] = [
+    "steps",
+    "evaluate_every",
+    "keep",
+    "optimizer.lr",
+    "checkpointing",
+];
 
 impl Trainer {
     /// Resumes the run that [`Trainer::save`] wrote to `path`. Its steps have the same bits as without the interruption
     /// (on one machine and build, and one kind of device).
     ///
     /// `model`, `config` and the data must be those it was saved with, where steps depend on them. Steps depend on
-    /// [`TransformerConfig::attention`] by rounding: for another algorithm start a new run from the weights, with
-    /// [`TransformerLM::load`]. They do not depend on [`TransformerConfig::checkpointing`], nor on `steps`,
-    /// `evaluate_every` and `keep`. A finished run continues if it gets more steps, with the learning rates that its
-    /// schedule has after its end. The data may be at another path if it is the same.
+    /// [`attention`](TrainConfig::attention) by rounding: for another algorithm start a new run from the weights, with
+    /// [`TransformerLM::load`]. They do not depend on `checkpointing`, `steps`, `evaluate_every` and `keep`. A finished
+    /// run continues if it gets more steps, with the learning rates that its schedule has after its end. The data may be
+    /// at another path if it is the same.
     ///
     /// The file is opened once, so another save to `path` meanwhile does no harm. Temporary files of killed processes
     /// in its folder are removed.
@@ -85,7 +91,7 @@ impl Trainer {
             saved,
             given,
         };
-        let difference = first_difference(&saved.model, model, &["checkpointing"])
+        let difference = first_difference(&saved.model, model, &[])
             .or_else(|| first_difference(&saved.train, &config, &FREE_SETTINGS));
         if let Some(different) = difference {
             return Err(refuse(&different.field, different.saved, different.given));

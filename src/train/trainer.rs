@@ -92,11 +92,12 @@ impl Trainer {
     /// Creates a run at step 0.
     ///
     /// The weights are trained in place: a clone of `model` shares them; call [`refresh`](Self::refresh) after setting
-    /// them. The data are [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
+    /// them. Attention and checkpointing are those of `config`, whatever the model had. The data are
+    /// [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) for an invalid configuration, windows longer than the model's context,
-    /// or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model whose
+    /// [`Error::Config`](crate::Error::Config) for an invalid configuration, heads too wide for its attention, windows
+    /// longer than the model's context, or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model whose
     /// parameters are not f32 (or, with precision f32, f64); [`Error::Data`](crate::Error::Data) for data shorter than
     /// a window.
     pub fn new(
@@ -119,6 +120,8 @@ impl Trainer {
     ) -> Result<Self> {
         let (train, validation) = (train.into(), validation.into());
         config.validate()?;
+        let model = model.with_attention(config.attention)?;
+        let model = model.with_checkpointing(config.checkpointing);
         check_dtype(&model, &config)?;
         check_fits(&model, &config, &train)?;
         check_fits(&model, &config, &validation)?;

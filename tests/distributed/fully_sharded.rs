@@ -96,7 +96,6 @@ fn model() -> TransformerConfig {
         num_layers: 3,
         num_heads: 4,
         d_ff: 704,
-        attention: Algorithm::Flash,
         ..Default::default()
     }
 }
@@ -134,7 +133,7 @@ fn as_replicated(
         Ok(losses)
     };
     let adamw = tallow::optim::AdamWConfig::default();
-    let whole = TransformerLM::new(&config, 3, device)?;
+    let whole = TransformerLM::new(&config, 3, device)?.with_attention(Algorithm::Flash)?;
     let optimizer = AdamW::new(whole.parameters(), adamw)?;
     let way = ReplicatedConfig {
         dtype: exchange,
@@ -150,6 +149,7 @@ fn as_replicated(
     let sharded = FullyShard::new(ranks, sharded)?;
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
+    let model = model.with_attention(Algorithm::Flash)?;
     let optimizer = AdamW::new(sharded.parameters(), adamw)?;
     let step = Step::fully_sharded_for_model(&model, &optimizer, &plan, &sharded)?;
     let found = run(step, optimizer)?;

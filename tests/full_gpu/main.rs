@@ -10,6 +10,7 @@ use tallow::bench::{
 use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::Fields;
 
@@ -30,6 +31,8 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
             context_length: 512,
             ..Default::default()
         },
+        attention: Algorithm::Naive,
+        checkpointing: Checkpointing::None,
         batch_size,
         sequence_length,
         mode: Mode::TrainStep,

@@ -1,12 +1,13 @@
 //! `tallow::backward` against candle's own backward.
 
 use crate::check::elements;
+use crate::settings::with_weights;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::memory::tracker;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerLM;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::precision::{Precision, Regime};
 use tallow::{Error, Result, backward, backward_from, nn, ops};
@@ -47,11 +48,10 @@ fn same(loss: impl Fn() -> Result<Tensor>, vars: &[Var]) {
     }
 }
 
-fn config(layers: usize, attention: Algorithm, checkpointing: &str) -> TransformerConfig {
-    TransformerConfig {
-        checkpointing: checkpointing.parse().unwrap(),
-        ..crate::checkpoint::model::config(layers, attention)
-    }
+/// Returns a meta model.
+fn meta(layers: usize, attention: Algorithm, checkpointing: &str) -> TransformerLM {
+    let model = crate::checkpoint::model::meta(layers, attention);
+    model.with_checkpointing(checkpointing.parse().unwrap())
 }
 
 fn ids(salt: u32) -> Tensor {
@@ -73,8 +73,8 @@ fn a_model_has_candles_gradients(
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
 ) {
     let weights = nn::seeded(3, precision.parameter_dtype(), &CPU);
-    let config = config(3, attention, checkpointing);
-    let model = TransformerLM::from_var_builder(&config, weights).unwrap();
+    let meta = meta(3, attention, checkpointing);
+    let model = with_weights(&meta, weights);
     let parameters = model.parameters().into_iter();
     let vars: Vec<Var> = parameters.map(|(_, var)| var).collect();
     let loss = || with_kernel_policy(policy, || precision.run(|| model.loss(&ids(1), &ids(2))));
@@ -247,7 +247,10 @@ fn the_graph_is_freed() {
 /// Backward runs on threads other than forward's, on several at the same time.
 #[test]
 fn threads_do_not_meet() {
-    let model = TransformerLM::new(&config(2, Algorithm::Naive, "every-1"), 1, &CPU).unwrap();
+    let model = with_weights(
+        &meta(2, Algorithm::Naive, "every-1"),
+        nn::seeded(1, DType::F32, &CPU),
+    );
     let parameters = model.parameters().into_iter();
     let vars: Vec<Var> = parameters.map(|(_, var)| var).collect();
     let loss = model.loss(&ids(1), &ids(2)).unwrap();

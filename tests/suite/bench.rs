@@ -9,6 +9,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, EndToEndRow, Execution, Step, Stopwatch, UPDATE};
 use tallow::memory::{Mode, Workload, estimate};
 use tallow::model::TransformerConfig;
+use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::Fields;
 
@@ -23,6 +24,8 @@ pub fn run(mode: Mode) -> EndToEnd {
             d_ff: 40,
             ..Default::default()
         },
+        attention: Algorithm::Naive,
+        checkpointing: Checkpointing::None,
         batch_size: 3,
         sequence_length: 9,
         mode,
@@ -199,12 +202,12 @@ fn absurd_sizes_are_a_row_at_once() {
     }
 }
 
-/// Rows name the model's attention, and the estimate is that of the run.
+/// Rows name the attention, and the estimate is that of the run.
 #[test]
-fn the_models_attention_is_timed_and_named() {
+fn the_attention_is_timed_and_named() {
     let [naive, flash] = Algorithm::ALL.map(|attention| {
         let mut run = run(Mode::TrainStep);
-        run.config.attention = attention;
+        run.attention = attention;
         // Long enough for probabilities to exceed the tiles.
         (run.config.context_length, run.sequence_length) = (64, 64);
         // Every thread has its tiles.
@@ -217,19 +220,19 @@ fn the_models_attention_is_timed_and_named() {
     });
     assert!(flash < naive, "{flash} {naive}");
     let mut run = run(Mode::TrainStep);
-    run.config.attention = Algorithm::Flash;
+    run.attention = Algorithm::Flash;
     run.available_bytes = Some(1);
     let rows = rows(&run);
     assert_eq!(text(&rows[0], "status"), "OOM");
     assert_eq!(text(&rows[0], "attention"), "flash");
 }
 
-/// Rows name the checkpointing of the model's configuration.
+/// Rows name the checkpointing.
 #[test]
 fn checkpointing_is_timed_and_named() {
     for strategy in ["none", "block", "sqrt"] {
         let mut run = run(Mode::TrainStep);
-        run.config.checkpointing = strategy.parse().unwrap();
+        run.checkpointing = strategy.parse().unwrap();
         for row in rows(&run) {
             assert_eq!(text(&row, "checkpointing"), strategy);
             assert_eq!(text(&row, "status"), "ok");
@@ -247,9 +250,9 @@ fn precision_is_timed_and_named() {
             batch_size: run.batch_size,
             sequence_length: run.sequence_length,
             mode: run.mode,
-            attention: run.config.attention,
+            attention: run.attention,
             precision,
-            checkpointing: run.config.checkpointing,
+            checkpointing: run.checkpointing,
             ..Default::default()
         };
         let predicted = estimate(&run.config, &workload).unwrap().peak_bytes;

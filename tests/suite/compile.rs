@@ -30,29 +30,22 @@ mod tf32;
 mod tied;
 
 use crate::check::{self, norms};
-use crate::settings::{in_precision, with_lr};
+use crate::settings::{in_precision, with_lr, with_weights};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Plan, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{Architecture, Checkpointing, Layer};
+use tallow::nn::{self, Architecture, Checkpointing, Layer};
 use tallow::optim::{AdamW, clip_grad_norm_checked, clip_grad_value};
 use tallow::precision::Precision;
 
 const CPU: Device = Device::Cpu;
 
 /// Returns a small model of these sizes, with V 97 and T up to 160.
-pub fn config(
-    layers: usize,
-    heads: usize,
-    head_dim: usize,
-    d_ff: usize,
-    attention: Algorithm,
-) -> TransformerConfig {
+pub fn config(layers: usize, heads: usize, head_dim: usize, d_ff: usize) -> TransformerConfig {
     TransformerConfig {
         vocab_size: 97,
         context_length: 160,
@@ -60,7 +53,6 @@ pub fn config(
         num_layers: layers,
         num_heads: heads,
         d_ff,
-        attention,
         ..Default::default()
     }
 }
@@ -75,9 +67,9 @@ pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Te
     (tensor(0), tensor(1))
 }
 
-/// Returns a model and its optimizer, always the same for a configuration.
-pub fn model_and_optimizer(config: &TransformerConfig) -> (TransformerLM, AdamW) {
-    let model = TransformerLM::new(config, 5, &CPU).unwrap();
+/// Returns a meta model with weights, always the same, and its optimizer.
+pub fn model_and_optimizer(meta: &TransformerLM) -> (TransformerLM, AdamW) {
+    let model = with_weights(meta, nn::seeded(5, DType::F32, &CPU));
     let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
@@ -106,7 +98,7 @@ fn updating(precision: Precision, accumulation: usize, optimizer_in_backward: bo
 /// Plans a model's step on the CPU, with tokens (B, T) in each micro-batch. Returns the plan and the chosen
 /// checkpointing.
 pub fn plan_of(
-    model: &TransformerConfig,
+    model: &TransformerLM,
     plan: &StepConfig,
     [batch_size, length]: [usize; 2],
 ) -> tallow::Result<(Plan, Checkpointing)> {
@@ -164,11 +156,11 @@ pub fn eager_step_in(
     loss.to_scalar().unwrap()
 }
 
-/// Checks two planned steps, on tokens (B, T) in each micro-batch, against eager steps of a model with the same weights
-/// and without checkpointing. Losses and gradients must agree. The weights must have the bits that eager clipping and
+/// Checks two planned steps of a meta model with weights, on tokens (B, T) in each micro-batch, against eager steps of a
+/// model with the same weights and without checkpointing. Losses and gradients must agree. The weights must have the bits that eager clipping and
 /// AdamW compute from the planned gradients.
-pub fn agree(model_config: &TransformerConfig, plan: &StepConfig, sizes: [usize; 2]) {
-    agree_of(|| model_and_optimizer(model_config), plan, sizes);
+pub fn agree(meta: &TransformerLM, plan: &StepConfig, sizes: [usize; 2]) {
+    agree_of(|| model_and_optimizer(meta), plan, sizes);
 }
 
 /// Does the same as [`agree`] for any model; `make` returns the same one at each call.
@@ -181,7 +173,8 @@ pub fn agree_of(
     let eager = eager.with_checkpointing(Checkpointing::None);
     let (planned, mut planned_optimizer) = make();
     let model_config = planned.config();
-    let what = format!("{model_config:?} {plan:?} {batch_size} {length}");
+    let computed = (planned.attention(), planned.checkpointing());
+    let what = format!("{model_config:?} {computed:?} {plan:?} {batch_size} {length}");
     let retraced = StepConfig {
         retrace_every: NonZeroUsize::new(1),
         ..plan.clone()
@@ -331,7 +324,7 @@ impl Judge<'_> {
         });
         let weights: HashMap<String, Tensor> = weights.collect();
         let vb = VarBuilder::from_tensors(weights, DType::F64, &CPU);
-        let model = TransformerLM::from_var_builder(self.model.config(), vb).unwrap();
+        let model = with_weights(self.model, vb);
         let (tokens, targets) = self.batch;
         let gradients = model.loss(tokens, targets).unwrap().backward().unwrap();
         let parameters = model.parameters().into_iter();

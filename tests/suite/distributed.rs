@@ -12,13 +12,14 @@ mod sharded;
 mod trainer;
 
 use crate::check::{bits, distance};
+use crate::settings::{meta_of, with_weights};
 use candle_core::backprop::GradStore;
-use candle_core::{Device, Tensor};
-use tallow::Result;
+use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Exchange};
 use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::{Result, nn};
 
 /// Runs `of_rank` on a thread for each rank, and returns the results by rank.
 pub fn on_ranks<T: Send>(
@@ -55,7 +56,6 @@ fn config() -> TransformerConfig {
         num_layers: 2,
         num_heads: 2,
         d_ff: 24,
-        attention: Algorithm::Flash,
         ..Default::default()
     }
 }
@@ -67,8 +67,13 @@ fn config_of_six_layers() -> TransformerConfig {
     }
 }
 
+/// Returns a meta model.
+fn meta(config: &TransformerConfig) -> TransformerLM {
+    meta_of(config, Algorithm::Flash)
+}
+
 fn model(seed: u64) -> TransformerLM {
-    TransformerLM::new(&config(), seed, &Device::Cpu).unwrap()
+    with_weights(&meta(&config()), nn::seeded(seed, DType::F32, &Device::Cpu))
 }
 
 fn plan_config(accumulation: usize, clip_norm: Option<f64>) -> StepConfig {

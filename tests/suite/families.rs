@@ -78,7 +78,7 @@ impl Golden {
     fn model(&self, dtype: DType, attention: Algorithm, device: &Device) -> TransformerLM {
         let options = loaded_as(dtype);
         let model = hf::load_with(self.folder.path(), &options, device).unwrap();
-        model.with_attention(attention)
+        model.with_attention(attention).unwrap()
     }
 
     fn set(&self, key: &str, value: Value) {
@@ -315,6 +315,7 @@ fn what_is_saved_is_loaded() {
         model.save(&path).unwrap();
         let own = TransformerLM::open(&path, &Device::Cpu).unwrap();
         assert_eq!(own.config(), model.config());
+        let own = own.with_attention(model.attention()).unwrap();
         assert_eq!(logits(&own), logits(&model), "{name}");
     }
 }
@@ -752,8 +753,9 @@ proptest! {
         let (tokens, targets) = (ids(0), ids(1));
         let model = TransformerLM::new(&config, 1, &Device::Cpu).unwrap();
         prop_assert_eq!(config.num_parameters(), model.num_parameters());
+        let attending = |attention| model.clone().with_attention(attention).unwrap();
         let of_policy = |policy, attention| with_kernel_policy(policy, || {
-            let loss = model.clone().with_attention(attention).loss(&tokens, &targets).unwrap();
+            let loss = attending(attention).loss(&tokens, &targets).unwrap();
             let gradients = tallow::backward(loss.clone()).unwrap();
             let parameters = model.parameters().into_iter();
             let gradients: Vec<Tensor> = parameters.map(|(_, p)| gradients.get(&p).unwrap().clone()).collect();
@@ -783,7 +785,7 @@ proptest! {
             for ((name, _), (found, wanted)) in model.parameters().iter().zip(found.iter().zip(&gradients)) {
                 near(name, found, wanted)?;
             }
-            let planned = model.clone().with_attention(attention);
+            let planned = attending(attention);
             let optimizer = AdamW::new(planned.parameters(), AdamWConfig::default()).unwrap();
             let mut step = Step::for_model(&planned, &optimizer, &StepConfig::default()).unwrap();
             step.forward_backward((&tokens, &targets)).unwrap();
@@ -826,7 +828,7 @@ fn sizes_and_flops() {
         // The plan's matmuls have the same count.
         let batch = Batch::meta(2, 13).unwrap();
         let (plan, _) =
-            Step::plan_for_model(&Device::Cpu, config, &StepConfig::default(), batch).unwrap();
+            Step::plan_for_model(&Device::Cpu, &model, &StepConfig::default(), batch).unwrap();
         let wanted = flops::forward_backward(config, 2, 13).total();
         let difference = (plan.flops() - wanted).abs();
         assert!(
@@ -879,12 +881,8 @@ fn memory_is_predicted() {
             attention,
             ..Default::default()
         };
-        let config = TransformerConfig {
-            attention,
-            ..config.clone()
-        };
-        let predicted = memory::estimate(&config, &workload).unwrap().peak_bytes as f64;
-        let measured = memory::measure(&config, &workload).unwrap().peak_bytes as f64;
+        let predicted = memory::estimate(config, &workload).unwrap().peak_bytes as f64;
+        let measured = memory::measure(config, &workload).unwrap().peak_bytes as f64;
         let difference = (predicted - measured).abs() / measured;
         assert!(
             difference <= 0.02,

@@ -4,6 +4,7 @@ mod candle_ops;
 mod picture;
 
 use crate::check::refusal;
+use crate::settings::{meta_of, with_weights};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use std::sync::{Arc, Mutex};
@@ -18,7 +19,7 @@ use tallow::probe::{self, Kind, Listener};
 use tallow::profile::{self, Cost, NodeCost};
 use tallow::{Result, autocast, no_grad};
 
-fn config(attention: Algorithm, checkpointing: Checkpointing) -> TransformerConfig {
+fn config() -> TransformerConfig {
     TransformerConfig {
         vocab_size: 20,
         context_length: 8,
@@ -26,10 +27,13 @@ fn config(attention: Algorithm, checkpointing: Checkpointing) -> TransformerConf
         num_layers: 4,
         num_heads: 2,
         d_ff: 32,
-        attention,
-        checkpointing,
         ..Default::default()
     }
+}
+
+/// Returns a meta model without checkpointing.
+fn meta(attention: Algorithm) -> TransformerLM {
+    meta_of(&config(), attention)
 }
 
 /// An op's path, its operands' shapes, and its output's shape and dtype.
@@ -75,10 +79,6 @@ fn in_precision<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result
     }
 }
 
-fn meta_model(config: &TransformerConfig) -> TransformerLM {
-    TransformerLM::from_var_builder(config, graph::weights(DType::F32)).unwrap()
-}
-
 fn meta_ids(rows: usize, cols: usize) -> [Tensor; 2] {
     ["tokens", "targets"].map(|name| graph::input(name, (rows, cols), DType::U32).unwrap())
 }
@@ -99,7 +99,7 @@ fn a_trace_is_what_eager_does(
     if attention == Algorithm::Flash && policy == KernelPolicy::Reference {
         return; // a trace has one node for flash's reference, an eager run has tiles of candle's own ops
     }
-    let config = config(attention, checkpointing);
+    let model = meta(attention).with_checkpointing(checkpointing);
     let forward = |model: &TransformerLM, x: &Tensor, y: &Tensor| {
         with_kernel_policy(policy, || {
             in_precision(half, || match without_grad {
@@ -112,12 +112,12 @@ fn a_trace_is_what_eager_does(
         thread: thread::current().id(),
         ops: Mutex::default(),
     });
-    let real = TransformerLM::new(&config, 1, &Device::Cpu).unwrap();
+    let real = with_weights(&model, nn::seeded(1, DType::F32, &Device::Cpu));
     {
         let _listening = probe::listen(log.clone());
         forward(&real, &ids(3, 5), &ids(3, 5)).unwrap();
     }
-    let (model, [x, y]) = (meta_model(&config), meta_ids(3, 5));
+    let [x, y] = meta_ids(3, 5);
     let traced = graph::trace(Target::Cpu, || forward(&model, &x, &y)).unwrap();
 
     let line = |node: &Node| -> Line {
@@ -143,8 +143,7 @@ fn a_trace_is_what_eager_does(
 
 #[test]
 fn weights_and_inputs_have_their_names() {
-    let config = config(Algorithm::Flash, Checkpointing::None);
-    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
+    let (model, [x, y]) = (meta(Algorithm::Flash), meta_ids(2, 8));
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let mut found: Vec<&str> = traced.weights().map(|(_, name)| name).collect();
     let mut wanted: Vec<String> = model
@@ -212,8 +211,8 @@ fn drops_are_told_when_they_happen() {
 
 #[test]
 fn segments_keep_nothing() {
-    let config = config(Algorithm::Naive, Checkpointing::Block);
-    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
+    let model = meta(Algorithm::Naive).with_checkpointing(Checkpointing::Block);
+    let [x, y] = meta_ids(2, 8);
     let traced = graph::trace(Target::Cpu, || model.loss(&x, &y)).unwrap();
     let place = |wanted| {
         traced
@@ -239,8 +238,7 @@ fn segments_keep_nothing() {
 
 #[test]
 fn a_region_ends_once() {
-    let config = config(Algorithm::Flash, Checkpointing::None);
-    let (model, [x, y]) = (meta_model(&config), meta_ids(2, 8));
+    let (model, [x, y]) = (meta(Algorithm::Flash), meta_ids(2, 8));
     let run = || autocast(Autocast::cuda(DType::BF16), || model.loss(&x, &y));
     let traced = graph::trace(Target::Cpu, run).unwrap();
     let ends = traced
@@ -307,7 +305,7 @@ fn one_weight_read_twice_is_one_weight() {
 /// In a region all layers read the same rotary tables, cast once, for any sequence length.
 #[test]
 fn layers_share_their_angles() {
-    let model = meta_model(&config(Algorithm::Flash, Checkpointing::None));
+    let model = meta(Algorithm::Flash);
     for length in [8, 5] {
         let [tokens, targets] = meta_ids(2, length);
         let loss = || in_precision(Some(DType::BF16), || model.loss(&tokens, &targets));
@@ -381,13 +379,11 @@ fn what_cannot_be_traced_is_refused_in_words() {
     let of_input = |x: &Tensor| ops::linear(x, &graph::input("w", (2, 3), DType::F32)?);
     refused(of_input, &["weight"]);
 
-    let meta = graph::input("x", (4, 4), DType::F32).unwrap();
+    let x = graph::input("x", (4, 4), DType::F32).unwrap();
     for error in [
-        ops::relu(&meta).unwrap_err(),
-        ops::linear(&meta, &meta).unwrap_err(),
-        meta_model(&config(Algorithm::Naive, Checkpointing::None))
-            .forward(&ids(1, 3))
-            .unwrap_err(),
+        ops::relu(&x).unwrap_err(),
+        ops::linear(&x, &x).unwrap_err(),
+        meta(Algorithm::Naive).forward(&ids(1, 3)).unwrap_err(),
     ] {
         let error = error.to_string();
         assert!(error.contains("meta") && !error.contains("F4"), "{error}");
@@ -444,7 +440,7 @@ fn the_largest_preset_is_traced_without_its_memory() {
         context_length: 1024,
         ..TransformerConfig::preset("10b").unwrap()
     };
-    let (model, [x, y]) = (meta_model(&config), meta_ids(4, 1024));
+    let (model, [x, y]) = (TransformerLM::meta(&config).unwrap(), meta_ids(4, 1024));
     let traced = graph::trace(Target::Cuda, || model.loss(&x, &y)).unwrap();
     assert_eq!(
         traced,
@@ -476,9 +472,9 @@ fn what_a_graph_does_not_have_is_none() {
     let graph_of = |layers: usize| {
         let config = TransformerConfig {
             num_layers: layers,
-            ..config(Algorithm::Naive, Checkpointing::None)
+            ..config()
         };
-        let model = TransformerLM::from_var_builder(&config, graph::weights(DType::F32)).unwrap();
+        let model = TransformerLM::meta(&config).unwrap();
         let tokens = graph::input("tokens", (2, 8), DType::U32).unwrap();
         graph::trace(Target::Cpu, || model.forward(&tokens)).unwrap()
     };

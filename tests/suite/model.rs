@@ -45,14 +45,6 @@ fn mini() -> TransformerConfig {
     }
 }
 
-/// Returns the configuration with another attention algorithm.
-fn attending(attention: Algorithm, config: TransformerConfig) -> TransformerConfig {
-    TransformerConfig {
-        attention,
-        ..config
-    }
-}
-
 fn mini_model(seed: u64) -> TransformerLM {
     TransformerLM::new(&mini(), seed, &CPU).unwrap()
 }
@@ -60,6 +52,17 @@ fn mini_model(seed: u64) -> TransformerLM {
 /// Returns the seeded model in a dtype.
 fn model_of(config: &TransformerConfig, seed: u64, dtype: DType) -> TransformerLM {
     TransformerLM::from_var_builder(config, nn::seeded(seed, dtype, &CPU)).unwrap()
+}
+
+/// Returns the seeded model in a dtype, with this attention.
+fn attending(
+    attention: Algorithm,
+    config: &TransformerConfig,
+    seed: u64,
+    dtype: DType,
+) -> TransformerLM {
+    let model = model_of(config, seed, dtype);
+    model.with_attention(attention).unwrap()
 }
 
 /// Returns a builder with seed 5 for a single layer.

@@ -33,7 +33,7 @@ const STEPS: usize = 2;
 const BATCH: usize = 2;
 const LENGTH: usize = 7;
 
-fn config(attention: Algorithm) -> TransformerConfig {
+fn config() -> TransformerConfig {
     TransformerConfig {
         vocab_size: 19,
         context_length: LENGTH,
@@ -41,14 +41,14 @@ fn config(attention: Algorithm) -> TransformerConfig {
         num_layers: 3,
         num_heads: 2,
         d_ff: 20,
-        attention,
         ..Default::default()
     }
 }
 
 /// Takes some training steps, and returns the bits of all weights.
 fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
-    let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
+    let model = TransformerLM::new(&config(), 5, &Device::Cpu).unwrap();
+    let model = model.with_attention(attention).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens: Vec<u32> = (0..(BATCH * LENGTH) as u32).collect();
     let tokens = Tensor::from_vec(tokens, (BATCH, LENGTH), &Device::Cpu).unwrap();
@@ -130,7 +130,7 @@ fn laps_and_the_trainer_open_steps() {
         .warmup(1)
         .measure_phases(2, lap)
         .unwrap();
-    let model = TransformerLM::new(&config(Algorithm::Naive), 0, &device).unwrap();
+    let model = TransformerLM::new(&config(), 0, &device).unwrap();
     let settings = TrainConfig {
         batch_size: 1,
         sequence_length: 5,

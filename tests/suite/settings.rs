@@ -1,9 +1,10 @@
 //! Configurations with one setting of a test, and defaults otherwise.
 
 use candle_core::DType;
-use tallow::attention::{AttentionConfig, Mask};
+use candle_nn::VarBuilder;
+use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::compile::StepConfig;
-use tallow::model::LoadOptions;
+use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
 use tallow::optim::{AdamWConfig, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
 
@@ -12,6 +13,19 @@ pub fn in_precision(precision: Precision) -> StepConfig {
         precision,
         ..Default::default()
     }
+}
+
+/// Returns a meta model of this configuration with this attention.
+pub fn meta_of(config: &TransformerConfig, attention: Algorithm) -> TransformerLM {
+    let model = TransformerLM::meta(config).unwrap();
+    model.with_attention(attention).unwrap()
+}
+
+/// Returns a meta model with weights.
+pub fn with_weights(meta: &TransformerLM, weights: VarBuilder<'_>) -> TransformerLM {
+    let model = TransformerLM::from_var_builder(meta.config(), weights).unwrap();
+    let model = model.with_attention(meta.attention()).unwrap();
+    model.with_checkpointing(meta.checkpointing())
 }
 
 pub fn with_mask(mask: Mask) -> AttentionConfig {

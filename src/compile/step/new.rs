@@ -5,6 +5,7 @@ use super::super::loss::{Loss, PlanRequest, meta_model};
 use super::super::plan::Plan;
 use super::super::{Batch, Inputs, budget, parameters};
 use super::{OP, Step};
+use crate::attention::Algorithm;
 use crate::distributed::{Communicator, FullyShard, Replicated};
 use crate::graph::Target;
 use crate::model::{TransformerConfig, TransformerLM};
@@ -282,24 +283,26 @@ impl<'l> Step<'l> {
         Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
 
-    /// Plans the loss of a model by its configuration, without a step or weights. Returns the plan and the blocks that
-    /// it recomputes, which a memory budget may have chosen.
+    /// Plans the loss of a model, which may be a [meta model](TransformerLM::meta), without a step. Returns the plan and
+    /// the blocks that it recomputes, which a memory budget may have chosen.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
-    /// use tallow::model::TransformerConfig;
+    /// use tallow::model::{TransformerConfig, TransformerLM};
     ///
-    /// let (model, batch) = (TransformerConfig::preset("small")?, Batch::meta(4, 256)?);
+    /// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
+    /// let batch = Batch::meta(4, 256)?;
     /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
     /// println!("an arena of {} MiB, {:.1} TFLOP", plan.arena_bytes() >> 20, plan.flops() / 1e12);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Invalid configurations; a memory budget that no plan fits, with the smallest that would do.
+    /// An invalid configuration; sequences that are longer than the model's context; a memory budget that no plan fits,
+    /// with the smallest that would do.
     pub fn plan_for_model(
         target: impl Into<Target>,
-        model: &TransformerConfig,
+        model: &TransformerLM,
         config: &StepConfig,
         batch: impl Into<Batch>,
     ) -> Result<(Plan, Checkpointing)> {
@@ -327,11 +330,13 @@ impl<'l> Step<'l> {
     /// Invalid configurations.
     pub fn memory_lower_bound(
         model: &TransformerConfig,
+        attention: Algorithm,
+        checkpointing: Checkpointing,
         config: &StepConfig,
         batch: [usize; 2],
     ) -> Result<u64> {
         config.validate()?;
-        budget::step_lower_bound(model, config, batch)
+        budget::step_lower_bound(model, attention, checkpointing, config, batch)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The complete model with every checkpointing strategy.
 
 use super::{CPU, bits};
+use crate::settings::{meta_of, with_weights};
 use candle_core::{DType, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
@@ -18,7 +19,7 @@ const STRATEGIES: [&str; 6] = [
     "sqrt",
 ];
 
-pub fn config(layers: usize, attention: Algorithm) -> TransformerConfig {
+fn config(layers: usize) -> TransformerConfig {
     TransformerConfig {
         vocab_size: 29,
         context_length: 33,
@@ -26,19 +27,19 @@ pub fn config(layers: usize, attention: Algorithm) -> TransformerConfig {
         num_layers: layers,
         num_heads: 3,
         d_ff: 25,
-        attention,
         ..Default::default()
     }
 }
 
-/// Returns a model with the same weights each time.
-fn model(config: &TransformerConfig, strategy: &str, precision: Precision) -> TransformerLM {
-    let config = TransformerConfig {
-        checkpointing: strategy.parse().unwrap(),
-        ..config.clone()
-    };
+/// Returns a meta model.
+pub fn meta(layers: usize, attention: Algorithm) -> TransformerLM {
+    meta_of(&config(layers), attention)
+}
+
+/// Returns the model with a strategy and the same weights each time.
+fn model(meta: &TransformerLM, strategy: &str, precision: Precision) -> TransformerLM {
     let weights = nn::seeded(3, precision.parameter_dtype(), &CPU);
-    TransformerLM::from_var_builder(&config, weights).unwrap()
+    with_weights(meta, weights).with_checkpointing(strategy.parse().unwrap())
 }
 
 fn batch() -> [Tensor; 2] {
@@ -82,10 +83,10 @@ fn gradients_have_the_same_bits(
     )]
     precision: Precision,
 ) {
-    let config = config(layers, attention);
-    let plain = step(&model(&config, "none", precision), precision);
+    let meta = meta(layers, attention);
+    let plain = step(&model(&meta, "none", precision), precision);
     for strategy in STRATEGIES {
-        let found = step(&model(&config, strategy, precision), precision);
+        let found = step(&model(&meta, strategy, precision), precision);
         assert!(found == plain, "{strategy}, {layers} layers, {precision}");
     }
 }
@@ -93,10 +94,10 @@ fn gradients_have_the_same_bits(
 /// Recomputation uses forward's kernel policy, here the references, although backward runs without one.
 #[test]
 fn the_kernel_policy_holds_again() {
-    let config = config(3, Algorithm::Naive);
+    let meta = meta(3, Algorithm::Naive);
     let (precision, reference) = (Precision::F32, KernelPolicy::Reference);
     let loss = |strategy| {
-        let model = model(&config, strategy, precision);
+        let model = model(&meta, strategy, precision);
         let [tokens, targets] = batch();
         let loss = with_kernel_policy(reference, || model.loss(&tokens, &targets));
         let gradients = loss.unwrap().backward().unwrap();
@@ -105,7 +106,7 @@ fn the_kernel_policy_holds_again() {
         gradients.collect::<Vec<_>>()
     };
     let plain = loss("none");
-    let kernels = step(&model(&config, "none", precision), precision).1;
+    let kernels = step(&model(&meta, "none", precision), precision).1;
     assert!(kernels.into_iter().map(|(_, bits)| bits).ne(plain.clone()));
     for strategy in STRATEGIES {
         assert!(loss(strategy) == plain, "{strategy}");
@@ -114,9 +115,9 @@ fn the_kernel_policy_holds_again() {
 
 #[test]
 fn without_a_graph_nothing_changes() {
-    let config = config(5, Algorithm::Flash);
+    let meta = meta(5, Algorithm::Flash);
     let logits = |strategy| {
-        let model = model(&config, strategy, Precision::BF16);
+        let model = model(&meta, strategy, Precision::BF16);
         let forward = || Precision::BF16.run(|| model.forward(&batch()[0]));
         let (recorded, quiet) = (forward().unwrap(), tallow::no_grad(forward).unwrap());
         assert!(recorded.track_op() && !quiet.track_op());
@@ -132,10 +133,10 @@ fn without_a_graph_nothing_changes() {
 /// Several threads train one model at the same time.
 #[test]
 fn threads_do_not_meet() {
-    let config = config(5, Algorithm::Naive);
-    let plain = step(&model(&config, "none", Precision::BF16), Precision::BF16);
+    let meta = meta(5, Algorithm::Naive);
+    let plain = step(&model(&meta, "none", Precision::BF16), Precision::BF16);
     for strategy in ["block", "sqrt"] {
-        let model = model(&config, strategy, Precision::BF16);
+        let model = model(&meta, strategy, Precision::BF16);
         std::thread::scope(|scope| {
             let steps: Vec<_> = (0..4)
                 .map(|_| scope.spawn(|| step(&model, Precision::BF16)))
@@ -150,10 +151,10 @@ fn threads_do_not_meet() {
 /// Several threads run backward through one graph at the same time.
 #[test]
 fn threads_share_a_graph() {
-    let config = config(5, Algorithm::Naive);
-    let plain = step(&model(&config, "none", Precision::F32), Precision::F32);
-    let model = model(&config, "every-2", Precision::F32);
-    let blocks = Checkpointing::recomputed_blocks(model.config().checkpointing, 5);
+    let meta = meta(5, Algorithm::Naive);
+    let plain = step(&model(&meta, "none", Precision::F32), Precision::F32);
+    let model = model(&meta, "every-2", Precision::F32);
+    let blocks = model.checkpointing().recomputed_blocks(5);
     assert_eq!(blocks, 4);
     let [tokens, targets] = batch();
     let loss = model.loss(&tokens, &targets).unwrap();
@@ -171,26 +172,24 @@ fn threads_share_a_graph() {
     });
 }
 
-/// A configuration from before this field existed.
+/// A configuration from when it was a field.
 #[test]
-fn configurations_without_it_keep_the_graph() {
-    let mut json = serde_json::to_value(TransformerConfig::preset("small").unwrap()).unwrap();
-    assert_eq!(json["checkpointing"], "none");
-    json.as_object_mut().unwrap().remove("checkpointing");
-    let config: TransformerConfig = serde_json::from_value(json).unwrap();
-    assert_eq!(config.checkpointing, Checkpointing::None);
+fn configurations_with_it_keep_the_graph() {
+    let mut json = serde_json::to_value(config(2)).unwrap();
+    assert!(json.get("checkpointing").is_none());
+    json["checkpointing"] = "block".into();
+    let read: TransformerConfig = serde_json::from_value(json).unwrap();
+    assert_eq!(read, config(2));
+    let model = TransformerLM::new(&read, 0, &CPU).unwrap();
+    assert_eq!(model.checkpointing(), Checkpointing::None);
 }
 
 #[test]
 fn f64_models_too() {
-    let config = config(3, Algorithm::Flash);
     let of = |strategy: &str| {
-        let config = TransformerConfig {
-            checkpointing: strategy.parse().unwrap(),
-            ..config.clone()
-        };
         let weights = nn::seeded(3, DType::F64, &CPU);
-        let model = TransformerLM::from_var_builder(&config, weights).unwrap();
+        let model = with_weights(&meta(3, Algorithm::Flash), weights);
+        let model = model.with_checkpointing(strategy.parse().unwrap());
         step(&model, Precision::F32)
     };
     assert!(of("block") == of("none"));

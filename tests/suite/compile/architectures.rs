@@ -1,6 +1,7 @@
 //! Planned steps of GPT-2 and Gemma 2 against eager ones.
 
 use super::{agree, config, updating};
+use crate::settings::meta_of;
 use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
@@ -22,12 +23,15 @@ fn gpt2(
     (tie_embeddings, length, checkpointing): (bool, usize, Checkpointing),
 ) {
     let plan = updating(precision, accumulation, optimizer_in_backward);
-    let model = TransformerConfig {
-        architecture: Architecture::Gpt2,
-        tie_embeddings,
-        checkpointing,
-        ..config(2, 2, 24, 56, attention)
-    };
+    let model = meta_of(
+        &TransformerConfig {
+            architecture: Architecture::Gpt2,
+            tie_embeddings,
+            ..config(2, 2, 24, 56)
+        },
+        attention,
+    )
+    .with_checkpointing(checkpointing);
     agree(&model, &plan, [2, length]);
 }
 
@@ -56,9 +60,7 @@ fn gemma2(
     ),
 ) {
     let plan = updating(precision, accumulation, false);
-    let model = TransformerConfig {
-        checkpointing,
-        ..of_gemma(config(2, 2, 24, 56, attention))
-    };
+    let model = meta_of(&of_gemma(config(2, 2, 24, 56)), attention);
+    let model = model.with_checkpointing(checkpointing);
     agree(&model, &plan, [2, 33]);
 }

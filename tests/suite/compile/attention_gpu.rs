@@ -8,7 +8,7 @@ use crate::child;
 use crate::flash::judge::check_against_same_rounding;
 use crate::flash::oracle::Oracle;
 use crate::flash::problem::{Attend, Problem, Results, Sizes, elements, on};
-use crate::settings::{in_precision, with_mask};
+use crate::settings::{in_precision, meta_of, with_mask};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
@@ -160,10 +160,13 @@ fn flash_has_eager_flashs_bits(
 #[rstest]
 #[ignore = "needs a CUDA device"]
 fn long_models(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
-    let model = TransformerConfig {
-        context_length: 1300,
-        ..config(1, 2, 24, 56, Algorithm::Naive)
-    };
+    let model = meta_of(
+        &TransformerConfig {
+            context_length: 1300,
+            ..config(1, 2, 24, 56)
+        },
+        Algorithm::Naive,
+    );
     agree(&model, &in_precision(precision), [2, 1300]);
 }
 

@@ -1,21 +1,22 @@
 //! Dropout in planned steps drops the elements that eager steps drop, and others in each step and micro-batch.
 
 use super::{batch, distance, plan_of};
-use candle_core::{Device, Tensor};
+use crate::settings::{meta_of, with_weights};
+use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{Architecture, Checkpointing, DropoutRates, ForwardContext};
+use tallow::nn::{self, Architecture, Checkpointing, DropoutRates, ForwardContext};
 use tallow::ops::DropoutKey;
 use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
 use tallow::precision::Precision;
 
 const SEED: u64 = 11;
 
-fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig {
+fn config(architecture: Architecture) -> TransformerConfig {
     TransformerConfig {
         architecture,
         dropout: DropoutRates {
@@ -23,7 +24,7 @@ fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig
             attention: 0.1,
             residual: 0.3,
         },
-        ..super::config(2, 4, 16, 96, attention)
+        ..super::config(2, 4, 16, 96)
     }
 }
 
@@ -31,12 +32,13 @@ fn config(architecture: Architecture, attention: Algorithm) -> TransformerConfig
 const SIZES: [usize; 2] = [2, 33];
 
 /// Compares two steps with the loss and the gradients of eager ones with the same dropout key.
-fn as_eager(model: &TransformerConfig, plan: &StepConfig, separator: Option<u32>, device: &Device) {
-    let model = TransformerLM::new(model, 5, device).unwrap();
+fn as_eager(meta: &TransformerLM, plan: &StepConfig, separator: Option<u32>, device: &Device) {
+    let model = with_weights(meta, nn::seeded(5, DType::F32, device));
     let eager = model.clone().with_checkpointing(Checkpointing::None);
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
-    let what = format!("{:?} {plan:?} {separator:?}", model.config());
+    let computed = (model.attention(), model.checkpointing());
+    let what = format!("{:?} {computed:?} {plan:?} {separator:?}", model.config());
     let bound = if plan.precision == Precision::F32 {
         2e-5
     } else {
@@ -106,10 +108,7 @@ fn every_case_is_as_eager(attention: Algorithm, architecture: Architecture, devi
             accumulation,
             ..Default::default()
         };
-        let model = TransformerConfig {
-            checkpointing,
-            ..config(architecture, attention)
-        };
+        let model = meta_of(&config(architecture), attention).with_checkpointing(checkpointing);
         as_eager(&model, &plan, separator, device);
     }
 }
@@ -135,7 +134,7 @@ fn planned_is_as_eager_on_a_gpu(
 /// Without a seed, or with rates of 0, a plan has no dropout calls.
 #[test]
 fn nothing_is_dropped_unless_it_is_asked_for() {
-    let rates = config(Architecture::Llama, Algorithm::Naive);
+    let rates = config(Architecture::Llama);
     let none = TransformerConfig {
         dropout: DropoutRates::default(),
         ..rates.clone()
@@ -145,7 +144,8 @@ fn nothing_is_dropped_unless_it_is_asked_for() {
             dropout_seed,
             ..Default::default()
         };
-        plan_of(model, &config, [4, 33]).unwrap().0.explain()
+        let meta = TransformerLM::meta(model).unwrap();
+        plan_of(&meta, &config, [4, 33]).unwrap().0.explain()
     };
     let bare = plan(&none, None);
     assert!(!bare.contains("dropout"));

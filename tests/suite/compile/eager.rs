@@ -3,12 +3,12 @@
 use super::{
     CPU, Judge, agree, batch, bits, config, distance, eager_step_in, logits_of, model_and_optimizer,
 };
-use crate::settings::in_precision;
+use crate::settings::{in_precision, meta_of, with_weights};
 use candle_core::{D, DType, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerConfig;
 use tallow::nn::{self, Architecture};
 use tallow::no_grad;
 use tallow::ops::RotaryPairs;
@@ -22,7 +22,7 @@ fn odd_shapes(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let (heads, head_dim) = heads;
-    let model = config(2, heads, head_dim, 56, attention);
+    let model = meta_of(&config(2, heads, head_dim, 56), attention);
     agree(&model, &in_precision(precision), sizes);
 }
 
@@ -37,13 +37,16 @@ fn grouped_heads(
 ) {
     let (heads, kv_heads, head_dim) = heads;
     let (qkv_bias, qk_norm) = bias_and_norm;
-    let model = TransformerConfig {
-        num_kv_heads: Some(kv_heads),
-        rope_pairs,
-        qkv_bias,
-        qk_norm,
-        ..config(2, heads, head_dim, 56, attention)
-    };
+    let model = meta_of(
+        &TransformerConfig {
+            num_kv_heads: Some(kv_heads),
+            rope_pairs,
+            qkv_bias,
+            qk_norm,
+            ..config(2, heads, head_dim, 56)
+        },
+        attention,
+    );
     agree(&model, &in_precision(precision), [2, 67]);
 }
 
@@ -63,10 +66,13 @@ fn small_versions_of_the_presets(
         num_heads: heads,
         d_ff: preset.d_ff / 16,
         vocab_size: 20_000,
-        attention,
         ..preset
     };
-    agree(&model, &in_precision(precision), [2, 70]);
+    agree(
+        &meta_of(&model, attention),
+        &in_precision(precision),
+        [2, 70],
+    );
 }
 
 #[rstest]
@@ -75,8 +81,8 @@ fn forward_alone(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
-    let model_config = config(3, 2, 24, 56, attention);
-    let (model, _) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(3, 2, 24, 56), attention);
+    let (model, _) = model_and_optimizer(&meta);
     let mut forward = logits_of(&model, precision);
     for step in 0..2 {
         let (tokens, _) = batch(97, sizes[0], sizes[1], step);
@@ -103,14 +109,14 @@ fn forward_in_half(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
 ) {
-    let model_config = TransformerConfig {
-        architecture,
-        ..config(3, 2, 24, 56, attention)
-    };
-    let of = |dtype| {
-        let vb = nn::seeded(5, dtype, &CPU);
-        TransformerLM::from_var_builder(&model_config, vb).unwrap()
-    };
+    let meta = meta_of(
+        &TransformerConfig {
+            architecture,
+            ..config(3, 2, 24, 56)
+        },
+        attention,
+    );
+    let of = |dtype| with_weights(&meta, nn::seeded(5, dtype, &CPU));
     let (model, exact) = (of(dtype), of(DType::F32));
     let (tokens, targets) = batch(97, 2, 123, 0);
     let [wanted, exact] = [&model, &exact].map(|model| no_grad(|| model.forward(&tokens)).unwrap());
@@ -148,9 +154,9 @@ fn forward_in_half(
 /// Logits in the hundreds and a loss below 1 keep their accuracy in both ways of computing the loss.
 #[test]
 fn confident_logits() {
-    let model_config = config(1, 2, 16, 56, Algorithm::Naive);
+    let meta = meta_of(&config(1, 2, 16, 56), Algorithm::Naive);
     let confident = || {
-        let (model, optimizer) = model_and_optimizer(&model_config);
+        let (model, optimizer) = model_and_optimizer(&meta);
         let mut parameters = model.parameters().into_iter();
         let (_, head) = parameters
             .find(|(name, _)| name == "lm_head.weight")
@@ -198,9 +204,9 @@ fn confident_logits() {
 #[case(Precision::F32, 5e-6)]
 #[case(Precision::BF16, 2e-3)]
 fn two_hundred_steps(#[case] precision: Precision, #[case] allowed: f32) {
-    let model_config = config(2, 2, 16, 64, Algorithm::Naive);
-    let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
-    let (planned, mut planned_optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 16, 64), Algorithm::Naive);
+    let (eager, mut eager_optimizer) = model_and_optimizer(&meta);
+    let (planned, mut planned_optimizer) = model_and_optimizer(&meta);
     for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
         optimizer.set_learning_rate(1e-3);
     }
@@ -236,9 +242,9 @@ fn shapes_in_turn(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let model_config = config(2, 2, 24, 56, attention);
-    let (one, mut one_optimizer) = model_and_optimizer(&model_config);
-    let (other, mut other_optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 24, 56), attention);
+    let (one, mut one_optimizer) = model_and_optimizer(&meta);
+    let (other, mut other_optimizer) = model_and_optimizer(&meta);
     let plan = in_precision(precision);
     let mut step = Step::for_model(&one, &one_optimizer, &plan).unwrap();
     assert!(step.plan().is_none());

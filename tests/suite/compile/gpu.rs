@@ -4,7 +4,7 @@
 use super::architectures::of_gemma;
 use super::{CPU, batch, bits, config, distance, logits_of};
 use crate::check::refusal;
-use crate::settings::{in_precision, with_lr};
+use crate::settings::{in_precision, meta_of, with_lr};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
@@ -20,12 +20,14 @@ use tallow::precision::Precision;
 const SIZES: [usize; 2] = [2, 37];
 
 /// Returns the model of the CPU's seed on `device`, with its optimizer.
-pub fn model_on(config: &TransformerConfig, device: &Device) -> (TransformerLM, AdamW) {
-    let model = TransformerLM::new(config, 5, &CPU).unwrap();
+pub fn model_on(meta: &TransformerLM, device: &Device) -> (TransformerLM, AdamW) {
+    let model = TransformerLM::new(meta.config(), 5, &CPU).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     model.save(&path).unwrap();
-    let model = TransformerLM::load(config, &path, device).unwrap();
+    let model = TransformerLM::load(meta.config(), &path, device).unwrap();
+    let model = model.with_attention(meta.attention()).unwrap();
+    let model = model.with_checkpointing(meta.checkpointing());
     let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
@@ -40,19 +42,20 @@ struct Trained {
 
 /// Trains for some steps, on tokens (B, T) in each micro-batch.
 fn train(
-    config: &TransformerConfig,
+    meta: &TransformerLM,
     plan: &StepConfig,
     [batch_size, length]: [usize; 2],
     device: &Device,
     steps: usize,
 ) -> Trained {
-    let (model, mut optimizer) = model_on(config, device);
+    let (model, mut optimizer) = model_on(meta, device);
+    let vocab_size = meta.config().vocab_size;
     let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     let mut losses = Vec::new();
     for i in 0..steps {
         optimizer.set_learning_rate(3e-3 / (i + 1) as f64); // read at each run
         let sequences = batch_size * plan.accumulation;
-        let (tokens, targets) = batch(config.vocab_size, sequences, length, i);
+        let (tokens, targets) = batch(vocab_size, sequences, length, i);
         let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
         let loss = step.run(&mut optimizer, (&tokens, &targets));
         losses.push(loss.unwrap());
@@ -72,16 +75,16 @@ fn train(
 /// Returns the loss and gradients of the first step, of `parts` micro-batches of tokens (B, T), by candle's own
 /// backward over the model's ops. It shares only the kernels with plans.
 fn by_candle(
-    config: &TransformerConfig,
+    meta: &TransformerLM,
     parts: usize,
     [rows, length]: [usize; 2],
     precision: Precision,
     device: &Device,
 ) -> Trained {
-    let (model, _) = model_on(config, device);
+    let (model, _) = model_on(meta, device);
     let model = model.with_checkpointing(Checkpointing::None);
     let parameters = model.parameters();
-    let (tokens, targets) = batch(config.vocab_size, rows * parts, length, 0);
+    let (tokens, targets) = batch(meta.config().vocab_size, rows * parts, length, 0);
     let mut accumulator = GradientAccumulator::new(parameters.clone());
     let mut sum = 0.0;
     for part in 0..parts {
@@ -115,11 +118,12 @@ fn furthest(a: &Trained, b: &Trained) -> f64 {
 
 /// Checks a step against candle's backward on the GPU. In half precision its error against f32 may be three times that
 /// of candle's backward in the same precision; in f32 only the order of sums may differ.
-pub(super) fn agree(config: &TransformerConfig, plan: &StepConfig, sizes: [usize; 2]) {
+pub(super) fn agree(meta: &TransformerLM, plan: &StepConfig, sizes: [usize; 2]) {
     let gpu = crate::gpu();
-    let what = format!("{config:?} {plan:?} {sizes:?}");
-    let got = train(config, plan, sizes, &gpu, 1);
-    let by_candle = |precision| by_candle(config, plan.accumulation, sizes, precision, &gpu);
+    let computed = (meta.attention(), meta.checkpointing());
+    let what = format!("{:?} {computed:?} {plan:?} {sizes:?}", meta.config());
+    let got = train(meta, plan, sizes, &gpu, 1);
+    let by_candle = |precision| by_candle(meta, plan.accumulation, sizes, precision, &gpu);
     let exact = by_candle(Precision::F32);
     let judge = by_candle(plan.precision);
     let allowed = match plan.precision {
@@ -142,7 +146,7 @@ pub(super) fn agree(config: &TransformerConfig, plan: &StepConfig, sizes: [usize
     }
     // The losses of some steps have looser bounds: AdamW's first step is the sign of the gradient, which rounding may
     // flip where the gradient is small.
-    let several = |device: &Device| train(config, plan, sizes, device, 5);
+    let several = |device: &Device| train(meta, plan, sizes, device, 5);
     let (on_gpu, on_cpu) = (several(&gpu), several(&CPU));
     for (i, (got, wanted)) in on_gpu.losses.iter().zip(&on_cpu.losses).enumerate() {
         let error = f64::from((got - wanted).abs() / wanted);
@@ -170,7 +174,7 @@ fn precisions_and_attention(
     #[values((2, 2, 24), (1, 3, 64), (3, 1, 128), (1, 2, 40))] shape: (usize, usize, usize),
 ) {
     let (layers, heads, head_dim) = shape;
-    let model = config(layers, heads, head_dim, 56, attention);
+    let model = meta_of(&config(layers, heads, head_dim, 56), attention);
     agree(&model, &in_precision(precision), SIZES);
     agree(&model, &in_precision(precision), [3, 130]);
 }
@@ -187,13 +191,16 @@ fn grouped_heads(
 ) {
     let (heads, kv_heads, head_dim) = heads;
     let (qkv_bias, qk_norm) = bias_and_norm;
-    let model = TransformerConfig {
-        num_kv_heads: Some(kv_heads),
-        rope_pairs,
-        qkv_bias,
-        qk_norm,
-        ..config(2, heads, head_dim, 56, attention)
-    };
+    let model = meta_of(
+        &TransformerConfig {
+            num_kv_heads: Some(kv_heads),
+            rope_pairs,
+            qkv_bias,
+            qk_norm,
+            ..config(2, heads, head_dim, 56)
+        },
+        attention,
+    );
     agree(&model, &in_precision(precision), [3, 130]);
 }
 
@@ -204,7 +211,7 @@ fn gemma2(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(64, 256)] head_dim: usize,
 ) {
-    let model = of_gemma(config(2, 2, head_dim, 56, attention));
+    let model = meta_of(&of_gemma(config(2, 2, head_dim, 56)), attention);
     agree(&model, &in_precision(precision), [3, 130]);
 }
 
@@ -221,10 +228,7 @@ fn options(
         accumulation,
         ..in_precision(precision)
     };
-    let model = TransformerConfig {
-        checkpointing,
-        ..config(2, 2, 32, 72, Algorithm::Flash)
-    };
+    let model = meta_of(&config(2, 2, 32, 72), Algorithm::Flash).with_checkpointing(checkpointing);
     agree(&model, &plan, SIZES);
 }
 
@@ -232,7 +236,7 @@ fn options(
 #[ignore = "needs a CUDA device"]
 fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bool) {
     let gpu = crate::gpu();
-    let model = |config: &TransformerConfig| model_on(config, &gpu).0;
+    let model = |meta: &TransformerLM| model_on(meta, &gpu).0;
     super::options::moments_in_bf16(model, &gpu, optimizer_in_backward);
 }
 
@@ -240,7 +244,7 @@ fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bo
 #[ignore = "needs a CUDA device"]
 fn clipping_by_value_is_as_eager() {
     let gpu = crate::gpu();
-    let model = |config: &TransformerConfig| model_on(config, &gpu).0;
+    let model = |meta: &TransformerLM| model_on(meta, &gpu).0;
     super::options::clipping_by_value_to_the_bit(model, &gpu);
 }
 
@@ -251,10 +255,13 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
     // In half precision the errors of only three embeddings do not average out.
     let tiny = (precision == Precision::F32).then_some(3);
     for vocab_size in [50_257, 10_000, 61].into_iter().chain(tiny) {
-        let model = TransformerConfig {
-            vocab_size,
-            ..config(1, 2, 32, 72, Algorithm::Flash)
-        };
+        let model = meta_of(
+            &TransformerConfig {
+                vocab_size,
+                ..config(1, 2, 32, 72)
+            },
+            Algorithm::Flash,
+        );
         agree(&model, &in_precision(precision), [8, 160]);
     }
 }
@@ -265,7 +272,7 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
 #[ignore = "needs a CUDA device"]
 fn the_optimizer_in_backward(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
     let gpu = crate::gpu();
-    let model = config(2, 2, 32, 72, Algorithm::Naive);
+    let model = meta_of(&config(2, 2, 32, 72), Algorithm::Naive);
     let exact = train(&model, &in_precision(Precision::F32), SIZES, &gpu, 4);
     let kept = train(&model, &in_precision(precision), SIZES, &gpu, 4);
     let plan = StepConfig {
@@ -308,7 +315,7 @@ fn sums_and_gates_run_again(
     #[values(99, 90)] percent: u64,
 ) {
     let gpu = crate::gpu();
-    let model = config(3, 2, 32, 136, Algorithm::Flash);
+    let model = meta_of(&config(3, 2, 32, 136), Algorithm::Flash);
     let sizes = [8, 130];
     let meta = Batch::meta(sizes[0], sizes[1]).unwrap();
     let whole = in_precision(precision);
@@ -338,7 +345,7 @@ fn sums_and_gates_run_again(
 #[ignore = "needs a CUDA device"]
 fn scaled_losses(#[values(None, Some(0.5))] clip_norm: Option<f64>) {
     let gpu = crate::gpu();
-    let (model, mut optimizer) = model_on(&config(2, 2, 24, 56, Algorithm::Naive), &gpu);
+    let (model, mut optimizer) = model_on(&meta_of(&config(2, 2, 24, 56), Algorithm::Naive), &gpu);
     let plan = StepConfig {
         loss_scaling: true,
         clip_norm,
@@ -390,8 +397,8 @@ fn gradients_that_cannot_be_clipped(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
     let gpu = crate::gpu();
-    let model_config = config(2, 2, 32, 72, Algorithm::Naive);
-    let (model, mut optimizer) = model_on(&model_config, &gpu);
+    let meta = meta_of(&config(2, 2, 32, 72), Algorithm::Naive);
+    let (model, mut optimizer) = model_on(&meta, &gpu);
     let (_, weight) = &model.parameters()[3];
     let poison = Tensor::full(f32::NAN, weight.shape(), &gpu).unwrap();
     let before = weight.as_tensor().copy().unwrap();
@@ -432,8 +439,8 @@ fn gradients_that_cannot_be_clipped(
 #[ignore = "needs a CUDA device"]
 fn weights_changed_elsewhere() {
     let gpu = crate::gpu();
-    let model_config = config(1, 2, 32, 72, Algorithm::Flash);
-    let (model, mut optimizer) = model_on(&model_config, &gpu);
+    let meta = meta_of(&config(1, 2, 32, 72), Algorithm::Flash);
+    let (model, mut optimizer) = model_on(&meta, &gpu);
     let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let mut forward = logits_of(&model, Precision::BF16);
     let (tokens, targets) = batch(97, 2, 37, 0);
@@ -475,7 +482,10 @@ fn flash_of_odd_heads_is_refused(
 ) {
     let gpu = crate::gpu();
     let (precision, head_dim) = odd;
-    let (model, optimizer) = model_on(&config(1, 4, head_dim, 72, Algorithm::Flash), &gpu);
+    let (model, optimizer) = model_on(
+        &meta_of(&config(1, 4, head_dim, 72), Algorithm::Flash),
+        &gpu,
+    );
     let mut step = Step::for_model(&model, &optimizer, &in_precision(precision)).unwrap();
     refusal(step.prepare(Batch::meta(2, 37).unwrap()), &["naive"]);
 }
@@ -485,7 +495,7 @@ fn flash_of_odd_heads_is_refused(
 #[ignore = "needs a CUDA device"]
 fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
     agree(
-        &config(1, 2, head_dim, 56, Algorithm::Flash),
+        &meta_of(&config(1, 2, head_dim, 56), Algorithm::Flash),
         &in_precision(Precision::F32),
         SIZES,
     );
@@ -496,10 +506,8 @@ fn flash_in_f32_takes_heads_of_fours(#[values(4, 12, 100)] head_dim: usize) {
 #[ignore = "needs a CUDA device"]
 fn a_step_casts_no_weight() {
     let gpu = crate::gpu();
-    let model = TransformerConfig {
-        attention: Algorithm::Flash,
-        ..TransformerConfig::preset("small").unwrap()
-    };
+    let preset = TransformerConfig::preset("small").unwrap();
+    let model = meta_of(&preset, Algorithm::Flash);
     let batch = Batch::meta(4, 256).unwrap();
     let (plan, _) =
         Step::plan_for_model(&gpu, &model, &in_precision(Precision::BF16), batch).unwrap();

@@ -1,12 +1,12 @@
 //! Half precision in planned steps: loss scales, copies of weights, and memory.
 
 use super::{batch, bits, config, distance, model_and_optimizer, plan_of};
-use crate::settings::in_precision;
+use crate::settings::{in_precision, meta_of};
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
 use tallow::internals::{BufferRange, Category};
-use tallow::model::TransformerConfig;
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::Checkpointing;
 use tallow::optim::{GradScaler, GradScalerConfig, clip_grad_norm};
 use tallow::precision::Precision;
@@ -29,19 +29,16 @@ fn scaled_losses(
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model_config = TransformerConfig {
-        checkpointing,
-        ..config(2, 2, 24, 56, attention)
-    };
+    let meta = meta_of(&config(2, 2, 24, 56), attention).with_checkpointing(checkpointing);
     let plan = StepConfig {
         clip_norm,
         accumulation,
         loss_scaling: true,
         ..in_precision(Precision::F16)
     };
-    let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
+    let (eager, mut eager_optimizer) = model_and_optimizer(&meta);
     let eager = eager.with_checkpointing(Checkpointing::None);
-    let (planned, mut planned_optimizer) = model_and_optimizer(&model_config);
+    let (planned, mut planned_optimizer) = model_and_optimizer(&meta);
     for optimizer in [&mut eager_optimizer, &mut planned_optimizer] {
         optimizer.set_learning_rate(1e-3);
     }
@@ -97,9 +94,9 @@ fn scaled_losses(
 /// The scale is divided out again: in f32 it changes nothing, in f16 only what underflows without it.
 #[test]
 fn a_scale_is_taken_out_again() {
-    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
     let run = |precision, scale: Option<f64>| {
-        let (model, mut optimizer) = model_and_optimizer(&model_config);
+        let (model, mut optimizer) = model_and_optimizer(&meta);
         let plan = StepConfig {
             loss_scaling: true,
             clip_norm: Some(0.5),
@@ -136,15 +133,14 @@ fn weights_are_copied_once_a_step(
     #[values(1, 3)] accumulation: usize,
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
 ) {
-    let model = TransformerConfig {
-        checkpointing,
-        ..Default::default()
-    };
+    let model = TransformerConfig::default();
+    let meta = TransformerLM::meta(&model).unwrap();
+    let meta = meta.with_checkpointing(checkpointing);
     let plan = StepConfig {
         accumulation,
         ..in_precision(Precision::BF16)
     };
-    let (plan, _) = plan_of(&model, &plan, [2, 37]).unwrap();
+    let (plan, _) = plan_of(&meta, &plan, [2, 37]).unwrap();
     let copies = plan.calls().iter().enumerate().filter(|(_, call)| {
         let is_copy =
             |x: &BufferRange| plan.buffer(x.buffer).unwrap().category == Category::WeightCopy;
@@ -160,8 +156,8 @@ fn weights_are_copied_once_a_step(
 /// A weight changed between two runs is read again, without `refresh`.
 #[test]
 fn nothing_is_to_be_refreshed() {
-    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
-    let (model, optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
+    let (model, optimizer) = model_and_optimizer(&meta);
     let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::BF16)).unwrap();
     let (tokens, targets) = batch(97, 2, 37, 0);
     let before = step.forward_backward((&tokens, &targets)).unwrap();
@@ -177,7 +173,7 @@ fn nothing_is_to_be_refreshed() {
 /// Activations are smaller in bf16, although some stay f32; gradients are not larger.
 #[test]
 fn activations_are_smaller() {
-    let model = TransformerConfig::preset("small").unwrap();
+    let model = TransformerLM::meta(&TransformerConfig::preset("small").unwrap()).unwrap();
     let bytes = |precision| {
         let (plan, _) = plan_of(&model, &in_precision(precision), [8, 37]).unwrap();
         [Category::Activation, Category::Gradient].map(|category| plan.category_bytes(category))

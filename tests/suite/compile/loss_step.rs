@@ -2,7 +2,7 @@
 
 use super::distance;
 use crate::check::refusal;
-use crate::settings::with_mask;
+use crate::settings::{meta_of, with_mask, with_weights};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask};
@@ -128,11 +128,11 @@ fn a_transformer(
         num_layers: 3,
         num_heads: 2,
         d_ff: 32,
-        attention,
-        checkpointing,
         ..Default::default()
     };
     let model = TransformerLM::new(&config, 0, DEVICE).unwrap();
+    let model = model.with_attention(attention).unwrap();
+    let model = model.with_checkpointing(checkpointing);
     let inputs = [
         ("tokens", random_ids((2, 7), 20)),
         ("targets", random_ids((2, 7), 19)),
@@ -697,8 +697,8 @@ fn one_weight_is_no_variable() {
 #[rstest]
 fn in_f64(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let weights = nn::seeded(0, DType::F64, DEVICE);
-    let config = super::config(2, 2, 8, 24, attention);
-    let model = TransformerLM::from_var_builder(&config, weights.clone()).unwrap();
+    let meta = meta_of(&super::config(2, 2, 8, 24), attention);
+    let model = with_weights(&meta, weights.clone());
     let ids = |name| (name, random_ids((2, 10), 97));
     let inputs = [ids("tokens"), ids("targets")];
     let loss = |x: &[Tensor]| model.loss(&x[0], &x[1]);
@@ -724,7 +724,7 @@ fn in_f64(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
 
 #[test]
 fn a_model_in_f64() {
-    let config = super::config(1, 2, 8, 24, Algorithm::Naive);
+    let config = super::config(1, 2, 8, 24);
     let model = TransformerLM::from_var_builder(&config, nn::seeded(0, DType::F64, DEVICE));
     let model = model.unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();

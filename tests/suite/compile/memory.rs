@@ -24,10 +24,10 @@ fn the_arena_is_what_the_plan_says() {
         let config = TransformerConfig {
             vocab_size: 2_500, // the head's matmuls would dominate the time
             num_layers: 1,
-            attention,
             ..Default::default()
         };
         let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
+        let model = model.with_attention(attention).unwrap();
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
         let plan = StepConfig {
             clip_norm: Some(1.0),
@@ -68,7 +68,8 @@ fn the_arena_is_what_the_plan_says() {
 fn categories_add_up() {
     let config = TransformerConfig::default();
     let parameters = 4 * config.num_parameters() as u64;
-    let (plan, _) = plan_of(&config, &StepConfig::default(), [4, 256]).unwrap();
+    let meta = TransformerLM::meta(&config).unwrap();
+    let (plan, _) = plan_of(&meta, &StepConfig::default(), [4, 256]).unwrap();
     assert_eq!(plan.category_bytes(Category::Parameter), parameters);
     assert_eq!(
         plan.category_bytes(Category::OptimizerState),

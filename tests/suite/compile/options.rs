@@ -3,7 +3,7 @@
 
 use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
 use crate::check::{elements, refusal};
-use crate::settings::in_precision;
+use crate::settings::{in_precision, meta_of};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Step, StepConfig};
 use tallow::internals::Category;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerLM;
 use tallow::nn::Checkpointing;
 use tallow::optim::{
     AdamW, AdamWConfig, Moments, clip_grad_norm, clip_grad_value, decay_matrices_only,
@@ -30,7 +30,7 @@ fn clipping(
         clip_norm: Some(norm),
         ..Default::default()
     };
-    agree(&config(2, 2, 24, 56, attention), &plan, SIZES);
+    agree(&meta_of(&config(2, 2, 24, 56), attention), &plan, SIZES);
 }
 
 /// Elements are clipped after the norm, also with the optimizer in backward; returned gradients are not clipped.
@@ -45,12 +45,16 @@ fn clipping_by_value(#[case] clip_norm: Option<f64>, #[case] optimizer_in_backwa
         optimizer_in_backward,
         ..Default::default()
     };
-    agree(&config(2, 2, 24, 56, Algorithm::Flash), &plan, SIZES);
+    agree(
+        &meta_of(&config(2, 2, 24, 56), Algorithm::Flash),
+        &plan,
+        SIZES,
+    );
 }
 
 /// Checks that a step has the bits of eager clipping and AdamW applied to the planned gradients.
 pub fn clipping_by_value_to_the_bit(
-    model: impl Fn(&TransformerConfig) -> TransformerLM,
+    model: impl Fn(&TransformerLM) -> TransformerLM,
     device: &Device,
 ) {
     let plan = StepConfig {
@@ -59,7 +63,7 @@ pub fn clipping_by_value_to_the_bit(
         ..Default::default()
     };
     let made = || {
-        let model = model(&config(2, 2, 32, 72, Algorithm::Flash));
+        let model = model(&meta_of(&config(2, 2, 32, 72), Algorithm::Flash));
         let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
         (model, optimizer)
     };
@@ -92,24 +96,24 @@ pub fn clipping_by_value_to_the_bit(
 
 #[test]
 fn clipping_by_value_is_as_eager() {
-    let model = |config: &TransformerConfig| model_and_optimizer(config).0;
+    let model = |meta: &TransformerLM| model_and_optimizer(meta).0;
     clipping_by_value_to_the_bit(model, &super::CPU);
 }
 
 /// Compares planned and eager steps with matrix moments in bf16 and vector moments in f32. They differ only where a
 /// gradient's rounding error decides to which bf16 value a moment is rounded.
 pub fn moments_in_bf16(
-    model: impl Fn(&TransformerConfig) -> TransformerLM,
+    model: impl Fn(&TransformerLM) -> TransformerLM,
     device: &Device,
     optimizer_in_backward: bool,
 ) {
-    let config = config(2, 2, 24, 56, Algorithm::Flash);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Flash);
     let plan = StepConfig {
         optimizer_in_backward,
         ..Default::default()
     };
     let made = || {
-        let model = model(&config);
+        let model = model(&meta);
         let mut groups = decay_matrices_only(model.parameters(), AdamWConfig::default());
         groups[0].config.moments = Moments::Bf16 { seed: 5 };
         (model, AdamW::with_groups(groups).unwrap())
@@ -151,7 +155,7 @@ pub fn moments_in_bf16(
 
 #[rstest]
 fn moments_in_bf16_are_as_eager(#[values(false, true)] optimizer_in_backward: bool) {
-    let model = |config: &TransformerConfig| model_and_optimizer(config).0;
+    let model = |meta: &TransformerLM| model_and_optimizer(meta).0;
     moments_in_bf16(model, &super::CPU, optimizer_in_backward);
 }
 
@@ -170,10 +174,7 @@ fn accumulated(
         precision,
         ..Default::default()
     };
-    let model = TransformerConfig {
-        checkpointing,
-        ..config(2, 2, 24, 56, attention)
-    };
+    let model = meta_of(&config(2, 2, 24, 56), attention).with_checkpointing(checkpointing);
     agree(&model, &plan, SIZES);
 }
 
@@ -184,9 +185,9 @@ fn the_same_bits_however_planned(
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
     let plan = || in_precision(precision);
-    let model_config = config(5, 2, 24, 56, attention);
+    let meta = meta_of(&config(5, 2, 24, 56), attention);
     let bits = |plan: StepConfig, checkpointing: Checkpointing| {
-        let (model, mut optimizer) = model_and_optimizer(&model_config);
+        let (model, mut optimizer) = model_and_optimizer(&meta);
         let model = model.with_checkpointing(checkpointing);
         let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         for i in 0..3 {
@@ -232,13 +233,10 @@ fn the_same_bits_however_planned(
 /// A plan keeps to its budget and recomputes no more than needed; the error names the smallest possible budget.
 #[test]
 fn a_memory_budget_chooses_the_checkpointing() {
-    let model_config = config(6, 2, 24, 56, Algorithm::Naive);
+    let meta = meta_of(&config(6, 2, 24, 56), Algorithm::Naive);
     let peak = |checkpointing| {
-        let model_config = TransformerConfig {
-            checkpointing,
-            ..model_config.clone()
-        };
-        let (plan, _) = plan_of(&model_config, &StepConfig::default(), SIZES).unwrap();
+        let meta = meta.clone().with_checkpointing(checkpointing);
+        let (plan, _) = plan_of(&meta, &StepConfig::default(), SIZES).unwrap();
         plan.arena_bytes()
     };
     let with_budget = |bytes| {
@@ -246,7 +244,7 @@ fn a_memory_budget_chooses_the_checkpointing() {
             memory_budget_bytes: Some(bytes),
             ..Default::default()
         };
-        plan_of(&model_config, &plan, SIZES)
+        plan_of(&meta, &plan, SIZES)
     };
     let (whole, chosen) = with_budget(peak(Checkpointing::None)).unwrap();
     assert_eq!(chosen, Checkpointing::None);
@@ -285,9 +283,9 @@ fn a_memory_budget_chooses_the_checkpointing() {
 /// Learning rates and groups are read from the optimizer at each run.
 #[test]
 fn schedules_and_groups_are_read_at_each_run() {
-    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
     let with_groups = || {
-        let (model, _) = model_and_optimizer(&model_config);
+        let (model, _) = model_and_optimizer(&meta);
         let adamw = AdamWConfig {
             weight_decay: 0.3,
             betas: (0.8, 0.95),
@@ -319,8 +317,8 @@ fn schedules_and_groups_are_read_at_each_run() {
 /// Forward and backward alone have the step's loss and gradients, and update nothing.
 #[test]
 fn without_the_update() {
-    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
-    let (model, mut optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
+    let (model, mut optimizer) = model_and_optimizer(&meta);
     let plan = StepConfig {
         accumulation: 2,
         clip_norm: Some(0.1),
@@ -342,7 +340,7 @@ fn without_the_update() {
     assert!(step.gradient_norm().is_some());
     assert_ne!(weights(&model), before);
 
-    let (model, optimizer) = model_and_optimizer(&model_config);
+    let (model, optimizer) = model_and_optimizer(&meta);
     let plan = StepConfig {
         optimizer_in_backward: true,
         ..Default::default()
@@ -358,9 +356,9 @@ fn without_the_update() {
 /// Planned and eager steps alternate on one model, which works because plans share its tensors.
 #[test]
 fn planned_and_eager_take_turns() {
-    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
-    let (eager, mut eager_optimizer) = model_and_optimizer(&model_config);
-    let (mixed, mut mixed_optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
+    let (eager, mut eager_optimizer) = model_and_optimizer(&meta);
+    let (mixed, mut mixed_optimizer) = model_and_optimizer(&meta);
     for optimizer in [&mut eager_optimizer, &mut mixed_optimizer] {
         optimizer.set_learning_rate(1e-4);
     }
@@ -386,13 +384,13 @@ fn the_same_bits_for_any_number_of_threads(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
-    let model_config = config(2, 3, 24, 120, attention);
+    let meta = meta_of(&config(2, 3, 24, 120), attention);
     let bits = |planned_with: usize, run_with: usize| {
         let pool = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
             pool.build().unwrap()
         };
-        let (model, mut optimizer) = model_and_optimizer(&model_config);
+        let (model, mut optimizer) = model_and_optimizer(&meta);
         let plan = StepConfig {
             clip_norm: Some(0.1),
             accumulation: 2,

@@ -2,11 +2,12 @@
 
 use super::{CPU, batch, config, distance, logits_of, model_and_optimizer};
 use crate::check::refusal;
+use crate::settings::{meta_of, with_weights};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerConfig;
 use tallow::nn::{self, Architecture};
 use tallow::precision::Precision;
 use tallow::{Result, backward_from, no_grad, ops};
@@ -19,12 +20,15 @@ fn micro_batches(
     #[values(false, true)] tie_embeddings: bool,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model_config = TransformerConfig {
-        tie_embeddings,
-        ..config(2, 2, 24, 56, attention)
-    };
+    let meta = meta_of(
+        &TransformerConfig {
+            tie_embeddings,
+            ..config(2, 2, 24, 56)
+        },
+        attention,
+    );
     let vb = nn::seeded(5, dtype, &CPU);
-    let model = TransformerLM::from_var_builder(&model_config, vb).unwrap();
+    let model = with_weights(&meta, vb);
     let step_config = StepConfig {
         accumulation,
         ..Default::default()
@@ -68,11 +72,14 @@ fn micro_batches(
 /// The gradient of a loss may differ from 1.
 #[rstest]
 fn of_a_loss(#[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture) {
-    let model_config = TransformerConfig {
-        architecture,
-        ..config(2, 2, 24, 56, Algorithm::Flash)
-    };
-    let (model, optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(
+        &TransformerConfig {
+            architecture,
+            ..config(2, 2, 24, 56)
+        },
+        Algorithm::Flash,
+    );
+    let (model, optimizer) = model_and_optimizer(&meta);
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 33, 0);
     let loss = step.forward_backward((&tokens, &targets)).unwrap();
@@ -122,7 +129,7 @@ fn a_part_of_a_parameter() {
 /// The gradient's name is reserved, and one tensor may be passed as two inputs.
 #[test]
 fn inputs() {
-    let (model, _) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let (model, _) = model_and_optimizer(&meta_of(&config(1, 2, 8, 24), Algorithm::Naive));
     let mut step = logits_of(&model, Precision::F32);
     let (tokens, _) = batch(97, 2, 7, 0);
     let d_logits = Tensor::ones((2, 7, 97), DType::F32, &CPU).unwrap();

@@ -2,6 +2,7 @@
 
 use super::attention::{planned, run};
 use crate::check::{distance, refusal};
+use crate::settings::{meta_of, with_weights};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
@@ -10,7 +11,7 @@ use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use tallow::compile::{Inputs, PlanKind, Step, StepConfig, Target};
 use tallow::graph;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{Checkpointing, ForwardContext};
+use tallow::nn::{self, Checkpointing, ForwardContext};
 use tallow::ops::RotaryPairs;
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
@@ -41,15 +42,17 @@ impl Case {
             num_kv_heads: Some(self.kv_heads),
             d_ff: 96,
             rope_pairs: self.pairs,
-            attention: self.attention,
-            checkpointing: self.checkpointing,
             sliding_window: self.window.and_then(NonZeroUsize::new),
             ..Default::default()
         }
     }
 
+    fn meta(&self) -> TransformerLM {
+        meta_of(&self.config(), self.attention).with_checkpointing(self.checkpointing)
+    }
+
     fn model(&self, device: &Device) -> TransformerLM {
-        TransformerLM::new(&self.config(), 5, device).unwrap()
+        with_weights(&self.meta(), nn::seeded(5, DType::F32, device))
     }
 
     fn loss(
@@ -175,8 +178,7 @@ fn in_the_models_dimension() {
         checkpointing: Checkpointing::None,
         precision: Precision::F32,
     };
-    let model = TransformerLM::from_var_builder(&case.config(), graph::weights(DType::F32));
-    let model = model.unwrap();
+    let model = case.meta();
     let input = |name: &str| graph::input(name, SHAPE, DType::U32).unwrap();
     let [tokens, targets, first_keys] = ["tokens", "targets", "first_keys"].map(input);
     let inputs = [

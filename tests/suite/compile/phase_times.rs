@@ -1,17 +1,18 @@
 //! The times of the phases of planned steps.
 
 use super::{batch, bits, config};
-use candle_core::Device;
+use crate::settings::{meta_of, with_weights};
+use candle_core::{DType, Device};
 use tallow::attention::Algorithm;
 use tallow::compile::{PhaseTimes, Step, StepConfig};
-use tallow::model::TransformerLM;
+use tallow::nn;
 use tallow::optim::{AdamW, AdamWConfig};
 
 /// Runs three steps, one forward and backward alone, and two more steps. Returns the weights' bits, and the phase
 /// times.
 fn steps(device: &Device, timed: bool) -> (Vec<u64>, Vec<Option<PhaseTimes>>) {
-    let model = config(2, 2, 24, 56, Algorithm::Flash);
-    let model = TransformerLM::new(&model, 5, device).unwrap();
+    let model = meta_of(&config(2, 2, 24, 56), Algorithm::Flash);
+    let model = with_weights(&model, nn::seeded(5, DType::F32, device));
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let plan = StepConfig {
         accumulation: 2,

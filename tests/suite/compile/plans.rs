@@ -1,7 +1,7 @@
 //! Plans as data: costs, disjoint buffers, and their reports.
 
 use super::{CPU, batch, config, model_and_optimizer, plan_of};
-use crate::settings::in_precision;
+use crate::settings::{in_precision, meta_of};
 use candle_core::DType;
 use rstest::rstest;
 use tallow::Error;
@@ -10,7 +10,7 @@ use tallow::bench::EndToEnd;
 use tallow::compile::{Step, StepConfig};
 use tallow::internals::{BufferRange, Call, Named, Op};
 use tallow::memory::Mode;
-use tallow::model::{TransformerConfig, flops};
+use tallow::model::{TransformerConfig, TransformerLM, flops};
 use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
 use tallow::probe::Kind;
@@ -25,11 +25,8 @@ fn live_buffers_never_meet(
     #[values(1, 3)] accumulation: usize,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let model = TransformerConfig {
-        attention,
-        checkpointing,
-        ..TransformerConfig::preset(name).unwrap()
-    };
+    let preset = TransformerConfig::preset(name).unwrap();
+    let model = meta_of(&preset, attention).with_checkpointing(checkpointing);
     let plan = StepConfig {
         accumulation,
         clip_norm: Some(1.0),
@@ -77,16 +74,10 @@ fn live_buffers_never_meet(
 /// The FLOPs of the calls are the model's; recomputation adds more.
 #[rstest]
 fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
-    let model = TransformerConfig {
-        attention,
-        ..TransformerConfig::preset("small").unwrap()
-    };
+    let model = TransformerConfig::preset("small").unwrap();
     let wanted = flops::forward_backward(&model, 8, 100).total();
     let plan = |checkpointing| {
-        let model = TransformerConfig {
-            checkpointing,
-            ..model.clone()
-        };
+        let model = meta_of(&model, attention).with_checkpointing(checkpointing);
         // Enough sequences that activations, not gradients, determine the peak.
         let (plan, _) = plan_of(&model, &StepConfig::default(), [8, 100]).unwrap();
         plan
@@ -101,7 +92,7 @@ fn flops_are_the_models(#[values(Algorithm::Naive, Algorithm::Flash)] attention:
 
 #[test]
 fn explain_says_what_is_done_and_where() {
-    let model = config(2, 2, 24, 56, Algorithm::Naive);
+    let model = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
     let plan = StepConfig {
         clip_norm: Some(1.0),
         accumulation: 2,
@@ -129,7 +120,8 @@ fn explain_says_what_is_done_and_where() {
 /// A profile contains every call, with its path in the model and its costs.
 #[test]
 fn profiles_see_every_call() {
-    let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 24, 56, Algorithm::Naive));
+    let (model, mut optimizer) =
+        model_and_optimizer(&meta_of(&config(2, 2, 24, 56), Algorithm::Naive));
     let plan = StepConfig {
         clip_norm: Some(1.0),
         ..Default::default()
@@ -172,7 +164,7 @@ fn profiles_see_every_call() {
 /// One rectangle for each buffer, in addition to those of the legend.
 #[test]
 fn the_memory_map_shows_every_buffer() {
-    let model = config(2, 2, 24, 56, Algorithm::Flash);
+    let model = meta_of(&config(2, 2, 24, 56), Algorithm::Flash);
     let (plan, _) = plan_of(&model, &StepConfig::default(), [4, 100]).unwrap();
     let svg = plan.memory_map();
     let buffers = plan.buffers().iter().filter(|b| b.is_in_arena());
@@ -199,6 +191,7 @@ fn no_plan_takes_less_than_the_lower_bound(
     #[values("none", "block", "every-2", "sqrt")] checkpointing: &str,
     #[values(Precision::F32, Precision::BF16, Precision::F16)] precision: Precision,
 ) {
+    let checkpointing: Checkpointing = checkpointing.parse().unwrap();
     for (layers, d_model, d_ff, vocab_size) in [(1, 8, 4, 3), (5, 32, 8, 700), (3, 64, 200, 50)] {
         for (sizes, context_length, architecture) in [
             ([1, 1], 1, Architecture::Llama),
@@ -216,9 +209,7 @@ fn no_plan_takes_less_than_the_lower_bound(
                     num_layers: layers,
                     num_heads: 4,
                     d_ff,
-                    attention,
                     architecture,
-                    checkpointing: checkpointing.parse().unwrap(),
                     ..Default::default()
                 };
                 let unlimited = StepConfig {
@@ -226,18 +217,23 @@ fn no_plan_takes_less_than_the_lower_bound(
                     precision,
                     ..Default::default()
                 };
-                let whole = plan_of(&model, &unlimited, sizes).unwrap().0;
+                let meta = meta_of(&model, attention).with_checkpointing(checkpointing);
+                let whole = plan_of(&meta, &unlimited, sizes).unwrap().0;
                 let budget = budget.map(|part| (whole.arena_bytes() as f64 * part) as u64);
                 let config = StepConfig {
                     memory_budget_bytes: budget,
                     ..unlimited
                 };
-                let least = Step::memory_lower_bound(&model, &config, sizes).unwrap();
-                if let Ok((plan, _)) = plan_of(&model, &config, sizes) {
+                let least =
+                    Step::memory_lower_bound(&model, attention, checkpointing, &config, sizes);
+                let least = least.unwrap();
+                if let Ok((plan, _)) = plan_of(&meta, &config, sizes) {
                     assert!(least <= plan.total_bytes(), "{least} {model:?} {config:?}");
                 }
                 let forward = EndToEnd {
                     config: model.clone(),
+                    attention,
+                    checkpointing,
                     batch_size: sizes[0],
                     sequence_length: sizes[1],
                     precision,
@@ -256,13 +252,10 @@ fn no_plan_takes_less_than_the_lower_bound(
             }
         }
     }
-    let model = TransformerConfig {
-        attention,
-        ..Default::default()
-    };
-    let config = in_precision(precision);
-    let least = Step::memory_lower_bound(&model, &config, [16, 256]).unwrap();
-    let (plan, _) = plan_of(&model, &config, [16, 256]).unwrap();
+    let (model, config) = (TransformerConfig::default(), in_precision(precision));
+    let (none, sizes) = (Checkpointing::None, [16, 256]);
+    let least = Step::memory_lower_bound(&model, attention, none, &config, sizes).unwrap();
+    let (plan, _) = plan_of(&meta_of(&model, attention), &config, sizes).unwrap();
     assert!(
         3 * least > plan.total_bytes(),
         "{least} {}",
@@ -278,7 +271,8 @@ fn what_a_plan_does_not_have_is_none() {
             num_layers,
             ..Default::default()
         };
-        let (plan, _) = plan_of(&model, &StepConfig::default(), [4, 256]).unwrap();
+        let meta = TransformerLM::meta(&model).unwrap();
+        let (plan, _) = plan_of(&meta, &StepConfig::default(), [4, 256]).unwrap();
         plan
     };
     let (small, large) = (of_layers(1), of_layers(3));

@@ -1,11 +1,11 @@
 //! Random small configurations: planned steps equal eager ones.
 
 use super::{agree, config};
+use crate::settings::meta_of;
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
 use tallow::compile::StepConfig;
-use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 
@@ -32,10 +32,8 @@ proptest! {
             precision,
             ..Default::default()
         };
-        let model = TransformerConfig {
-            checkpointing,
-            ..config(layers, heads, 2 * half_head, d_ff, attention)
-        };
+        let model = meta_of(&config(layers, heads, 2 * half_head, d_ff), attention)
+        .with_checkpointing(checkpointing);
         agree(&model, &plan, [batch_size, length]);
     }
 }

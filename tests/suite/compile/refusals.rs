@@ -2,13 +2,12 @@
 
 use super::{CPU, batch, bits, config, logits_of, model_and_optimizer, plan_of};
 use crate::check::refusal;
-use crate::settings::in_precision;
+use crate::settings::{in_precision, meta_of, with_weights};
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Step, StepConfig};
-use tallow::model::TransformerLM;
 use tallow::nn;
 use tallow::optim::{AdamW, AdamWConfig, GradScaler};
 use tallow::precision::{Precision, Regime};
@@ -39,10 +38,10 @@ use tallow::precision::{Precision, Regime};
     &["precision", "f16-dropping-casts", "one copy"]
 )]
 fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
-    let model_config = config(2, 2, 8, 24, Algorithm::Naive);
-    let (model, optimizer) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 8, 24), Algorithm::Naive);
+    let (model, optimizer) = model_and_optimizer(&meta);
     refusal(Step::for_model(&model, &optimizer, &plan), words);
-    refusal(plan_of(&model_config, &plan, [2, 10]), words);
+    refusal(plan_of(&meta, &plan, [2, 10]), words);
 }
 
 /// Sizes (B, T) of a micro-batch that cannot be planned.
@@ -57,7 +56,7 @@ fn configurations(#[case] plan: StepConfig, #[case] words: &[&str]) {
     &["memory_budget_bytes", "at least", "1000"]
 )]
 fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&str]) {
-    let (model, optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+    let (model, optimizer) = model_and_optimizer(&meta_of(&config(2, 2, 8, 24), Algorithm::Naive));
     let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let batch = Batch::meta(plan.accumulation * sizes[0], sizes[1]).unwrap();
     refusal(step.prepare(batch), words);
@@ -66,7 +65,8 @@ fn plans(#[case] sizes: [usize; 2], #[case] plan: StepConfig, #[case] words: &[&
 
 #[test]
 fn batches() {
-    let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+    let (model, mut optimizer) =
+        model_and_optimizer(&meta_of(&config(2, 2, 8, 24), Algorithm::Naive));
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let mut forward = logits_of(&model, Precision::F32);
     let (tokens, targets) = batch(97, 2, 10, 0);
@@ -112,9 +112,9 @@ fn batches() {
 
 #[test]
 fn optimizers() {
-    let model_config = config(2, 2, 8, 24, Algorithm::Naive);
-    let (model, mut optimizer) = model_and_optimizer(&model_config);
-    let (_, mut other) = model_and_optimizer(&model_config);
+    let meta = meta_of(&config(2, 2, 8, 24), Algorithm::Naive);
+    let (model, mut optimizer) = model_and_optimizer(&meta);
+    let (_, mut other) = model_and_optimizer(&meta);
     let words = ["token_embeddings.weight", "model.parameters()"];
     refusal(
         Step::for_model(&model, &other, &StepConfig::default()),
@@ -149,9 +149,9 @@ fn optimizers() {
 
 #[test]
 fn models() {
-    let model_config = config(1, 2, 8, 24, Algorithm::Naive);
+    let meta = meta_of(&config(1, 2, 8, 24), Algorithm::Naive);
     let half = nn::seeded(0, DType::BF16, &CPU);
-    let half = TransformerLM::from_var_builder(&model_config, half).unwrap();
+    let half = with_weights(&meta, half);
     let optimizer = AdamW::new(half.parameters(), AdamWConfig::default()).unwrap();
     let config = StepConfig::default();
     refusal(
@@ -163,7 +163,8 @@ fn models() {
 /// With clipping, gradients that are not finite are detected before the update.
 #[test]
 fn gradients_that_are_not_finite() {
-    let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+    let (model, mut optimizer) =
+        model_and_optimizer(&meta_of(&config(2, 2, 8, 24), Algorithm::Naive));
     let plan = StepConfig {
         clip_norm: Some(1.0),
         ..Default::default()
@@ -189,7 +190,8 @@ fn gradients_that_are_not_finite() {
 /// A scaled run requires a plan with `loss_scaling`, and a scaler without unscaled gradients pending.
 #[test]
 fn loss_scales() {
-    let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let (model, mut optimizer) =
+        model_and_optimizer(&meta_of(&config(1, 2, 8, 24), Algorithm::Naive));
     let mut scaler = GradScaler::new(Default::default()).unwrap();
     let (tokens, targets) = batch(97, 2, 10, 0);
     let before = bits(&model);
@@ -216,7 +218,8 @@ fn loss_scales() {
 
 #[test]
 fn what_is_read_too_early_or_never_there() {
-    let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let (model, mut optimizer) =
+        model_and_optimizer(&meta_of(&config(1, 2, 8, 24), Algorithm::Naive));
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     refusal(step.gradients(), &["no step has been run"]);
     assert_eq!(step.gradient_norm(), None);

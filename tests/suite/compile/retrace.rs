@@ -1,6 +1,7 @@
 //! Captured values are fixed when a step's function is traced; `retrace_every` detects later changes.
 
 use super::{CPU, batch, bits, config, model_and_optimizer};
+use crate::settings::meta_of;
 use candle_core::{DType, Tensor, Var};
 use std::num::NonZeroUsize;
 use std::sync::Mutex;
@@ -127,7 +128,8 @@ fn unchanged_captures() {
     assert_eq!(of(&retracing(1)), of(&StepConfig::default()));
 
     let of = |step_config: StepConfig| {
-        let (model, mut optimizer) = model_and_optimizer(&config(2, 2, 8, 24, Algorithm::Naive));
+        let (model, mut optimizer) =
+            model_and_optimizer(&meta_of(&config(2, 2, 8, 24), Algorithm::Naive));
         let mut step = Step::for_model(&model, &optimizer, &step_config).unwrap();
         for length in [7, 9, 7] {
             let (tokens, targets) = batch(97, 2, length, 0);
@@ -142,7 +144,8 @@ fn unchanged_captures() {
 /// The least recently used plan is evicted, and the step counts evictions.
 #[test]
 fn evictions() {
-    let (model, mut optimizer) = model_and_optimizer(&config(1, 2, 8, 24, Algorithm::Naive));
+    let (model, mut optimizer) =
+        model_and_optimizer(&meta_of(&config(1, 2, 8, 24), Algorithm::Naive));
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     for (length, evicted) in [
         (3, 0),

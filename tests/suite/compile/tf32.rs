@@ -3,22 +3,23 @@
 use super::gpu::model_on;
 use super::{CPU, batch, bits, config, distance};
 use crate::child;
-use crate::settings::in_precision;
+use crate::settings::{in_precision, meta_of};
 use candle_core::{Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::compile::Step;
 use tallow::hardware::set_tf32;
-use tallow::model::TransformerConfig;
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::precision::Precision;
 
 const LENGTH: usize = 64;
 
 /// Returns a model whose matmuls can all use tensor cores.
-fn model(attention: Algorithm) -> TransformerConfig {
-    TransformerConfig {
+fn model(attention: Algorithm) -> TransformerLM {
+    let config = TransformerConfig {
         vocab_size: 128,
-        ..config(2, 2, 64, 256, attention)
-    }
+        ..config(2, 2, 64, 256)
+    };
+    meta_of(&config, attention)
 }
 
 fn ids(device: &Device) -> (Tensor, Tensor) {
@@ -28,8 +29,8 @@ fn ids(device: &Device) -> (Tensor, Tensor) {
 }
 
 /// Returns each parameter's gradient in a planned step.
-fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
-    let (model, optimizer) = model_on(model, device);
+fn planned(meta: &TransformerLM, device: &Device) -> Vec<Tensor> {
+    let (model, optimizer) = model_on(meta, device);
     let mut step = Step::for_model(&model, &optimizer, &in_precision(Precision::F32)).unwrap();
     let (tokens, targets) = ids(device);
     step.forward_backward((&tokens, &targets)).unwrap();
@@ -38,8 +39,8 @@ fn planned(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
 }
 
 /// Returns each parameter's gradient in an eager step.
-fn eager(model: &TransformerConfig, device: &Device) -> Vec<Tensor> {
-    let (model, _) = model_on(model, device);
+fn eager(meta: &TransformerLM, device: &Device) -> Vec<Tensor> {
+    let (model, _) = model_on(meta, device);
     let (tokens, targets) = ids(device);
     let gradients = model.loss(&tokens, &targets).unwrap().backward().unwrap();
     let parameters = model.parameters();

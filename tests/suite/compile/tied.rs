@@ -1,29 +1,29 @@
 //! Models whose head is their embedding.
 
 use super::{CPU, agree_of, batch, config, logits_of, model_and_optimizer, updating};
-use crate::settings::with_lr;
+use crate::settings::{meta_of, with_lr, with_weights};
 use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerLM;
 use tallow::nn::Checkpointing;
 use tallow::no_grad;
 use tallow::optim::AdamW;
 use tallow::precision::Precision;
 
 /// Returns a model whose embedding and head are one variable.
-fn tied(config: &TransformerConfig) -> (TransformerLM, AdamW) {
-    let (model, _) = model_and_optimizer(config);
+fn tied(meta: &TransformerLM) -> (TransformerLM, AdamW) {
+    let (model, _) = model_and_optimizer(meta);
     let weights = model.parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
     let mut weights: HashMap<String, Tensor> = weights.collect();
     let table = weights["token_embeddings.weight"].clone();
     weights.insert("lm_head.weight".into(), table);
     let vb = VarBuilder::from_tensors(weights, DType::F32, &CPU);
-    let model = TransformerLM::from_var_builder(config, vb).unwrap();
+    let model = with_weights(meta, vb);
     let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
@@ -40,18 +40,15 @@ fn steps(
         return; // cannot be combined
     }
     let plan = updating(precision, accumulation, optimizer_in_backward);
-    let model_config = TransformerConfig {
-        checkpointing,
-        ..config(2, 2, 24, 56, Algorithm::Flash)
-    };
-    agree_of(|| tied(&model_config), &plan, [2, 33]);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Flash).with_checkpointing(checkpointing);
+    agree_of(|| tied(&meta), &plan, [2, 33]);
 }
 
 /// A tied weight is one parameter with one gradient and one update; the forward alone equals eager's.
 #[test]
 fn once_each() {
-    let model_config = config(2, 2, 24, 56, Algorithm::Naive);
-    let (model, optimizer) = tied(&model_config);
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Naive);
+    let (model, optimizer) = tied(&meta);
     let (tokens, targets) = batch(97, 2, 9, 0);
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let calls = step.prepare((&tokens, &targets)).unwrap().calls();

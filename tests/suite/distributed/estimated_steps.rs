@@ -8,7 +8,7 @@ use estimate::{Estimate, estimates};
 use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target, Timeline};
 use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
 use tallow::internals::Op;
-use tallow::model::TransformerConfig;
+use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::precision::Precision;
 
 const RATES: Rates = Rates {
@@ -21,8 +21,8 @@ const RATES: Rates = Rates {
     contention: 0.25,
 };
 
-fn model() -> TransformerConfig {
-    TransformerConfig {
+fn model() -> TransformerLM {
+    let config = TransformerConfig {
         vocab_size: 1000,
         context_length: 32,
         d_model: 64,
@@ -30,7 +30,8 @@ fn model() -> TransformerConfig {
         num_heads: 4,
         d_ff: 256,
         ..Default::default()
-    }
+    };
+    TransformerLM::meta(&config).unwrap()
 }
 
 fn alone() -> StepConfig {

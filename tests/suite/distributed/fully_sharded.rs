@@ -1,10 +1,11 @@
 //! Fully sharded weights, gradients and optimizer state, against replicated steps.
 
 use super::{
-    batch, batches, bits, config, config_of_six_layers, distance, model, on_ranks, plan_config,
+    batch, batches, bits, config, config_of_six_layers, distance, meta, model, on_ranks,
+    plan_config,
 };
 use crate::check::refusal;
-use crate::settings::scaler_from;
+use crate::settings::{scaler_from, with_weights};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::compile::{Batch, Plan, Step, StepConfig, StepRanks};
@@ -29,11 +30,11 @@ fn adamw() -> AdamWConfig {
 /// Returns a rank's model, its optimizer and its shards.
 fn sharded_model(
     ranks: &Communicator,
-    config: &TransformerConfig,
+    meta: &TransformerLM,
 ) -> Result<(TransformerLM, AdamW, FullyShard)> {
     let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
-    let model = TransformerLM::from_var_builder(config, vb)?;
+    let model = with_weights(meta, vb);
     let optimizer = AdamW::with_groups(decay_matrices_only(sharded.parameters(), adamw()))?;
     Ok((model, optimizer, sharded))
 }
@@ -58,23 +59,19 @@ fn of(architecture: Architecture) -> TransformerConfig {
 }
 
 /// Runs three steps, replicated and fully sharded.
-fn both_ways(
-    ranks: &Communicator,
-    model: &TransformerConfig,
-    config: &StepConfig,
-) -> Result<[Run; 2]> {
+fn both_ways(ranks: &Communicator, meta: &TransformerLM, config: &StepConfig) -> Result<[Run; 2]> {
     let first = ranks.rank() * config.accumulation;
     let [tokens, targets] = batches(first..first + config.accumulation);
     let run = |mut step: Step<'_>, mut optimizer: AdamW| -> Result<Vec<f32>> {
         let losses = (0..3).map(|_| step.run(&mut optimizer, (&tokens, &targets)));
         losses.collect()
     };
-    let whole = TransformerLM::new(model, 1, &Device::Cpu)?;
+    let whole = with_weights(meta, nn::seeded(1, DType::F32, &Device::Cpu));
     let optimizer = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
     let step = Step::for_model(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
-    let (divided, optimizer, sharded) = sharded_model(ranks, model)?;
+    let (divided, optimizer, sharded) = sharded_model(ranks, meta)?;
     let step = Step::fully_sharded_for_model(&divided, &optimizer, config, &sharded)?;
     let found = run(step, optimizer)?;
     let weights = whole.parameters().into_iter();
@@ -97,10 +94,7 @@ fn steps_without_sums_over_parts(
         precision,
         ..plan_config(1, None)
     };
-    let model = TransformerConfig {
-        checkpointing,
-        ..of(architecture)
-    };
+    let model = meta(&of(architecture)).with_checkpointing(checkpointing);
     for [wanted, found] in on_ranks(world_size, |ranks| both_ways(&ranks, &model, &config)) {
         assert_eq!(found.0, wanted.0);
         assert_eq!(found.1.len(), wanted.1.len());
@@ -123,7 +117,7 @@ fn steps_with_sums_over_parts(
 ) {
     let config = plan_config(accumulation, clip_norm);
     let ranks = on_ranks(world_size, |ranks| {
-        both_ways(&ranks, &super::config(), &config)
+        both_ways(&ranks, &meta(&super::config()), &config)
     });
     for [wanted, found] in &ranks {
         for (found, wanted) in found.0.iter().zip(&wanted.0) {
@@ -144,11 +138,11 @@ fn evaluations(
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
     #[values(Architecture::Llama, Architecture::Gpt2)] architecture: Architecture,
 ) {
-    let config = of(architecture);
+    let meta = meta(&of(architecture));
     let found = on_ranks(world_size, |ranks| {
         let [tokens, targets] = batch(ranks.rank());
-        let whole = TransformerLM::new(&config, 1, &Device::Cpu)?;
-        let (model, divided, sharded) = sharded_model(&ranks, &config)?;
+        let whole = with_weights(&meta, nn::seeded(1, DType::F32, &Device::Cpu));
+        let (model, divided, sharded) = sharded_model(&ranks, &meta)?;
         let optimizer = AdamW::new(whole.parameters(), adamw())?;
         let step_config = StepConfig {
             precision,
@@ -173,7 +167,7 @@ fn evaluations(
 #[test]
 fn overflows_and_what_is_not_finite() {
     let found = on_ranks(2, |ranks| {
-        let (model, mut optimizer, sharded) = sharded_model(&ranks, &config())?;
+        let (model, mut optimizer, sharded) = sharded_model(&ranks, &meta(&config()))?;
         let config = StepConfig {
             loss_scaling: true,
             precision: Precision::F16,
@@ -276,7 +270,7 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
             ..config_of_six_layers()
         };
         let batch = Batch::meta(1, 12).unwrap();
-        Step::plan_for_model(&Device::Cpu, &model, &config, batch)
+        Step::plan_for_model(&Device::Cpu, &meta(&model), &config, batch)
             .unwrap()
             .0
     };
@@ -314,7 +308,7 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
 #[test]
 fn what_is_refused() {
     on_ranks(2, |ranks| {
-        let (divided, optimizer, sharded) = sharded_model(&ranks, &config())?;
+        let (divided, optimizer, sharded) = sharded_model(&ranks, &meta(&config()))?;
         let config = plan_config(1, None);
         // A plan without ranks for a model that is sharded.
         let error = Step::for_model(&divided, &optimizer, &config).unwrap_err();

@@ -1,7 +1,8 @@
 //! Planned steps, whose exchanges are calls of the plan.
 
 use super::{
-    EXCHANGES, batch, batches, bits, config_of_six_layers, distance, model, on_ranks, plan_config,
+    EXCHANGES, batch, batches, bits, config_of_six_layers, distance, meta, model, on_ranks,
+    plan_config,
 };
 use crate::check::refusal;
 use crate::settings::scaler_from;
@@ -103,7 +104,7 @@ fn a_rank_that_ends_is_named() {
 fn buckets_in_backward() {
     let of = |config: &StepConfig| {
         let batch = Batch::meta(1, 12).unwrap();
-        Step::plan_for_model(&Device::Cpu, &config_of_six_layers(), config, batch)
+        Step::plan_for_model(&Device::Cpu, &meta(&config_of_six_layers()), config, batch)
             .unwrap()
             .0
     };
@@ -236,8 +237,9 @@ fn what_is_refused() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn in_bf16_on_a_gpu() {
+    use crate::settings::with_weights;
     use candle_core::Tensor;
-    use tallow::model::TransformerLM;
+    use tallow::nn;
 
     let gpu = crate::gpu();
     let here = |x: &Tensor| x.to_device(&gpu).unwrap();
@@ -247,7 +249,7 @@ fn in_bf16_on_a_gpu() {
         ..plan_config(1, Some(0.5))
     };
     let run = |dtype: Option<DType>| {
-        let model = TransformerLM::new(&super::config(), 1, &gpu).unwrap();
+        let model = with_weights(&meta(&super::config()), nn::seeded(1, DType::F32, &gpu));
         let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
         let way = ReplicatedConfig {
             exchange: Exchange::Overlapped { bucket_bytes: 3000 },

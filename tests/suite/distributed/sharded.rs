@@ -1,10 +1,11 @@
 //! The sharded optimizer state gives the bits of an unsharded optimizer.
 
 use super::{
-    EXCHANGES, batch, batches, bits, config, config_of_six_layers, model, on_ranks, plan_config,
+    EXCHANGES, batch, batches, bits, config, config_of_six_layers, meta, model, on_ranks,
+    plan_config,
 };
 use crate::check::refusal;
-use crate::settings::scaler_from;
+use crate::settings::{scaler_from, with_weights};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
@@ -67,8 +68,8 @@ fn eager_steps(
     (dtype, moments): (DType, Moments),
 ) {
     let of = |ranks: Option<&Communicator>| -> Result<(Bits, Bits)> {
-        let model =
-            TransformerLM::from_var_builder(&config(), tallow::nn::seeded(1, dtype, &Device::Cpu))?;
+        let vb = tallow::nn::seeded(1, dtype, &Device::Cpu);
+        let model = with_weights(&meta(&config()), vb);
         let mut optimizer = AdamW::with_groups(groups(&model, moments))?;
         if let Some(ranks) = ranks {
             optimizer.shard(ranks)?;
@@ -222,7 +223,7 @@ fn what_a_rank_does() {
             ..plan_config(1, Some(1.0))
         };
         let batch = Batch::meta(1, 12).unwrap();
-        Step::plan_for_model(&Device::Cpu, &config_of_six_layers(), &config, batch)
+        Step::plan_for_model(&Device::Cpu, &meta(&config_of_six_layers()), &config, batch)
             .unwrap()
             .0
     };

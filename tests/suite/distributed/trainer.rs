@@ -5,6 +5,7 @@ use crate::check::refusal;
 use crate::train::masked::{COUNTED, MaskedRows, settings};
 use candle_core::{DType, Device};
 use rstest::rstest;
+use tallow::attention::Algorithm;
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard, FullyShardConfig, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -33,6 +34,7 @@ fn train_config(steps: usize) -> TrainConfig {
         sequence_length: 12,
         accumulation: 2,
         steps,
+        attention: Algorithm::Flash,
         ..Default::default()
     }
 }
@@ -408,17 +410,21 @@ fn masked_targets(
         dropout: DropoutRates::default(),
         ..model_config()
     };
+    let settings = |accumulation| TrainConfig {
+        attention: Algorithm::Flash,
+        ..settings(accumulation, precision)
+    };
     let rows = || MaskedRows::new(&COUNTED, 1);
     let whole = {
         let model = TransformerLM::new(&sizes, 3, &Device::Cpu).unwrap();
         let rows = MaskedRows::new(&COUNTED, 4);
-        let mut trainer = Trainer::new(model, settings(4, precision), rows.clone(), rows).unwrap();
+        let mut trainer = Trainer::new(model, settings(4), rows.clone(), rows).unwrap();
         let reports = std::iter::from_fn(|| trainer.step().unwrap());
         reports.collect::<Vec<_>>()
     };
     for world_size in [2, 4] {
         let together = on_ranks(world_size, |ranks| {
-            let config = settings(1, precision);
+            let config = settings(1);
             let mut trainer = if strategy == "fully sharded" {
                 let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
                 let vb = sharded.builder(nn::seeded(3, DType::F32, &Device::Cpu));

@@ -368,7 +368,6 @@ fn configurations_that_are_written(#[case] name: &str, #[case] family: &str) {
         }
     }
     let again = hf::load(folder.path(), &Device::Cpu).unwrap();
-    let again = again.with_attention(Algorithm::Naive);
     assert_eq!(again.config(), model.config());
 }
 

@@ -1,6 +1,6 @@
 //! A graph as a picture for Graphviz, and as a table.
 
-use super::{config, in_precision, meta_ids, meta_model};
+use super::{in_precision, meta, meta_ids};
 use candle_core::DType;
 use rstest::rstest;
 use std::collections::HashSet;
@@ -12,8 +12,8 @@ use tallow::probe::module;
 use tallow::{ops, profile};
 
 fn of_model(attention: Algorithm, half: Option<DType>, checkpointing: Checkpointing) -> Graph {
-    let config = config(attention, checkpointing);
-    let (model, [x, y]) = (meta_model(&config), meta_ids(3, 5));
+    let model = meta(attention).with_checkpointing(checkpointing);
+    let [x, y] = meta_ids(3, 5);
     graph::trace(Target::Cpu, || in_precision(half, || model.loss(&x, &y))).unwrap()
 }
 

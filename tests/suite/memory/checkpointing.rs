@@ -13,22 +13,12 @@ use tallow::precision::{Precision, Regime};
 /// All strategies except `none`, which other tests measure.
 const STRATEGIES: [&str; 4] = ["block", "every-2", "every-3", "sqrt"];
 
-/// Returns the model and workload with a strategy.
-fn by(
-    strategy: Checkpointing,
-    config: &TransformerConfig,
-    workload: &Workload,
-) -> (TransformerConfig, Workload) {
-    let config = TransformerConfig {
-        attention: workload.attention,
-        checkpointing: strategy,
-        ..config.clone()
-    };
-    let workload = Workload {
-        checkpointing: strategy,
+/// Returns the workload with a strategy.
+fn by(checkpointing: Checkpointing, workload: &Workload) -> Workload {
+    Workload {
+        checkpointing,
         ..workload.clone()
-    };
-    (config, workload)
+    }
 }
 
 #[test]
@@ -72,12 +62,12 @@ fn every_strategy_takes_what_is_predicted() {
                             precision,
                             ..Default::default()
                         };
-                        by(name.parse().unwrap(), config, &workload)
+                        by(name.parse().unwrap(), &workload)
                     };
                     for &mode in modes {
-                        let (config, workload) = at(mode);
-                        let measured = measure(&config, &workload).unwrap();
-                        wrong.extend(wrong_of(&config, &workload, &measured));
+                        let workload = at(mode);
+                        let measured = measure(config, &workload).unwrap();
+                        wrong.extend(wrong_of(config, &workload, &measured));
                     }
                 }
             }
@@ -87,8 +77,9 @@ fn every_strategy_takes_what_is_predicted() {
 }
 
 fn peak(strategy: Checkpointing, config: &TransformerConfig, workload: &Workload) -> u64 {
-    let (config, workload) = by(strategy, config, workload);
-    estimate(&config, &workload).unwrap().peak_bytes
+    estimate(config, &by(strategy, workload))
+        .unwrap()
+        .peak_bytes
 }
 
 /// Activations are O(L) without checkpointing and the blocks' inputs with recomputed blocks. With segments of sqrt(L)
@@ -102,11 +93,8 @@ fn residuals_grow_with_the_root_of_the_depth() {
         ..Default::default()
     };
     let activations = |name: &str, layers| {
-        let (config, workload) = by(
-            name.parse().unwrap(),
-            &config(64, 256, layers, 10),
-            &workload,
-        );
+        let config = config(64, 256, layers, 10);
+        let workload = by(name.parse().unwrap(), &workload);
         estimate(&config, &workload).unwrap().activation_bytes as f64
     };
     let stream = (4 * 64 * 128 * 64) as f64;

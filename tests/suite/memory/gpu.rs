@@ -8,7 +8,6 @@ use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
 use tallow::memory::{MemoryKind, Meter, Mode, RecordConfig, Snapshot, record_on, timeline};
-use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 use tallow::probe;
 
@@ -101,10 +100,7 @@ fn a_steps_blocks_are_the_pools() {
         for mode in MODES {
             let base = run(&config(128, 352, 3, 1000), 16, mode);
             let step = EndToEnd {
-                config: TransformerConfig {
-                    attention,
-                    ..base.config.clone()
-                },
+                attention,
                 precision,
                 ..base
             };

@@ -135,11 +135,10 @@ impl CustomModel {
 fn dropping(attention: Algorithm) -> Result<TransformerLM> {
     let config = TransformerConfig {
         architecture: Architecture::Gpt2,
-        attention,
         dropout: DropoutRates::all(0.1),
         ..config(64, 160, 4, 300)
     };
-    TransformerLM::new(&config, 0, &Device::Cpu)
+    TransformerLM::new(&config, 0, &Device::Cpu)?.with_attention(attention)
 }
 
 /// Returns estimated and measured bytes of `loss`, forward and backward: live after forward, and at the peak.
@@ -266,11 +265,12 @@ fn a_plans_memory_by_kind() {
         ..Default::default()
     };
     let alone = StepConfig::default();
-    let parameters = 4 * TransformerConfig::default().num_parameters() as u64;
+    let model = TransformerLM::meta(&TransformerConfig::default()).unwrap();
+    let parameters = 4 * model.num_parameters() as u64;
     let batch = Batch::meta(8, 128).unwrap();
     for target in [compile::Target::Cpu, compile::Target::Cuda] {
         let of = |config: &StepConfig| {
-            let plan = Step::plan_for_model(target, &TransformerConfig::default(), config, &batch);
+            let plan = Step::plan_for_model(target, &model, config, &batch);
             let (plan, _) = plan.unwrap();
             let breakdown = planned_breakdown(&plan);
             assert_eq!(breakdown.peak_bytes(), plan.total_bytes());

@@ -52,10 +52,6 @@ fn every_precision_takes_what_is_predicted() {
             ..Default::default()
         };
         for attention in Algorithm::ALL {
-            let config = TransformerConfig {
-                attention,
-                ..config.clone()
-            };
             for &precision in &precisions {
                 for mode in MODES {
                     let workload = workload(attention, precision, mode);

@@ -230,10 +230,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
         for mode in super::MODES {
             let base = run(&config(128, 352, 3, 1000), 16, mode);
             let step = EndToEnd {
-                config: tallow::model::TransformerConfig {
-                    attention,
-                    ..base.config.clone()
-                },
+                attention,
                 precision,
                 // The buffers that kernels keep exist before the recorded step.
                 warmup_steps: match attention {

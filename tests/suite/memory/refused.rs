@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tallow::attention::Algorithm;
 use tallow::compile::Step;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerLM;
 use tallow::nn::{self, Checkpointing};
 use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
@@ -87,18 +87,12 @@ struct Setup {
 const SHAPE: (usize, usize) = (4, 128);
 
 impl Setup {
-    fn config(&self) -> TransformerConfig {
-        TransformerConfig {
-            attention: self.attention,
-            checkpointing: self.checkpointing,
-            ..config(128, 256, 2, 1000)
-        }
-    }
-
     /// Creates a model, an optimizer and a batch, and runs one step.
     fn step(&self) -> Result<f32> {
         let weights = nn::seeded(0, self.precision.parameter_dtype(), &Device::Cpu);
-        let model = TransformerLM::from_var_builder(&self.config(), weights)?;
+        let model = TransformerLM::from_var_builder(&config(128, 256, 2, 1000), weights)?;
+        let model = model.with_attention(self.attention)?;
+        let model = model.with_checkpointing(self.checkpointing);
         let mut optimizer = AdamW::new(model.parameters(), Default::default())?;
         let tokens = Tensor::new(&[7u32], &Device::Cpu)?;
         let tokens = tokens.broadcast_as(SHAPE)?;

@@ -6,7 +6,6 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::graph::{Target, trace};
 use tallow::memory::{Mode, Workload, estimate, saved_tensors};
-use tallow::model::TransformerConfig;
 use tallow::ops;
 use tallow::precision::Precision;
 
@@ -18,10 +17,7 @@ fn a_models_graph_holds_what_the_account_says(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let config = TransformerConfig {
-        attention,
-        ..config(64, 100, 3, 500)
-    };
+    let config = config(64, 100, 3, 500);
     let workload = Workload {
         batch_size: BATCH,
         sequence_length: config.context_length,

@@ -26,7 +26,8 @@ fn twin(attention: Algorithm, head_dim: usize, dtype: DType) -> TransformerLM {
         .map(|(name, var)| (name, var.to_dtype(dtype).unwrap().detach()))
         .collect();
     let vb = VarBuilder::from_tensors(weights, dtype, &CPU);
-    TransformerLM::from_var_builder(&attending(attention, heads_of(head_dim)), vb).unwrap()
+    let model = TransformerLM::from_var_builder(&heads_of(head_dim), vb).unwrap();
+    model.with_attention(attention).unwrap()
 }
 
 /// Returns logits, loss and every gradient, by name.
@@ -115,7 +116,7 @@ fn both_write_the_same_text() {
     };
     for config in [config, greedy] {
         let [naive, flash] = Algorithm::ALL.map(|attention| {
-            let model = model_of(&attending(attention, mini()), 2, DType::F64);
+            let model = attending(attention, &mini(), 2, DType::F64);
             model.generate(&[3, 14, 15], &config).unwrap()
         });
         assert_eq!(naive, flash);
@@ -128,9 +129,8 @@ fn both_write_the_same_text() {
 fn weights_do_not_depend_on_it() {
     let folder = tempdir().unwrap();
     let [naive, flash] = Algorithm::ALL.map(|attention| {
-        let config = attending(attention, mini());
-        let model = TransformerLM::new(&config, 4, &CPU).unwrap();
-        assert_eq!(model.config().attention, attention);
+        let model = attending(attention, &mini(), 4, DType::F32);
+        assert_eq!(model.attention(), attention);
         let path = folder.path().join(attention.name());
         model.save(&path).unwrap();
         (model, path)
@@ -141,8 +141,9 @@ fn weights_do_not_depend_on_it() {
     for (name, weight) in &one {
         assert_eq!(bits(weight), bits(&other[name]), "{name}");
     }
-    let config = attending(Algorithm::Flash, mini());
-    let read = TransformerLM::load(&config, &naive.1, &CPU).unwrap();
+    let read = TransformerLM::load(&mini(), &naive.1, &CPU).unwrap();
+    assert_eq!(read.attention(), Algorithm::Naive);
+    let read = read.with_attention(Algorithm::Flash).unwrap();
     let tokens = ids(29, 2, 13);
     let logits = |model: &TransformerLM| bits(&model.forward(&tokens).unwrap());
     assert_eq!(logits(&read), logits(&flash.0));

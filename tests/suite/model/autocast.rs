@@ -28,7 +28,7 @@ fn every_parameter_gets_an_f32_gradient_near_that_of_f32(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] kernels: KernelPolicy,
 ) {
-    let model = model_of(&attending(attention, mini()), 1, DType::F32);
+    let model = attending(attention, &mini(), 1, DType::F32);
     let (tokens, targets) = batch();
     let exact_loss = model.loss(&tokens, &targets).unwrap();
     let exact = gradients_of(&exact_loss, model.parameters());

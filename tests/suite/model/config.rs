@@ -36,8 +36,6 @@ fn presets_are_the_published_ones() {
             d_ff,
             rope_theta: 10_000.0,
             norm_eps: 1e-5,
-            attention: Algorithm::Naive,
-            checkpointing: Default::default(),
             num_kv_heads: None,
             head_dim: None,
             qkv_bias: false,
@@ -107,15 +105,14 @@ fn counting_saturates() {
 #[test]
 fn it_survives_json() {
     let read = |text: &str| serde_json::from_str::<TransformerConfig>(text).unwrap();
+    let text = serde_json::to_string(&mini()).unwrap();
+    assert!(text.contains("\"d_ff\":25"), "{text}");
+    assert_eq!(read(&text), mini());
+    // A configuration from when attention and checkpointing were fields.
     for attention in Algorithm::ALL {
-        let config = attending(attention, mini());
-        let text = serde_json::to_string(&config).unwrap();
-        assert!(text.contains("\"d_ff\":25"), "{text}");
-        assert_eq!(read(&text), config);
-        // A configuration from before this field existed.
-        let silent = text.replace(&format!(",\"attention\":\"{attention}\""), "");
-        assert_ne!(silent, text);
-        assert_eq!(read(&silent), mini());
+        let fields = format!("{{\"attention\":\"{attention}\",\"checkpointing\":\"every-2\",");
+        let older = text.replacen('{', &fields, 1);
+        assert_eq!(read(&older), mini());
     }
 }
 
@@ -152,14 +149,6 @@ type Change = fn(&mut TransformerConfig);
     |c: &mut TransformerConfig| c.norm_eps = f64::NAN,
     &["norm_eps must be positive", "got NaN"]
 )]
-#[case::heads_too_large_for_flash(
-    |c: &mut TransformerConfig| (c.attention, c.d_model) = (Algorithm::Flash, 3 * 258),
-    &[
-        "attention must be naive where a head has more than 256 elements",
-        "got flash for heads of 258",
-        "choose naive, or more heads"
-    ]
-)]
 #[case::vocab_past_u32(
     |c: &mut TransformerConfig| c.vocab_size = 1 << 32,
     &["vocab_size must be under 2^32", "got 4294967296"]
@@ -186,16 +175,26 @@ fn configurations_that_are_no_models(#[case] change: Change, #[case] parts: &[&s
 /// Flash attention accepts up to 256 elements per head, naive any number. Of the presets, only `wide` has more.
 #[test]
 fn heads_that_flash_attention_takes() {
-    let of = |attention, head_dim: usize| TransformerConfig {
-        attention,
-        d_model: 3 * head_dim,
-        ..mini()
+    let of = |attention, head_dim: usize| {
+        let config = TransformerConfig {
+            d_model: 3 * head_dim,
+            ..mini()
+        };
+        TransformerLM::meta(&config)
+            .unwrap()
+            .with_attention(attention)
     };
-    of(Algorithm::Flash, 256).validate().unwrap();
-    of(Algorithm::Naive, 258).validate().unwrap();
+    of(Algorithm::Flash, 256).unwrap();
+    of(Algorithm::Naive, 258).unwrap();
+    let parts = [
+        "attention must be naive where a head has more than 256 elements",
+        "got flash for heads of 258",
+        "choose naive, or more heads",
+    ];
+    refusal(of(Algorithm::Flash, 258), &parts);
     for name in TransformerConfig::PRESETS {
         let preset = TransformerConfig::preset(name).unwrap();
-        let taken = attending(Algorithm::Flash, preset).validate().is_ok();
+        let taken = preset.check_attention(Algorithm::Flash).is_ok();
         assert_eq!(taken, name != "wide", "{name}");
     }
 }

@@ -23,10 +23,10 @@ fn step(checkpointing: Checkpointing, keeps_graph: bool) -> tallow::Result<()> {
         num_layers: LAYERS,
         num_heads: 1,
         d_ff: 2,
-        checkpointing,
         ..Default::default()
     };
     let model = TransformerLM::new(&config, 0, &Device::Cpu)?;
+    let model = model.with_checkpointing(checkpointing);
     let tokens = Tensor::zeros((1, 2), DType::U32, &Device::Cpu)?;
     match keeps_graph {
         true => model.loss(&tokens, &tokens)?.backward().map(|_| ())?,

@@ -1,6 +1,7 @@
 //! Documents packed into sequences: the loss is the mean over the predictions of the separate documents.
 
 use crate::check::refusal;
+use crate::settings::{meta_of, with_weights};
 use candle_core::{DType, Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
@@ -17,12 +18,11 @@ fn model(attention: Algorithm, checkpointing: Checkpointing) -> TransformerLM {
         num_layers: 2,
         num_heads: 2,
         d_ff: 30,
-        attention,
-        checkpointing,
         ..Default::default()
     };
     let weights = nn::seeded(4, DType::F64, &Device::Cpu);
-    TransformerLM::from_var_builder(&config, weights).unwrap()
+    let meta = meta_of(&config, attention).with_checkpointing(checkpointing);
+    with_weights(&meta, weights)
 }
 
 /// Returns token ids (2, 91) with documents of 1 to about 30 tokens, and two consecutive separators.

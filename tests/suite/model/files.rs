@@ -151,7 +151,7 @@ fn weights_with_strides() {
     assert_eq!(all_bits(&loaded), all_bits(&model));
 }
 
-/// A file stores the model's configuration; attention, checkpointing and context length are chosen on loading.
+/// A file stores the model's configuration; the context length is chosen on loading.
 #[test]
 fn a_file_has_its_configuration() {
     let (_folder, path) = place();
@@ -162,7 +162,6 @@ fn a_file_has_its_configuration() {
     assert_eq!(all_bits(&opened), all_bits(&model));
     let longer = TransformerConfig {
         context_length: 2 * mini().context_length,
-        attention: Algorithm::Flash,
         ..mini()
     };
     let loaded = TransformerLM::load(&longer, &path, &CPU).unwrap();

@@ -26,7 +26,7 @@ fn the_future_is_not_seen(
     #[values(KernelPolicy::Strict, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&attending(attention, mini()), 1, dtype);
+    let model = attending(attention, &mini(), 1, dtype);
     let tokens = ids(29, 1, 13);
     let run =
         |tokens: &Tensor| with_kernel_policy(policy, || rows(&model.forward(tokens).unwrap()));
@@ -44,7 +44,7 @@ fn the_future_is_not_seen(
 fn sequences_of_a_batch_are_independent(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&attending(attention, mini()), 1, DType::F32);
+    let model = attending(attention, &mini(), 1, DType::F32);
     let tokens = ids(29, 3, 7);
     let before = rows(&model.forward(&tokens).unwrap());
     let after = rows(&model.forward(&changed(&tokens, 7)).unwrap()); // the first token of the second sequence
@@ -63,7 +63,7 @@ fn sequences_of_a_batch_are_independent(
 fn a_prefix_has_the_logits_it_has_in_a_longer_sequence(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&attending(attention, mini()), 1, DType::F64);
+    let model = attending(attention, &mini(), 1, DType::F64);
     let tokens = ids(29, 2, 16);
     let whole = model.forward(&tokens).unwrap();
     for length in [1, 2, 5, 15] {
@@ -104,7 +104,7 @@ fn half_precision_follows_f32(#[values(Algorithm::Naive, Algorithm::Flash)] atte
     let tokens = ids(29, 2, 7);
     let wanted = mini_model(1).forward(&tokens).unwrap();
     for (dtype, bound) in [(DType::BF16, 3e-2), (DType::F16, 4e-3)] {
-        let model = model_of(&attending(attention, mini()), 1, dtype);
+        let model = attending(attention, &mini(), 1, dtype);
         let logits = model.forward(&tokens).unwrap();
         assert_eq!(logits.dtype(), dtype);
         close("logits", &logits, &wanted, bound);
@@ -119,7 +119,7 @@ fn no_graph_under_no_grad(
     #[values(KernelPolicy::Prefer, KernelPolicy::Reference)] policy: KernelPolicy,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&attending(attention, mini()), 1, dtype);
+    let model = attending(attention, &mini(), 1, dtype);
     let (tokens, targets) = (ids(29, 2, 7), ids(29, 2, 7));
     let run = || {
         with_kernel_policy(policy, || {
@@ -164,7 +164,6 @@ fn no_grad_nests_and_ends() {
 #[rstest]
 fn threads_do_not_change_a_bit(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
     let config = TransformerConfig {
-        attention,
         vocab_size: 1003,
         context_length: 128,
         d_model: 96,
@@ -172,7 +171,7 @@ fn threads_do_not_change_a_bit(#[values(Algorithm::Naive, Algorithm::Flash)] att
         d_ff: 200,
         ..mini()
     };
-    let model = TransformerLM::new(&config, 1, &CPU).unwrap();
+    let model = attending(attention, &config, 1, DType::F32);
     let (tokens, targets) = (
         ids(1003, 3, 123),
         ids(1003, 3, 123).affine(0.5, 0.0).unwrap(),

@@ -46,7 +46,7 @@ fn greedy_is_the_argmax_of_each_step(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
     for seed in 0..4 {
-        let model = model_of(&attending(attention, mini()), seed, DType::F32);
+        let model = attending(attention, &mini(), seed, DType::F32);
         // Longer than the context of 16, so that the window moves.
         let config = GenerateConfig {
             max_new_tokens: 30,

@@ -162,7 +162,7 @@ fn gradients_under_autocast_are_near(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(DType::BF16, DType::F16)] lower: DType,
 ) {
-    let model = TransformerLM::new(&attending(attention, gpt2()), 1, &CPU).unwrap();
+    let model = attending(attention, &gpt2(), 1, DType::F32);
     let (tokens, targets) = (ids(29, 2, 13), ids(29, 3, 13).narrow(0, 1, 2).unwrap());
     let exact = gradients_of(&model.loss(&tokens, &targets).unwrap(), model.parameters());
     for policy in [Autocast::cuda(lower), Autocast::cpu(lower)] {
@@ -205,7 +205,7 @@ fn checkpointing_changes_no_bit(#[values("block", "every-2", "sqrt")] strategy: 
 /// A planned forward gives the eager logits, with fewer tokens than positions.
 #[rstest]
 fn a_planned_forward(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
-    let model = TransformerLM::new(&attending(attention, gpt2()), 1, &CPU).unwrap();
+    let model = attending(attention, &gpt2(), 1, DType::F32);
     let tokens = ids(29, 2, 11);
     let mut step = logits_of(&model, Precision::F32);
     let planned = step.forward([("tokens", &tokens)]).unwrap();

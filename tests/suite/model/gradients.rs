@@ -25,7 +25,7 @@ fn every_parameter_has_one(
     #[values(7, 123)] length: usize,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&attending(attention, long(123)), 1, dtype);
+    let model = attending(attention, &long(123), 1, dtype);
     let (tokens, targets) = batch(length);
     let (loss, gradients) =
         with_kernel_policy(policy, || loss_and_gradients(&model, &tokens, &targets));
@@ -78,7 +78,7 @@ fn kernels_agree_with_their_references(
     #[values(1, 2, 13, 123)] length: usize,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = model_of(&attending(attention, long(130)), 1, DType::F64);
+    let model = attending(attention, &long(130), 1, DType::F64);
     let (tokens, targets) = batch(length);
     let run = |policy| with_kernel_policy(policy, || loss_and_gradients(&model, &tokens, &targets));
     let (loss, gradients) = run(KernelPolicy::Strict);
@@ -101,7 +101,7 @@ fn finite_differences(
 ) {
     const H: f64 = 1e-5;
 
-    let model = model_of(&attending(attention, long(64)), 1, DType::F64);
+    let model = attending(attention, &long(64), 1, DType::F64);
     let (tokens, targets) = batch(length);
     let loss_at = |var: &Var, point: &Tensor| {
         var.set(point).unwrap();
@@ -135,7 +135,7 @@ fn finite_differences(
 
 #[rstest]
 fn backward_repeats(#[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm) {
-    let model = model_of(&attending(attention, mini()), 1, DType::F32);
+    let model = attending(attention, &mini(), 1, DType::F32);
     let (tokens, targets) = batch(7);
     let logits = model.forward(&tokens).unwrap();
     let loss = ops::cross_entropy(&logits, &targets).unwrap();

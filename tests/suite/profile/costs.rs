@@ -18,7 +18,7 @@ fn products_are_the_models(
         let costs = spans.filter_map(|span| span.cost());
         costs.map(|cost| cost.matmul_flops).sum::<f64>() / STEPS as f64
     };
-    let config = config(attention);
+    let config = config();
     assert_eq!(
         products("forward"),
         flops::forward(&config, BATCH, LENGTH).total()
@@ -74,7 +74,7 @@ fn bytes_are_those_of_the_shapes() {
         f32("linear_cross_entropy backward"),
         (head + 4.0 * n * v, head)
     );
-    let parameters = config(Algorithm::Naive).num_parameters() as f64;
+    let parameters = config().num_parameters() as f64;
     assert_eq!(f32("adamw"), (16.0 * parameters, 12.0 * parameters));
     assert_eq!(f32("clip_grad_norm"), (8.0 * parameters, 4.0 * parameters));
 

@@ -221,9 +221,10 @@ fn recorded_on_gpu(attention: Algorithm) -> Recording {
     let device = tallow::device("cuda").unwrap();
     let size = TransformerConfig {
         d_model: 32, // heads of 16, which flash attention's kernels accept
-        ..config(attention)
+        ..config()
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
+    let model = model.with_attention(attention).unwrap();
     let tokens = Tensor::zeros((2, 7), candle_core::DType::U32, &device).unwrap();
     let step = || {
         let _step = profile::step();
@@ -300,9 +301,10 @@ fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -
     let device = tallow::device("cuda").unwrap();
     let size = TransformerConfig {
         d_model: 32,
-        ..config(attention)
+        ..config()
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
+    let model = model.with_attention(attention).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     step.time_phases(times_phases);

@@ -65,7 +65,8 @@ fn planned_calls_tell_their_parts(
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
 ) {
-    let model = TransformerLM::new(&config(attention), 5, &Device::Cpu).unwrap();
+    let model = TransformerLM::new(&config(), 5, &Device::Cpu).unwrap();
+    let model = model.with_attention(attention).unwrap();
     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
     let plan = in_precision(precision);
     let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();

@@ -68,7 +68,6 @@ type ChangeModel = fn(&mut TransformerConfig);
 #[rstest]
 #[case(|m: &mut TransformerConfig| m.d_model = 24, "saved with d_model 20, resumed with 24")]
 #[case(|m: &mut TransformerConfig| m.num_layers = 1, "saved with num_layers 2, resumed with 1")]
-#[case(|m: &mut TransformerConfig| m.attention = Algorithm::Flash, "saved with attention naive, resumed with flash")]
 #[case(|m: &mut TransformerConfig| m.rope_theta = 5000.0, "saved with rope_theta 10000.0, resumed with 5000.0")]
 fn another_model(#[case] change: ChangeModel, #[case] text: &str) {
     let (_folder, path) = checkpoint();
@@ -86,6 +85,7 @@ fn another_model(#[case] change: ChangeModel, #[case] text: &str) {
 #[case(|c: &mut TrainConfig| c.sequence_length = 12, "saved with sequence_length 11, resumed with 12")]
 #[case(|c: &mut TrainConfig| c.accumulation = 2, "saved with accumulation 1, resumed with 2")]
 #[case(|c: &mut TrainConfig| c.seed = 8, "saved with seed 7, resumed with 8")]
+#[case(|c: &mut TrainConfig| c.attention = Algorithm::Flash, "saved with attention naive, resumed with flash")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = None, "saved with max_grad_norm 1.0, resumed with none")]
 #[case(|c: &mut TrainConfig| c.max_grad_value = Some(2.0), "saved with max_grad_value none, resumed with 2.0")]
 #[case(|c: &mut TrainConfig| c.optimizer.weight_decay = 0.0, "saved with optimizer.weight_decay 0.1, resumed with 0.0")]
@@ -269,7 +269,31 @@ fn runs_that_say_nothing_of_attention() {
     };
     forge(&path, without, |_| Some(vec![]));
     resume(&path, settings()).unwrap();
-    assert_eq!(Checkpoint::read(&path).unwrap().model, sizes());
+    let saved = Checkpoint::read(&path).unwrap();
+    assert_eq!((saved.model, saved.train), (sizes(), settings()));
+}
+
+/// A checkpoint from when the model's configuration had attention and checkpointing.
+#[test]
+fn runs_that_say_it_of_the_model() {
+    let (_folder, path) = checkpoint();
+    let flash = TrainConfig {
+        attention: Algorithm::Flash,
+        ..settings()
+    };
+    start(flash.clone()).save(&path).unwrap();
+    let older = |text: &str| {
+        let fields = ",\"attention\":\"flash\",\"checkpointing\":\"none\"";
+        assert_eq!(text.matches(fields).count(), 1);
+        let model = "\"model\":{\"attention\":\"flash\",\"checkpointing\":\"block\",";
+        text.replace(fields, "").replace("\"model\":{", model)
+    };
+    forge(&path, older, |_| Some(vec![]));
+    let saved = Checkpoint::read(&path).unwrap();
+    assert_eq!((saved.model, &saved.train), (sizes(), &flash));
+    resume(&path, flash).unwrap();
+    let text = "saved with attention flash, resumed with naive";
+    refusal(resume(&path, settings()), &[text]);
 }
 
 /// A loss that is not finite stops the run before it has any effect.

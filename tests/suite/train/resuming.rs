@@ -3,6 +3,7 @@
 use super::*;
 use rstest::rstest;
 use tallow::attention::Algorithm;
+use tallow::nn::Checkpointing;
 use tallow::train::Checkpoint;
 
 /// Stopped after `stop` steps, in memory and from the file, with evaluations in between.
@@ -75,13 +76,13 @@ fn activations_may_be_checkpointed_from_then_on() {
     take(&mut first, 5);
     first.save(&path).unwrap();
     for strategy in ["block", "sqrt"] {
-        let sizes = TransformerConfig {
-            checkpointing: strategy.parse().unwrap(),
-            ..sizes()
+        let checkpointing: Checkpointing = strategy.parse().unwrap();
+        let config = TrainConfig {
+            checkpointing,
+            ..settings()
         };
-        let device = candle_core::Device::Cpu;
-        let second = Trainer::resume(&path, &sizes, settings(), training(), validation(), &device);
-        let mut second = second.unwrap();
+        let mut second = resume(&path, config).unwrap();
+        assert_eq!(second.model().checkpointing(), checkpointing);
         take(&mut second, usize::MAX);
         assert_eq!(bits(&second), bits(&whole), "{strategy}");
     }
@@ -117,23 +118,22 @@ fn a_finished_run_goes_on_if_it_is_given_more_steps() {
 /// The attention algorithm belongs to the run: it is saved, and it affects the bits.
 #[test]
 fn flash_attention_goes_on_as_it_was() {
-    let device = candle_core::Device::Cpu;
-    let flash = TransformerConfig {
+    let flash = TrainConfig {
         attention: Algorithm::Flash,
-        ..sizes()
+        ..settings()
     };
-    let model = TransformerLM::new(&flash, 5, &device).unwrap();
-    let mut trainer = Trainer::new(model, settings(), training(), validation()).unwrap();
+    let mut trainer = start(flash.clone());
+    assert_eq!(trainer.model().attention(), Algorithm::Flash);
     take(&mut trainer, 4);
     let (_folder, path) = checkpoint();
     trainer.save(&path).unwrap();
-    assert_eq!(Checkpoint::read(&path).unwrap().model, flash);
-    let resumed = Trainer::resume(&path, &flash, settings(), training(), validation(), &device);
-    let mut resumed = resumed.unwrap();
+    assert_eq!(Checkpoint::read(&path).unwrap().train, flash);
+    let mut resumed = resume(&path, flash).unwrap();
+    assert_eq!(resumed.model().attention(), Algorithm::Flash);
     assert_eq!(take(&mut resumed, 8), take(&mut trainer, 8));
     assert_eq!(bits(&resumed), bits(&trainer));
     // The weights can be loaded with another attention, which starts another run.
-    TransformerLM::load(&sizes(), &path, &device).unwrap();
+    TransformerLM::load(&sizes(), &path, &candle_core::Device::Cpu).unwrap();
 }
 
 #[test]

@@ -165,19 +165,12 @@ fn resumed_it_has_the_same_bits(
     #[case] accumulation: usize,
     #[case] config: TrainConfig,
 ) {
-    let sizes = TransformerConfig {
-        attention,
-        ..sizes()
-    };
     let config = TrainConfig {
+        attention,
         accumulation,
         ..config
     };
-    let device = candle_core::Device::Cpu;
-    let begin = || {
-        let model = TransformerLM::new(&sizes, 5, &device).unwrap();
-        Trainer::new(model, config.clone(), training(), validation()).unwrap()
-    };
+    let begin = || start(config.clone());
     let mut whole = begin();
     let expected = take(&mut whole, usize::MAX);
     let (_folder, path) = checkpoint();
@@ -185,8 +178,7 @@ fn resumed_it_has_the_same_bits(
     let mut reports = take(&mut first, 5);
     first.evaluate().unwrap();
     first.save(&path).unwrap();
-    let resumed = Trainer::resume(&path, &sizes, config, training(), validation(), &device);
-    let mut second = resumed.unwrap();
+    let mut second = resume(&path, config).unwrap();
     reports.extend(take(&mut second, usize::MAX));
     // Norms of skipped steps are NaN, so text is compared.
     assert_eq!(format!("{reports:?}"), format!("{expected:?}"));
@@ -393,14 +385,14 @@ fn gradients_that_are_not_finite_change_nothing() {
 fn documents_are_those_of_a_plain_loop() {
     for attention in Algorithm::ALL {
         let settings = TrainConfig {
+            attention,
             separator: Some(3),
             accumulation: 2,
             ..settings()
         };
-        let model = || model().with_attention(attention);
-        let mut eager = EagerLoop::new(model(), settings.clone());
-        let mut planned =
-            Trainer::new(model(), settings.clone(), training(), validation()).unwrap();
+        let model = model().with_attention(attention).unwrap();
+        let mut eager = EagerLoop::new(model, settings.clone());
+        let mut planned = start(settings.clone());
         let steps = take(&mut planned, 12);
         let losses = steps.iter().map(|step| step.loss);
         let wanted: Vec<f64> = eager.steps(12).iter().map(|step| step.loss).collect();

@@ -59,11 +59,12 @@ fn of_a_transformer(
     #[values(Checkpointing::None, Checkpointing::Block)] checkpointing: Checkpointing,
 ) {
     let model = TransformerConfig {
-        attention,
-        checkpointing,
         num_layers: 2,
         ..TransformerConfig::preset("small").unwrap()
     };
+    let model = TransformerLM::meta(&model).unwrap();
+    let model = model.with_attention(attention).unwrap();
+    let model = model.with_checkpointing(checkpointing);
     let config = StepConfig {
         precision,
         accumulation: 3,
@@ -80,11 +81,9 @@ fn of_softmax(
     #[values(CPU, Target::Cuda)] target: Target,
     #[values(Algorithm::Naive, Algorithm::Flash)] attention: Algorithm,
 ) {
-    let model = TransformerConfig {
-        attention,
-        ..small(2)
-    };
-    let head_dim = (model.d_model / model.num_heads) as f64;
+    let config = small(2);
+    let head_dim = (config.d_model / config.num_heads) as f64;
+    let model = flash(&config).with_attention(attention).unwrap();
     let planned = planned(target, &model, [2, 64], &in_bf16(), Recompute::default());
     let plan = &planned.lowered.plan;
     let mut attentions = 0;
@@ -104,7 +103,8 @@ fn of_softmax(
 #[test]
 fn of_a_budget() {
     let model = small(2);
-    let of = |recompute| planned(Target::Cuda, &model, [2, 1024], &in_bf16(), recompute);
+    let meta = flash(&model);
+    let of = |recompute| planned(Target::Cuda, &meta, [2, 1024], &in_bf16(), recompute);
     let (kept, recomputed) = (
         of(Recompute::default()),
         of(Recompute { sums: 4, gates: 2 }),

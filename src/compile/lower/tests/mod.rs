@@ -13,14 +13,14 @@ use super::super::step::Step;
 use super::super::traced::Planned;
 use super::*;
 use crate::attention::Algorithm;
-use crate::model::TransformerConfig;
+use crate::model::{TransformerConfig, TransformerLM};
 use crate::precision::Precision;
 use candle_core::DType;
 
 /// Returns a step's plan for micro-batches (B, T) with this recomputation.
 fn planned(
     target: Target,
-    model: &TransformerConfig,
+    model: &TransformerLM,
     [batch_size, length]: [usize; 2],
     config: &StepConfig,
     recompute: Recompute,
@@ -36,7 +36,7 @@ fn planned(
     };
     let batch = Batch::meta(batch_size * config.accumulation, length).unwrap();
     let inputs = Inputs::of("test", &batch, config.accumulation, false).unwrap();
-    let function = job.trace(&inputs, model.checkpointing).unwrap();
+    let function = job.trace(&inputs, model.checkpointing()).unwrap();
     let function = Rc::new(function);
     let kind = PlanKind::TrainStep;
     function.plan(kind, config, recompute).unwrap()
@@ -44,7 +44,7 @@ fn planned(
 
 /// Returns a step's plan for B sequences of 1,024 tokens, with sums and gates of this number of blocks recomputed.
 fn gpu_plan(
-    model: &TransformerConfig,
+    model: &TransformerLM,
     batch_size: usize,
     config: &StepConfig,
     [sums, gates]: [usize; 2],
@@ -54,9 +54,14 @@ fn gpu_plan(
     planned.lowered.plan
 }
 
+/// Returns a meta model with flash attention.
+fn flash(config: &TransformerConfig) -> TransformerLM {
+    let model = TransformerLM::meta(config).unwrap();
+    model.with_attention(Algorithm::Flash).unwrap()
+}
+
 fn small(num_layers: usize) -> TransformerConfig {
     TransformerConfig {
-        attention: Algorithm::Flash,
         num_layers,
         context_length: 1024,
         ..TransformerConfig::preset("small").unwrap()
@@ -77,7 +82,7 @@ fn in_bf16() -> StepConfig {
 fn what_a_block_leaves() {
     let config = in_bf16();
     let activations = |layers, sums, gates| {
-        let plan = gpu_plan(&small(layers), 2, &config, [sums, gates]);
+        let plan = gpu_plan(&flash(&small(layers)), 2, &config, [sums, gates]);
         plan.category_bytes(Category::Activation)
     };
     let model = small(1);
@@ -100,7 +105,7 @@ fn what_a_block_leaves() {
 /// Sums are recomputed before gates, and only as many as the budget needs.
 #[test]
 fn a_budget_takes_the_cheapest_first() {
-    let model = small(4);
+    let model = flash(&small(4));
     let config = StepConfig {
         optimizer_in_backward: true, // otherwise gradients reuse the activations' memory, and the peak is after them
         ..in_bf16()
@@ -131,7 +136,7 @@ fn a_budget_takes_the_cheapest_first() {
 /// PyTorch's compiled step took 10,044 MiB there (one H200, bf16).
 #[test]
 fn small_in_seven_tenths_of_what_pytorch_takes() {
-    let plan = gpu_plan(&small(12), 16, &in_bf16(), [0, 0]);
+    let plan = gpu_plan(&flash(&small(12)), 16, &in_bf16(), [0, 0]);
     let mib = plan.total_bytes() as f64 / f64::from(1 << 20);
     assert!(mib <= 0.7 * 10_044.0, "{mib} MiB");
 }
@@ -146,7 +151,8 @@ fn what_lies_beside_the_arena() {
         .iter()
         .map(|(_, shape)| 7 + shape.elem_count().div_ceil(8192));
     let tables_bytes = 8 * words.sum::<usize>() as u64;
-    let plan = gpu_plan(&model, 2, &config, [0, 0]);
+    let meta = flash(&model);
+    let plan = gpu_plan(&meta, 2, &config, [0, 0]);
     assert_eq!(plan.workspace_bytes(), (32 << 20) + tables_bytes);
     let beside: u64 = plan
         .buffers()
@@ -159,7 +165,7 @@ fn what_lies_beside_the_arena() {
         plan.arena_bytes() + plan.workspace_bytes() + beside
     );
     let logits_bytes = 2 * 2 * 1024 * model.vocab_size as u64;
-    let meta = loss::meta_model(&model, 1024).unwrap();
+    let meta = loss::meta_model(&meta, 1024).unwrap();
     let tokens = graph::input("tokens", (2, 1024), DType::U32).unwrap();
     let (kind, batch) = (PlanKind::Forward, [("tokens", &tokens)]);
     let plan = Step::plan_for(Target::Cuda, kind, &in_bf16(), batch, |inputs| {
@@ -174,7 +180,6 @@ fn what_lies_beside_the_arena() {
 #[test]
 fn xl_in_eight_tenths_of_what_pytorch_takes() {
     let model = TransformerConfig {
-        attention: Algorithm::Flash,
         context_length: 1024,
         ..TransformerConfig::preset("xl").unwrap()
     };
@@ -182,7 +187,7 @@ fn xl_in_eight_tenths_of_what_pytorch_takes() {
         optimizer_in_backward: true,
         ..in_bf16()
     };
-    let plan = gpu_plan(&model, 8, &config, [48, 9]);
+    let plan = gpu_plan(&flash(&model), 8, &config, [48, 9]);
     let gib = plan.total_bytes() as f64 / f64::from(1 << 30);
     assert!(gib <= 0.8 * 54.4, "{gib} GiB");
 }
@@ -196,7 +201,7 @@ fn gradients_that_pass() {
         optimizer_in_backward: true,
         ..in_bf16()
     };
-    let plan = gpu_plan(&small(3), 1, &config, [0, 0]);
+    let plan = gpu_plan(&flash(&small(3)), 1, &config, [0, 0]);
     let is_update = |call: &Call| matches!(call.op, Op::AdamW { .. });
     let mut rows = Vec::new();
     for row in plan.calls().chunk_by(|a, b| is_update(a) && is_update(b)) {
@@ -264,7 +269,7 @@ fn grouped_heads_lie_in_the_models_dimension(
         precision,
         ..in_bf16()
     };
-    let plan = gpu_plan(&model, 2, &config, [0, 0]);
+    let plan = gpu_plan(&flash(&model), 2, &config, [0, 0]);
     let count = |name: &str| {
         let calls = plan.calls().iter();
         calls.filter(|call| call.op.name() == name).count()
