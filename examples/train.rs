@@ -242,8 +242,8 @@ impl Flags {
                 ..Default::default()
             },
             max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
-            attention: self.model.attention,
-            checkpointing: self.model.activation_checkpointing,
+            attention: Some(self.model.attention),
+            checkpointing: Some(self.model.activation_checkpointing),
             max_grad_value: (flags.clip_value != 0.0).then_some(flags.clip_value),
             precision: flags.precision.precision()?,
             evaluate_every: flags.evaluate_every,
@@ -344,8 +344,11 @@ impl Flags {
             .insert("model", common::models::sizes(model))
             .insert("longest context", model.context_length)
             .insert("family", family.map(Family::name))
-            .insert("attention", config.attention.name())
-            .insert("checkpointing", config.checkpointing.to_string())
+            .insert("attention", self.model.attention.name())
+            .insert(
+                "checkpointing",
+                self.model.activation_checkpointing.to_string(),
+            )
             .insert("precision", config.precision.name())
             .insert("ranks", ranks)
             .insert("step", step)
@@ -370,8 +373,8 @@ impl Flags {
         let device = communicator.device();
         let run = EndToEnd {
             config: model.clone(),
-            attention: config.attention,
-            checkpointing: config.checkpointing,
+            attention: self.model.attention,
+            checkpointing: self.model.activation_checkpointing,
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
             precision: config.precision,
@@ -389,7 +392,8 @@ impl Flags {
             ..config.step()
         };
         let shape = [config.batch_size, config.sequence_length];
-        let (attention, checkpointing) = (config.attention, config.checkpointing);
+        let (attention, checkpointing) =
+            (self.model.attention, self.model.activation_checkpointing);
         let mut wanted_bytes =
             Step::memory_lower_bound(model, attention, checkpointing, &step, shape)?;
         if wanted_bytes <= available_bytes {

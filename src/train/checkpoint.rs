@@ -2,6 +2,7 @@
 
 use super::ranks::Job;
 use super::{DataFingerprint, History, TrainConfig, Trainer};
+use crate::attention::Algorithm;
 use crate::files::{self, Entry, Manifest, PathLock, TensorFile};
 use crate::model::{STATE_PREFIX, TransformerConfig};
 use crate::optim::{GradScaler, GradScalerState};
@@ -106,10 +107,10 @@ impl Checkpoint {
                 ));
             }
         };
-        // Older files have the attention in the model's configuration.
+        // Older files have the attention in the model's configuration; the oldest have none, and it is naive.
         let attention = json.pointer("/model/attention").cloned();
-        let train = json.get_mut("train").and_then(Value::as_object_mut);
-        if let (Some(train), Some(attention)) = (train, attention) {
+        if let Some(train) = json.get_mut("train").and_then(Value::as_object_mut) {
+            let attention = attention.unwrap_or_else(|| Algorithm::Naive.name().into());
             train.entry("attention").or_insert(attention);
         }
         let mut checkpoint: Self = serde_json::from_value(json).map_err(unreadable)?;

@@ -46,18 +46,14 @@ pub struct TrainConfig {
     /// serialized default, disables clipping by value.
     #[serde(default)]
     pub max_grad_value: Option<f64>,
-    /// The model's algorithm of attention ([`TransformerLM::with_attention`]); naive by default. Steps depend on it by
-    /// rounding.
-    ///
-    /// [`TransformerLM::with_attention`]: crate::model::TransformerLM::with_attention
+    /// The algorithm of attention. `None`, the default, keeps that of the model, or of the checkpoint that is resumed.
+    /// Steps depend on it by rounding.
     #[serde(default)]
-    pub attention: Algorithm,
-    /// The model's activation checkpointing ([`TransformerLM::with_checkpointing`]); none by default. No step depends
-    /// on it, so it may change when a run is resumed.
-    ///
-    /// [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing
+    pub attention: Option<Algorithm>,
+    /// The activation checkpointing of the blocks. `None`, the default, keeps that of the model, or of the checkpoint
+    /// that is resumed. No step depends on it, so it may change when a run is resumed.
     #[serde(default)]
-    pub checkpointing: Checkpointing,
+    pub checkpointing: Option<Checkpointing>,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
     /// parameters are f32. The serialized default is f32.
     #[serde(default)]
@@ -119,8 +115,8 @@ impl Default for TrainConfig {
             },
             max_grad_norm: Some(1.0),
             max_grad_value: None,
-            attention: Algorithm::Naive,
-            checkpointing: Checkpointing::None,
+            attention: None,
+            checkpointing: None,
             precision: Precision::F32,
             loss_scaling: GradScalerConfig::default(),
             optimizer_in_backward: false,

@@ -127,8 +127,8 @@ impl Trainer {
         }
         let vb = VarBuilder::from_tensors(weights, self.parameters[0].1.dtype(), &Device::Cpu);
         let model = TransformerLM::from_var_builder(self.model.config(), vb)?;
-        let model = model.with_attention(self.config.attention)?;
-        Ok(Some(model.with_checkpointing(self.config.checkpointing)))
+        let model = model.with_attention(self.model.attention())?;
+        Ok(Some(model.with_checkpointing(self.model.checkpointing())))
     }
 
     /// Makes the ranks of a job train together: each computes its part of a step's [`accumulation`] batches, and

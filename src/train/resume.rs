@@ -91,6 +91,11 @@ impl Trainer {
             saved,
             given,
         };
+        let config = TrainConfig {
+            attention: config.attention.or(saved.train.attention),
+            checkpointing: config.checkpointing.or(saved.train.checkpointing),
+            ..config
+        };
         let difference = first_difference(&saved.model, model, &[])
             .or_else(|| first_difference(&saved.train, &config, &FREE_SETTINGS));
         if let Some(different) = difference {

@@ -92,8 +92,7 @@ impl Trainer {
     /// Creates a run at step 0.
     ///
     /// The weights are trained in place: a clone of `model` shares them; call [`refresh`](Self::refresh) after setting
-    /// them. Attention and checkpointing are those of `config`, whatever the model had. The data are
-    /// [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
+    /// them. The data are [`Tokens`](crate::data::Tokens), or [`Batches`] of ids and targets.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for an invalid configuration, heads too wide for its attention, windows
@@ -120,8 +119,16 @@ impl Trainer {
     ) -> Result<Self> {
         let (train, validation) = (train.into(), validation.into());
         config.validate()?;
-        let model = model.with_attention(config.attention)?;
-        let model = model.with_checkpointing(config.checkpointing);
+        let (attention, checkpointing) = (model.attention(), model.checkpointing());
+        let attention = config.attention.unwrap_or(attention);
+        let checkpointing = config.checkpointing.unwrap_or(checkpointing);
+        let model = model.with_attention(attention)?;
+        let model = model.with_checkpointing(checkpointing);
+        let config = TrainConfig {
+            attention: Some(attention),
+            checkpointing: Some(checkpointing),
+            ..config
+        };
         check_dtype(&model, &config)?;
         check_fits(&model, &config, &train)?;
         check_fits(&model, &config, &validation)?;

@@ -34,7 +34,7 @@ fn train_config(steps: usize) -> TrainConfig {
         sequence_length: 12,
         accumulation: 2,
         steps,
-        attention: Algorithm::Flash,
+        attention: Some(Algorithm::Flash),
         ..Default::default()
     }
 }
@@ -411,7 +411,7 @@ fn masked_targets(
         ..model_config()
     };
     let settings = |accumulation| TrainConfig {
-        attention: Algorithm::Flash,
+        attention: Some(Algorithm::Flash),
         ..settings(accumulation, precision)
     };
     let rows = || MaskedRows::new(&COUNTED, 1);

@@ -85,7 +85,7 @@ fn another_model(#[case] change: ChangeModel, #[case] text: &str) {
 #[case(|c: &mut TrainConfig| c.sequence_length = 12, "saved with sequence_length 11, resumed with 12")]
 #[case(|c: &mut TrainConfig| c.accumulation = 2, "saved with accumulation 1, resumed with 2")]
 #[case(|c: &mut TrainConfig| c.seed = 8, "saved with seed 7, resumed with 8")]
-#[case(|c: &mut TrainConfig| c.attention = Algorithm::Flash, "saved with attention naive, resumed with flash")]
+#[case(|c: &mut TrainConfig| c.attention = Some(Algorithm::Flash), "saved with attention naive, resumed with flash")]
 #[case(|c: &mut TrainConfig| c.max_grad_norm = None, "saved with max_grad_norm 1.0, resumed with none")]
 #[case(|c: &mut TrainConfig| c.max_grad_value = Some(2.0), "saved with max_grad_value none, resumed with 2.0")]
 #[case(|c: &mut TrainConfig| c.optimizer.weight_decay = 0.0, "saved with optimizer.weight_decay 0.1, resumed with 0.0")]
@@ -278,7 +278,7 @@ fn runs_that_say_nothing_of_attention() {
 fn runs_that_say_it_of_the_model() {
     let (_folder, path) = checkpoint();
     let flash = TrainConfig {
-        attention: Algorithm::Flash,
+        attention: Some(Algorithm::Flash),
         ..settings()
     };
     start(flash.clone()).save(&path).unwrap();

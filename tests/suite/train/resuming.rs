@@ -78,7 +78,7 @@ fn activations_may_be_checkpointed_from_then_on() {
     for strategy in ["block", "sqrt"] {
         let checkpointing: Checkpointing = strategy.parse().unwrap();
         let config = TrainConfig {
-            checkpointing,
+            checkpointing: Some(checkpointing),
             ..settings()
         };
         let mut second = resume(&path, config).unwrap();
@@ -119,7 +119,7 @@ fn a_finished_run_goes_on_if_it_is_given_more_steps() {
 #[test]
 fn flash_attention_goes_on_as_it_was() {
     let flash = TrainConfig {
-        attention: Algorithm::Flash,
+        attention: Some(Algorithm::Flash),
         ..settings()
     };
     let mut trainer = start(flash.clone());
@@ -127,8 +127,14 @@ fn flash_attention_goes_on_as_it_was() {
     take(&mut trainer, 4);
     let (_folder, path) = checkpoint();
     trainer.save(&path).unwrap();
-    assert_eq!(Checkpoint::read(&path).unwrap().train, flash);
-    let mut resumed = resume(&path, flash).unwrap();
+    let saved = Checkpoint::read(&path).unwrap().train;
+    let expected = TrainConfig {
+        checkpointing: Some(Checkpointing::None),
+        ..flash.clone()
+    };
+    assert_eq!(saved, expected);
+    resume(&path, flash).unwrap();
+    let mut resumed = resume(&path, settings()).unwrap(); // of no attention: the saved one
     assert_eq!(resumed.model().attention(), Algorithm::Flash);
     assert_eq!(take(&mut resumed, 8), take(&mut trainer, 8));
     assert_eq!(bits(&resumed), bits(&trainer));

@@ -166,7 +166,7 @@ fn resumed_it_has_the_same_bits(
     #[case] config: TrainConfig,
 ) {
     let config = TrainConfig {
-        attention,
+        attention: Some(attention),
         accumulation,
         ..config
     };
@@ -385,7 +385,7 @@ fn gradients_that_are_not_finite_change_nothing() {
 fn documents_are_those_of_a_plain_loop() {
     for attention in Algorithm::ALL {
         let settings = TrainConfig {
-            attention,
+            attention: Some(attention),
             separator: Some(3),
             accumulation: 2,
             ..settings()
