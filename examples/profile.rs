@@ -18,14 +18,13 @@ use clap::Parser;
 use common::effects::names_gpu;
 use common::labels::label_columns;
 use common::models::describe;
-use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use tallow::bench::Step;
+use tallow::bench::{EndToEnd, Step};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::profile::{Grouping, ProfileReport, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
@@ -53,12 +52,8 @@ struct Flags {
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = values::count(), alias = "iterations", help_heading = "Run")]
     steps: usize,
 
-    /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run", conflicts_with = "reference_ops")]
-    compile: Option<CompileFlag>,
-
     /// Compose ops of candle's own: mask and softmax apart
-    #[arg(long, conflicts_with = "strict", help_heading = "Run")]
+    #[arg(long, conflicts_with_all = ["compile", "strict"], help_heading = "Run")]
     reference_ops: bool,
 
     /// Wait for the GPU at each op and record no kernels
@@ -108,14 +103,7 @@ impl Flags {
             .only("on a GPU", &["no-kernels"], |flags| {
                 names_gpu(&flags.common)
             })
-            .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies",
-                &["compile"],
-                |flags| {
-                    let grid = &flags.grid;
-                    is_any(&grid.precision, flags.compile, &grid.modes(), true)
-                },
-            )
+            .of_grid(|flags| &flags.grid)
     }
 
     fn run(&self) -> Result<()> {
@@ -134,16 +122,16 @@ impl Flags {
         }
         let precisions = self.grid.precision.precisions()?;
         let models = self.grid.models()?;
-        let mut runs = self.grid.runs(&models, &precisions, self.compile);
-        for Run { run, .. } in &mut runs {
-            run.warmup_steps = self.warmup_steps;
-            run.steps = self.steps;
-            run.seed = self.common.seed;
-        }
-        let all = runs.iter_mut().map(|run| &mut run.run);
-        self.grid.give_memory(all, &device)?;
+        let base = EndToEnd {
+            warmup_steps: self.warmup_steps,
+            steps: self.steps,
+            seed: self.common.seed,
+            ..Default::default()
+        };
+        let mut runs = self.grid.runs(&models, &precisions, &base);
+        self.grid.give_memory(&mut runs, &device)?;
         let mut configuration = describe(&models);
-        configuration.insert("optimizer", "adamw");
+        configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("warm-up steps", self.warmup_steps);
         configuration.insert("steps", self.steps);
         configuration.insert("phase", self.phase.clone());
@@ -189,7 +177,7 @@ impl Flags {
                     false => Answer::new(format!("{} ({name})", own.question), own.answer),
                 }));
         }
-        report.notes.extend(not_planned(self.compile, &precisions));
+        report.notes.extend(self.grid.not_planned(&precisions));
         report.notes.extend(general_notes(self.reference_ops));
         report.notes.extend(words::out_of_memory(&report.rows));
         report.notes.extend(sweep.note());

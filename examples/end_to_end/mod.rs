@@ -9,9 +9,7 @@ mod table;
 mod warmup;
 
 use crate::common::models::{Model, describe};
-use crate::common::modes::{
-    CompileFlag, OptimizerFlag, check_planned_flags, is_any, not_planned, optimizer_words,
-};
+use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, Run};
 use crate::common::{self, Common, Effects, Output, Sweep, stdout, values, words};
 use answers::{measured, of_runs, of_values};
@@ -24,7 +22,6 @@ use table::{By, Compared, Row, grouped};
 use tallow::bench::{EndToEnd, EndToEndRow, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
-use tallow::optim::AdamWConfig;
 use tallow::precision::Precision;
 use tallow::report::{Answer, Fields, Format, Report, counted, list_in_note};
 use tallow::{Result, hardware};
@@ -61,27 +58,12 @@ pub struct Flags {
     #[arg(long, hide = true)]
     isolated_run: Option<usize>,
 
-    /// adamw, or adamw-bf16 with running means in bf16
-    #[arg(
-        long,
-        value_enum,
-        hide_possible_values = true,
-        default_value = "adamw",
-        value_name = "NAME",
-        help_heading = "Run"
-    )]
-    optimizer: OptimizerFlag,
-
-    /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
-    compile: Option<CompileFlag>,
-
     /// Most memory of a planned step's arena
-    #[arg(long, requires = "compile", value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
+    #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
     memory_budget_gib: Option<f64>,
 
     /// Planned steps update parameters in backward
-    #[arg(long, requires = "compile", help_heading = "Run")]
+    #[arg(long, help_heading = "Run")]
     optimizer_in_backward: bool,
 
     /// summary, or phases: all statistics of each phase
@@ -158,39 +140,27 @@ impl Flags {
                 &["batch-size", "context-length"],
                 runs_grid,
             )
-            .only("in a training step", &["optimizer"], |flags| {
-                flags.grid.modes().contains(&Mode::TrainStep)
-            })
+            .of_grid(|flags| &flags.grid)
             .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies",
-                &["compile"],
-                |flags| {
-                    is_any(
-                        &flags.grid.precision,
-                        flags.compile,
-                        &flags.grid.modes(),
-                        true,
-                    )
-                },
+                "in a planned training step: with --compile and --mode train-step",
+                &["memory-budget-gib", "optimizer-in-backward"],
+                |flags| flags.grid.has_planned_step(),
             )
     }
 
     fn run(&self, program: Program) -> Result<()> {
-        if self.compile == Some(CompileFlag::Only) {
+        if self.grid.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();
         }
         self.output.check_with([])?;
         let device = self.common.device()?;
         let precisions = self.precisions(program)?;
-        let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
-        check_planned_flags(is_any_given, self.compile, &self.grid.modes(), &precisions)?;
         let (models, mut runs) = self.runs(&precisions)?;
         if let Some(index) = self.isolated_run {
             runs = runs.into_iter().skip(index).take(1).collect();
         }
         if !self.isolate {
-            let all = runs.iter_mut().map(|run| &mut run.run);
-            self.grid.give_memory(all, &device)?;
+            self.grid.give_memory(&mut runs, &device)?;
         }
         if self.isolated_run.is_some() {
             let runs: Vec<EndToEnd> = runs.into_iter().map(|run| run.run).collect();
@@ -358,7 +328,7 @@ impl Flags {
         if precisions.iter().any(|p| *p != Precision::F32) {
             notes.push("MFU is relative to the peak in f32, whatever the precision.".into());
         }
-        notes.extend(not_planned(self.compile, precisions));
+        notes.extend(self.grid.not_planned(precisions));
         let is_skipped = |row: &Row| {
             row.loss_scaling
                 .as_ref()
@@ -396,7 +366,12 @@ impl Flags {
             true => self.grid.models()?,
             false => Vec::new(),
         };
-        let mut runs = self.grid.runs(&models, precisions, self.compile);
+        let base = EndToEnd {
+            steps: self.steps,
+            seed: self.common.seed,
+            ..Default::default()
+        };
+        let mut runs = self.grid.runs(&models, precisions, &base);
         for own in &self.config {
             let grid = GridFlags {
                 batch_size: vec![own.batch_size],
@@ -409,7 +384,7 @@ impl Flags {
                 name: own.name.clone(),
                 config,
             });
-            runs.extend(grid.runs(&models[models.len() - 1..], precisions, self.compile));
+            runs.extend(grid.runs(&models[models.len() - 1..], precisions, &base));
         }
         let with_flags = |run: Run, warmup_steps: usize| {
             let is_planned = run.run.execution.is_planned_step(run.run.mode);
@@ -417,11 +392,8 @@ impl Flags {
             Run {
                 run: EndToEnd {
                     warmup_steps,
-                    steps: self.steps,
-                    optimizer: self.optimizer(),
                     optimizer_in_backward: self.optimizer_in_backward && is_planned,
                     memory_budget_bytes: budget.filter(|_| is_planned),
-                    seed: self.common.seed,
                     ..run.run
                 },
                 ..run
@@ -436,15 +408,11 @@ impl Flags {
         Ok((models, runs.collect()))
     }
 
-    fn optimizer(&self) -> AdamWConfig {
-        AdamWConfig {
-            moments: self.optimizer.moments(self.common.seed),
-            ..Default::default()
-        }
-    }
-
     fn configuration(&self, models: &[Model]) -> Fields {
-        let optimizer = optimizer_words(self.optimizer.name(), self.optimizer_in_backward);
+        let mut optimizer = self.grid.optimizer.name().to_string();
+        if self.optimizer_in_backward {
+            optimizer += "; in backward where a train step is planned";
+        }
         let mut fields = describe(models);
         fields
             .insert("optimizer", optimizer)

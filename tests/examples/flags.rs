@@ -49,7 +49,13 @@ const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
     ),
     ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
     ("compile", &["--precision bf16-full --compile"]),
-    ("memory-budget-gib", &["--memory-budget-gib 1"]),
+    (
+        "memory-budget-gib",
+        &[
+            "--memory-budget-gib 1",
+            "--compile --mode forward --memory-budget-gib 1",
+        ],
+    ),
     ("optimizer-in-backward", &["--optimizer-in-backward"]),
     ("per-step", &["--isolate --per-step"]),
     ("isolate", &["--per-step --isolate"]),
@@ -274,6 +280,7 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
             ("snapshot", &["--compile=only --snapshot s.json"]),
         ],
@@ -324,6 +331,7 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("no-kernels", &["--no-kernels", "--device cpu --no-kernels"]),
             (
                 "compile",
