@@ -76,9 +76,6 @@ struct Flags {
     ranks: RankFlags,
     #[command(flatten)]
     exchange: ExchangeFlags,
-    /// Accepted; steps are always planned
-    #[arg(long, hide_short_help = true, help_heading = "Training")]
-    compile: bool,
     /// Update each parameter in backward; needs --clip 0
     #[arg(long, hide_short_help = true, help_heading = "Training")]
     optimizer_in_backward: bool,
@@ -228,7 +225,7 @@ impl Flags {
         let (flags, seed) = (&self.training, self.common.seed);
         let config = TrainConfig {
             batch_size: flags.batch_size,
-            sequence_length: self.model.context_length,
+            sequence_length: self.model.trained.context_length,
             accumulation: flags.accumulation.unwrap_or(world_size),
             steps: flags.steps,
             schedule: flags.schedule(),

@@ -1,5 +1,6 @@
 //! The flags that select models.
 
+use super::values;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tallow::Result;
@@ -59,7 +60,7 @@ impl SizeFlags {
     }
 
     /// Returns `base` with the given sizes in place of its own.
-    pub fn apply(&self, base: TransformerConfig) -> TransformerConfig {
+    fn apply(&self, base: TransformerConfig) -> TransformerConfig {
         TransformerConfig {
             d_model: self.d_model.unwrap_or(base.d_model),
             d_ff: self.d_ff.unwrap_or(base.d_ff),
@@ -67,21 +68,6 @@ impl SizeFlags {
             num_heads: self.num_heads.unwrap_or(base.num_heads),
             ..base
         }
-    }
-
-    /// Returns the model that an example trains: a preset, or by default a small model, with the given sizes.
-    pub fn trained(&self, preset: Option<&str>) -> Result<TransformerConfig> {
-        let base = match preset {
-            Some(name) => TransformerConfig::preset(name)?,
-            None => TransformerConfig {
-                d_model: 128,
-                d_ff: 320,
-                num_layers: 4,
-                num_heads: 4,
-                ..Default::default()
-            },
-        };
-        Ok(self.apply(base))
     }
 }
 
@@ -97,15 +83,10 @@ pub struct TrainedModelFlags {
 
     /// naive or flash
     #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
-    attention: Algorithm,
+    pub attention: Algorithm,
 
     /// Tokens in a sequence
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 64,
-        alias = "sequence-length"
-    )]
+    #[arg(long, value_name = "N", default_value_t = 64, alias = "sequence-length", value_parser = values::count())]
     pub context_length: usize,
 }
 
@@ -115,11 +96,21 @@ impl TrainedModelFlags {
     /// # Errors
     /// A preset that does not exist, and sizes that do not fit together.
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
+        };
         let config = TransformerConfig {
             vocab_size,
             context_length: self.context_length,
             attention: self.attention,
-            ..self.sizes.trained(self.size.as_deref())?
+            ..self.sizes.apply(base)
         };
         config.validate()?;
         Ok(config)

@@ -1,13 +1,12 @@
 //! The flags of `train`, and the library's configurations that they make.
 
-use crate::common::models::SizeFlags;
+use crate::common::models::TrainedModelFlags;
 use crate::common::precision::PrecisionFlags;
 use crate::common::{outputs, refusal, values};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use tallow::attention::Algorithm;
 use tallow::data::{TokenFormat, Tokens};
 use tallow::hf::Tokenizer;
 use tallow::model::{GenerateConfig, TransformerConfig};
@@ -63,16 +62,8 @@ fn token_format(name: &str) -> std::result::Result<TokenFormat, &'static str> {
 #[derive(Args)]
 #[command(next_help_heading = "Data and model")]
 pub struct ModelFlags {
-    /// tiny to 10b [default: width 128, 4 layers, 4 heads]
-    #[arg(long, value_name = "NAME")]
-    pub size: Option<String>,
-
     #[command(flatten)]
-    sizes: SizeFlags,
-
-    /// naive or flash
-    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
-    pub attention: Algorithm,
+    pub trained: TrainedModelFlags,
 
     /// Probability of dropout [default: 0, or the family's]
     #[arg(long, hide_short_help = true, value_name = "P", value_parser = values::from_0)]
@@ -81,10 +72,6 @@ pub struct ModelFlags {
     /// none, block, every-N or sqrt
     #[arg(long, default_value_t = Checkpointing::None, value_name = "NAME")]
     pub activation_checkpointing: Checkpointing,
-
-    /// Tokens in a window
-    #[arg(long, value_name = "T", alias = "sequence-length", default_value_t = 64, value_parser = values::count())]
-    pub context_length: usize,
 }
 
 #[derive(Args)]
@@ -314,17 +301,13 @@ impl Vocabulary {
 
 impl ModelFlags {
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        self.applied(TransformerConfig {
-            vocab_size,
-            context_length: self.context_length,
-            ..self.sizes.trained(self.size.as_deref())?
-        })
+        self.applied(self.trained.config(vocab_size)?)
     }
 
     /// Returns `base` with the flags that hold for every model.
     pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
         let config = TransformerConfig {
-            attention: self.attention,
+            attention: self.trained.attention,
             checkpointing: self.activation_checkpointing,
             dropout: self.dropout.map_or(base.dropout, DropoutRates::all),
             ..base
