@@ -1,4 +1,4 @@
-//! Sentences that refer to rows by name.
+//! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -23,6 +23,22 @@ pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
              machine would"
         ),
     }
+}
+
+/// Groups items with the same `key`, in the order in which the keys first occur.
+pub fn grouped<T, K: PartialEq>(
+    items: impl IntoIterator<Item = T>,
+    key: impl Fn(&T) -> K,
+) -> Vec<(K, Vec<T>)> {
+    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
+    for item in items {
+        let own = key(&item);
+        match groups.iter_mut().find(|(key, _)| *key == own) {
+            Some((_, group)) => group.push(item),
+            None => groups.push((own, vec![item])),
+        }
+    }
+    groups
 }
 
 /// The fields that distinguish rows, each with the prefix of its value in a row's name.

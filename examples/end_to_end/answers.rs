@@ -1,8 +1,8 @@
 //! Answers from the measured times. Functions take plain figures, so that tests can call them with made-up ones.
 
 use super::reasons::{Counted, reasons};
-use super::table::{By, Compared, Comparison, Row, grouped};
-use super::words::{self, names};
+use super::table::{By, Compared, Comparison, Row};
+use super::words::{self, grouped, names};
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib};
@@ -247,10 +247,10 @@ impl Comparison<'_> {
 
 /// Describes the speed-up of each phase: with its times for one configuration, as mean and extremes for several.
 pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
-    let phases = grouped(all, |pair| pair.phase.as_str());
-    let sentences = phases.into_iter().filter_map(|pairs| {
-        let (phase, own) = (&pairs[0].phase, pairs.into_iter());
-        let own: Vec<(&Pair, Speedup)> = own.filter_map(|pair| Some((pair, pair.speedup?))).collect();
+    let phases = grouped(all, |pair| &pair.phase);
+    let sentences = phases.into_iter().filter_map(|(phase, pairs)| {
+        let own = pairs.into_iter().filter_map(|pair| Some((pair, pair.speedup?)));
+        let own: Vec<(&Pair, Speedup)> = own.collect();
         if let [(pair, speedup)] = own[..] {
             let unclear = if speedup.is_clear() { "" } else { "unclear, " };
             let [new, old] = [pair.after_ms, pair.before_ms].map(words::ms);
@@ -297,9 +297,8 @@ fn trends(all: &[Comparison], before: &str, after: &str) -> Option<String> {
     };
     let whole = all.iter().filter(|own| own.first().is_whole_step());
     let mut groups = grouped(whole, |own| group(own));
-    groups.sort_by_key(|own| group(own[0]));
-    let sentences = groups.into_iter().filter_map(|own| {
-        let name = group(own[0]);
+    groups.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let sentences = groups.into_iter().filter_map(|(name, own)| {
         let points = own.into_iter().filter_map(|own| {
             let parameters = own.first().parameters as f64;
             Some((parameters, own.speedup(before, after)?))

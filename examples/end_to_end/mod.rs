@@ -11,20 +11,21 @@ mod warmup;
 use crate::common::models::{Model, describe};
 use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, Run};
-use crate::common::{self, Common, Effects, Output, Sweep, stdout, values, words};
+use crate::common::{self, Common, Effects, Output, Sweep, values, words};
 use answers::{measured, of_runs, of_values};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::{Command, Parser, ValueEnum};
 use configuration::Configuration;
 use reasons::Counted;
 use std::process::ExitCode;
-use table::{By, Compared, Row, grouped};
-use tallow::bench::{EndToEnd, EndToEndRow, Execution, alternate};
+use table::{By, Compared, Row};
+use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::precision::Precision;
-use tallow::report::{Answer, Fields, Format, Report, counted, list_in_note};
+use tallow::report::{Answer, Fields, Report, counted, list_in_note};
 use tallow::{Result, hardware};
+use words::grouped;
 
 /// The flags of the three programs.
 #[derive(Parser)]
@@ -51,7 +52,7 @@ pub struct Flags {
     rounds: usize,
 
     /// Run each configuration in a new process
-    #[arg(long, conflicts_with = "per_step", help_heading = "Run")]
+    #[arg(long, help_heading = "Run")]
     isolate: bool,
 
     /// The number of the run of such a process
@@ -76,10 +77,6 @@ pub struct Flags {
         help_heading = "Output"
     )]
     view: View,
-
-    /// Print the time of each step
-    #[arg(long, help_heading = "Output")]
-    per_step: bool,
 
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
@@ -185,7 +182,12 @@ impl Flags {
         let mut sweep = Sweep::new(groups.len())?;
         let (mut rows, mut counted): (Vec<Row>, Vec<(Row, Counted)>) = Default::default();
         for group in &groups {
-            if !sweep.begins(title(&runs[group[0]])) {
+            let first = &runs[group[0]];
+            if !sweep.begins(format_args!(
+                "{}, warm-up {}",
+                first.title(),
+                first.run.warmup_steps
+            )) {
                 break;
             }
             let measured = match self.isolate {
@@ -193,7 +195,10 @@ impl Flags {
                     .iter()
                     .map(|&i| isolated::run(i))
                     .collect::<Result<_>>()?,
-                false => self.measure(&runs, group, &device)?,
+                false => {
+                    let own: Vec<_> = group.iter().map(|&i| runs[i].run.clone()).collect();
+                    alternate(&own, self.rounds, &device, |_, _, _| ())?
+                }
             };
             for (&i, own) in group.iter().zip(measured) {
                 let named = own.into_iter().map(|row| Row {
@@ -246,27 +251,6 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// Measures compared runs in turns.
-    fn measure(
-        &self,
-        runs: &[Run],
-        group: &[usize],
-        device: &Device,
-    ) -> Result<Vec<Vec<EndToEndRow>>> {
-        let own: Vec<EndToEnd> = group.iter().map(|&i| runs[i].run.clone()).collect();
-        let mut shown = None;
-        alternate(&own, self.rounds, device, |i, step, ms| {
-            if !self.per_step {
-                return;
-            }
-            if shown != Some(i) {
-                self.per_step_line(&title(&runs[group[i]]));
-                shown = Some(i);
-            }
-            self.per_step_line(&format!("    {step}: {ms:.2} ms"));
-        })
-    }
-
     fn is_about_warmup(&self) -> bool {
         self.isolate || self.warmup_steps.len() > 1
     }
@@ -290,18 +274,12 @@ impl Flags {
     }
 
     fn compared(&self, runs: &[Run]) -> Compared {
-        let (mut executions, mut precisions) = (Vec::new(), Vec::new());
-        for Run { run, .. } in runs {
-            let labels = [
-                (run.execution.name(), &mut executions),
-                (run.precision.name(), &mut precisions),
-            ];
-            for (name, names) in labels {
-                if !names.contains(&name) {
-                    names.push(name);
-                }
-            }
-        }
+        let distinct = |name: fn(&EndToEnd) -> &'static str| {
+            let groups = grouped(runs, |run| name(&run.run)).into_iter();
+            groups.map(|(name, _)| name).collect()
+        };
+        let executions = distinct(|run| run.execution.name());
+        let precisions = distinct(|run| run.precision.name());
         Compared::new(executions, precisions, self.view == View::Phases)
     }
 
@@ -421,33 +399,17 @@ impl Flags {
             .insert("FLOPs", flops::FORMULA);
         fields
     }
-
-    /// Prints a line to stdout with the text report. In other formats it goes to stderr: stdout holds only the
-    /// document.
-    fn per_step_line(&self, line: &str) {
-        if self.output.format != Format::Text {
-            return common::say_aside(line);
-        }
-        let written = stdout::or_files(stdout::line(line), self.output.output.is_some());
-        if let Err(error) = written {
-            common::end(&error);
-        }
-    }
 }
 
 /// Groups the indices of runs that differ only in the compared label.
 fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
-    grouped(0..runs.len(), |i| {
+    let groups = grouped(0..runs.len(), |i| {
         let mut labels = runs[*i].labels();
         match compared.by {
             By::Execution => labels.execution = Execution::Eager,
             By::Precision => labels.precision = Precision::F32,
         }
         (labels, runs[*i].run.warmup_steps)
-    })
-}
-
-/// Returns a run's name for progress messages and above its steps.
-fn title(run: &Run) -> String {
-    format!("{}, warm-up {}", run.title(), run.run.warmup_steps)
+    });
+    groups.into_iter().map(|(_, group)| group).collect()
 }

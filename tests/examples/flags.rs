@@ -26,6 +26,7 @@ const END_TO_END: &[&str] = &[
     "config",
     "mode",
     "rounds",
+    "isolate",
     "warmup-steps",
     "steps",
     "view",
@@ -57,8 +58,6 @@ const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
         ],
     ),
     ("optimizer-in-backward", &["--optimizer-in-backward"]),
-    ("per-step", &["--isolate --per-step"]),
-    ("isolate", &["--per-step --isolate"]),
 ];
 
 const CASES: &[Case] = &[
@@ -123,8 +122,6 @@ const CASES: &[Case] = &[
                 "optimizer-in-backward",
                 &["--mode forward --optimizer-in-backward"],
             ),
-            ("per-step", &["--isolate --per-step"]),
-            ("isolate", &["--per-step --isolate"]),
         ],
     },
     Case {
@@ -300,7 +297,7 @@ const CASES: &[Case] = &[
         always: &[
             OUTPUT,
             COMMON,
-            PRECISION,
+            &["precision", "autocast"],
             &["data", "plot", "size", "d-model", "d-ff", "num-layers"],
             &["num-heads", "attention", "context-length", "batch-size"],
             &["steps", "lr"],
@@ -355,7 +352,7 @@ const CASES: &[Case] = &[
         name: "train",
         always: &[
             &["precision", "autocast", "optimizer-in-backward"],
-            &["tf32", "seed", "nvtx", "strict", "gpus", "compile"],
+            &["tf32", "seed", "nvtx", "strict", "gpus"],
             &["validation-fraction", "attention", "dropout", "family"],
             &[
                 "activation-checkpointing",
