@@ -31,7 +31,7 @@ use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{
-    self, Cost, Grouping, NodeCost, Profiler, Selection, node_costs, node_table,
+    self, Cost, Grouping, NodeCost, ProfileReport, Profiler, Selection, node_costs, node_table,
 };
 use tallow::report::{Fields, Report, format_mib, group_digits, save_document};
 use tallow::{Error, Result, no_grad};
@@ -131,7 +131,7 @@ impl Flags {
         let device = self.common.device()?;
         let traced = self.traced(&device)?;
         self.output
-            .check_columns([ops::columns(), nodes(&traced).columns])?;
+            .check_columns([ProfileReport::columns(), node_table(&traced).columns])?;
         if let Some(path) = &self.graph {
             return save_document(traced.to_dot().as_bytes(), path);
         }
@@ -139,7 +139,7 @@ impl Flags {
             return stdout::line(traced);
         }
         if self.nodes {
-            return self.output.publish(&nodes(&traced));
+            return self.output.publish(&node_table(&traced));
         }
         let estimate = memory::estimate_graph(&traced, Mode::TrainStep)?;
         self.check_memory(&estimate, &device)?;
@@ -153,7 +153,7 @@ impl Flags {
         let report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&model, &traced, &estimate, &losses, right),
-            columns: ops::columns(),
+            columns: ProfileReport::columns(),
             rows: summary.fields(),
             lines,
             notes: inside.into_iter().chain(without_kernels).collect(),
@@ -194,7 +194,7 @@ impl Flags {
         &self,
         model: &Gpt2,
         device: &Device,
-    ) -> Result<(profile::ProfileReport, Vec<f32>, Option<String>)> {
+    ) -> Result<(ProfileReport, Vec<f32>, Option<String>)> {
         let config = AdamWConfig {
             lr: 1e-2,
             ..Default::default()
@@ -225,8 +225,7 @@ impl Flags {
             Some((profiler, note)) => (profiler.finish()?, note),
             None => return Err(candle_core::Error::msg("no step was profiled").into()),
         };
-        let summary =
-            profile::ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
+        let summary = ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
         Ok((summary, losses, note))
     }
 
@@ -290,21 +289,6 @@ impl Flags {
         fields.insert("next tokens predicted", format!("{:.1}%", 100.0 * right));
         fields
     }
-}
-
-/// Returns the trace as a table. Paths end in the op; in narrow output, columns of sizes and bytes are left out first.
-fn nodes(traced: &Graph) -> Report {
-    let mut table = node_table(traced);
-    for column in &mut table.columns {
-        column.minor = match column.key.as_str() {
-            "output" | "kept_bytes" => 1,
-            "inputs" => 2,
-            "forward_bytes" | "backward_bytes" => 3,
-            "op" => 4,
-            _ => 0,
-        };
-    }
-    table
 }
 
 /// Starts a profiler. If GPU kernels cannot be recorded, it waits for the GPU at each op, and a note gives the reason.

@@ -231,13 +231,5 @@ fn columns() -> Vec<Column> {
 
 /// Returns the columns of the table of terms.
 fn terms() -> Vec<Column> {
-    vec![
-        Column::text("run", "Run"),
-        Column::text("holds", "Holds"),
-        Column::text("what", "What"),
-        Column::count("count", "Count").minor(2),
-        Column::text("formula", "Elements of each").minor(1),
-        Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
-        Column::mib("bytes", "Memory"),
-    ]
+    [vec![Column::text("run", "Run")], MemoryBreakdown::columns()].concat()
 }

@@ -108,7 +108,8 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
-        let tables = [summary_columns(true), ops::columns(), ops::kernel_columns()];
+        let details = [ProfileReport::columns(), ProfileReport::kernel_columns()];
+        let tables = [summary_columns(true)].into_iter().chain(details);
         self.output.check_columns(tables)?;
         let device = self.common.device()?;
         if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
@@ -233,10 +234,7 @@ impl Flags {
         let (lines, inside) = ops::lines(&shortened(&summary));
         report.details.push(Report {
             title: run.title(),
-            columns: match summary.rows.iter().any(|row| row.launches.is_some()) {
-                true => ops::kernel_columns(),
-                false => ops::columns(),
-            },
+            columns: summary.table().columns,
             lines,
             notes: inside.into_iter().collect(),
             ..Default::default()
