@@ -22,6 +22,7 @@ use common::{Common, Effects, Output, ops, stdout, values};
 use gpt2::{Gpt2, Gpt2Config};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
@@ -33,7 +34,7 @@ use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{
     self, Cost, Grouping, NodeCost, ProfileReport, Profiler, Selection, node_costs, node_table,
 };
-use tallow::report::{Fields, Report, format_mib, group_digits, save_document};
+use tallow::report::{Fields, Report, format_mib, group_digits};
 use tallow::{Error, Result, no_grad};
 
 /// The number of steps before the profiler starts.
@@ -133,7 +134,7 @@ impl Flags {
         self.output
             .check_columns([ProfileReport::columns(), node_table(&traced).columns])?;
         if let Some(path) = &self.graph {
-            return save_document(traced.to_dot().as_bytes(), path);
+            return fs::write(path, traced.to_dot()).map_err(|e| Error::io("write", path, e));
         }
         if self.trace {
             return stdout::line(traced);
@@ -142,7 +143,8 @@ impl Flags {
             return self.output.publish(&node_table(&traced));
         }
         let estimate = memory::estimate_graph(&traced, Mode::TrainStep)?;
-        self.check_memory(&estimate, &device)?;
+        let available_bytes = tallow::hardware::available_bytes_on(&device);
+        common::memory::check("a training step", estimate.peak_bytes, available_bytes)?;
         let model = Gpt2::new(
             self.config(),
             nn::seeded(self.common.seed, DType::F32, &device),
@@ -173,19 +175,6 @@ impl Flags {
             false => Target::Cpu,
         };
         graph::trace(target, || model.loss(&tokens, &targets))
-    }
-
-    /// Refuses an eager step that needs more memory than is available.
-    fn check_memory(&self, estimate: &Estimate, device: &Device) -> Result<()> {
-        let wanted_bytes = estimate.peak_bytes;
-        match tallow::hardware::available_bytes_on(device) {
-            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-                what: "a training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-            _ => Ok(()),
-        }
     }
 
     /// Trains on batches in which each token determines the next. Returns the steps' profile, their losses, and a note

@@ -189,13 +189,10 @@ impl Flags {
         let [train, validation] = [train, validation].map(|all| group_digits(all.len() as u64));
         let path = self.data.display();
         let data = format!("{train} to train, {validation} to evaluate (bytes of {path})");
-        let sizes = format!(
-            "d_model {}, d_ff {}, layers {}, heads {}, context {}",
-            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
-        );
         Fields::from_iter([
             ("data", data),
-            ("model", sizes),
+            ("model", common::models::sizes(config)),
+            ("context length", config.context_length.to_string()),
             ("attention", config.attention.name().into()),
             ("batch size", self.batch_size.to_string()),
             ("steps", self.steps.to_string()),

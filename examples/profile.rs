@@ -24,7 +24,7 @@ use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use tallow::bench::{EndToEnd, Step};
+use tallow::bench::{EndToEnd, Status, Step};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::profile::{Grouping, ProfileReport, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
@@ -150,9 +150,7 @@ impl Flags {
                 break;
             }
             let stopwatch = run.run.run(&device, |_, _| ())?;
-            let stopwatch = stopwatch.iter().map(|row| row.fields());
-            let stopwatch = stopwatch.collect::<Result<Vec<Fields>>>()?;
-            if stopwatch[0].get("status") == Some(&"ok".into()) {
+            if stopwatch[0].status == Status::Ok {
                 let recording = self.record(run, &device)?;
                 kept = kept.and(self.save_pictures(run, &recording, runs.len()));
                 let profiled = Profiled {
@@ -161,9 +159,9 @@ impl Flags {
                 };
                 answers.push((run, self.add(&mut report, run, &profiled)?));
             } else {
-                let keys = ["estimate_bytes", "available_bytes"].into_iter();
-                let bytes = keys.map(|key| (key, stopwatch[0].get(key).cloned()));
-                let row = labelled(run, "OOM", bytes.collect());
+                let mut row = labelled(run, "OOM", Fields::new());
+                row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
+                    .insert("available_bytes", stopwatch[0].available_bytes);
                 report.lines.push(row.clone());
                 report.rows.push(row);
             }

@@ -39,6 +39,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
@@ -48,7 +49,6 @@ use tallow::nn::{self, Layer};
 use tallow::optim::{AdamWConfig, Moments};
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-use tallow::{Error, Result};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -103,7 +103,7 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             // clap lets `requires` pass where what is required conflicts with a flag that is given, as --tokens does.
-            .only("with --tokens", &["vocab-size", "token-format"], |flags| {
+            .only("with --tokens", &["vocab-size"], |flags| {
                 flags.data.tokens.is_some()
             })
             .only(
@@ -390,14 +390,7 @@ impl Flags {
             let (plan, _) = Step::plan_for_model(device, model, &step, batch)?;
             wanted_bytes = plan.with_moments(config.optimizer.moments).total_bytes();
         }
-        match wanted_bytes <= available_bytes {
-            true => Ok(()),
-            false => Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-        }
+        common::memory::check("the training step", wanted_bytes, Some(available_bytes))
     }
 }
 

@@ -109,30 +109,19 @@ impl Named<'_> {
 impl Details {
     /// Adds the memory of a recorded run.
     pub fn add(&mut self, run: &Named, profile: &MemoryProfile) {
-        let recording = &profile.recording;
+        let (recording, estimate) = (&profile.recording, &profile.estimate);
         let at_peak = recording.bytes_by_kind_at(recording.peak_event());
-        let phases = recording.phase_report().rows;
-        let phase = |name: &str, kind: &str| {
-            let mut phases = phases.iter();
-            let row = phases.find(|row| row.get("phase") == Some(&name.into()))?;
-            let bytes = row.get(&format!("{}_bytes", kind.replace(' ', "_")));
-            Some(bytes.and_then(|bytes| bytes.as_u64()).unwrap_or(0))
-        };
-        let kind = |holds: &'static str, measured: u64, predicted: u64| -> Kind {
+        let phases = ["forward", "backward", "optimizer"].map(|name| {
+            let phase = recording.phases().iter().find(|phase| phase.name == name)?;
+            let held = recording.bytes_by_kind_at(recording.peak_event_in(phase));
+            Some((recording.peak_bytes_in(phase), held))
+        });
+        let all = MemoryKind::ALL.map(|own| {
             let [forward, backward, optimizer] =
-                ["forward", "backward", "optimizer"].map(|name| phase(name, holds));
-            let bytes = [
-                forward,
-                backward,
-                optimizer,
-                Some(measured),
-                Some(predicted),
-            ];
-            (holds, bytes)
-        };
-        let breakdown = &profile.estimate.breakdown;
-        let all = MemoryKind::ALL
-            .map(|own| kind(own.name(), at_peak.bytes_of(own), breakdown.bytes_of(own)));
+                [0, 1, 2].map(|i| Some(phases[i].as_ref()?.1.bytes_of(own)));
+            let both = [at_peak.bytes_of(own), estimate.breakdown.bytes_of(own)].map(Some);
+            (own.name(), [forward, backward, optimizer, both[0], both[1]])
+        });
         let is_shown = |(holds, bytes): &Kind| {
             let most = bytes.iter().flatten().max();
             *holds != MemoryKind::Other.name() && most > Some(&(profile.peak_bytes / 100))
@@ -142,7 +131,9 @@ impl Details {
             let both = std::array::from_fn(|i| a[i].zip(b[i]).map(|(a, b)| a + b));
             (name, both)
         });
-        let sum = kind("peak", profile.peak_bytes, profile.estimate.peak_bytes);
+        let [forward, backward, optimizer] = [0, 1, 2].map(|i| Some(phases[i].as_ref()?.0));
+        let both = [profile.peak_bytes, estimate.peak_bytes].map(Some);
+        let sum = ("peak", [forward, backward, optimizer, both[0], both[1]]);
         let kinds = shown.into_iter().chain(other).chain([sum]);
         self.kinds.extend(kinds.map(|kind| run.row(kind_row(kind))));
         let largest = recording.largest_report(LARGEST);

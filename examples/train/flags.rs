@@ -7,7 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use tallow::data::{TokenFormat, Tokens};
+use tallow::data::Tokens;
 use tallow::hf::Tokenizer;
 use tallow::model::{GenerateConfig, TransformerConfig};
 use tallow::nn::{Checkpointing, DropoutRates};
@@ -41,22 +41,9 @@ pub struct DataFlags {
     #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
-    /// raw-u16 (no header), headered-u16 or headered-u32 [default: by the file's magic number]
-    #[arg(long, hide_short_help = true, value_name = "NAME", requires = "tokens", value_parser = token_format)]
-    pub token_format: Option<TokenFormat>,
-
     /// Fraction at the data's end for validation
     #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
-}
-
-fn token_format(name: &str) -> std::result::Result<TokenFormat, &'static str> {
-    match name {
-        "raw-u16" => Ok(TokenFormat::RawU16),
-        "headered-u16" => Ok(TokenFormat::HeaderedU16),
-        "headered-u32" => Ok(TokenFormat::HeaderedU32),
-        _ => Err("must be raw-u16, headered-u16 or headered-u32"),
-    }
 }
 
 #[derive(Args)]
@@ -238,10 +225,7 @@ impl DataFlags {
                 _ => Ok(bytes),
             };
         };
-        let tokens = match self.token_format {
-            Some(format) => Tokens::open_as(path, format, vocab_size)?,
-            None => Tokens::open(path, vocab_size)?,
-        };
+        let tokens = Tokens::open(path, vocab_size)?;
         tokens.validate()?; // now, not when a batch meets a bad id
         Ok(tokens)
     }

@@ -393,13 +393,6 @@ const CASES: &[Case] = &[
                 &["--vocab-size 9", "--data DATA --vocab-size 9"],
             ),
             (
-                "token-format",
-                &[
-                    "--token-format raw-u16",
-                    "--data DATA --token-format raw-u16",
-                ],
-            ),
-            (
                 "schedule-steps",
                 &["--schedule constant --schedule-steps 9"],
             ),
@@ -562,10 +555,7 @@ fn a_flag_with_effect_is_taken() {
             "columns",
         ),
         ("toy_model_dtypes --seed 3 --columns x", "columns"),
-        (
-            "train --vocab-size 9 --token-format raw-u16 --tokens missing.bin",
-            "missing.bin",
-        ),
+        ("train --vocab-size 9 --tokens missing.bin", "missing.bin"),
         ("train --family missing --random-weights", "missing"),
     ] {
         assert_refused(line, &run(example(line)), 1, words);
