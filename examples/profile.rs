@@ -65,7 +65,7 @@ struct Flags {
     by: Option<Grouping>,
 
     /// Only ops of forward, backward or optimizer
-    #[arg(long, value_parser = ["forward", "backward", "optimizer"], hide_possible_values = true, value_name = "NAME", help_heading = "Output")]
+    #[arg(long, value_parser = ["forward", "backward", "optimizer"], value_name = "NAME", help_heading = "Output")]
     phase: Option<String>,
 
     /// Write a trace for ui.perfetto.dev; one file a run

@@ -1,7 +1,7 @@
 //! Answers to the handout's questions on attention, from the figures.
 
 use super::measured::{BOTH, Measured, NAIVE};
-use super::words::grouped;
+use super::words::{UNCLEAR, geometric_mean, grouped};
 use tallow::bench::Limit;
 use tallow::memory::{MemoryKind, Term};
 use tallow::report::{Answer, PowerLaw, Speedup, format_mib};
@@ -246,7 +246,7 @@ fn explained(start: &str, parts: &[String]) -> Option<String> {
     let parts = (!parts.is_empty()).then(|| parts.join("; "))?;
     let mut text = format!("Speed-ups, geometric means over the sizes: {start}{parts}.");
     if text.contains("unclear") {
-        text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+        text += UNCLEAR;
     }
     Some(text)
 }
@@ -288,10 +288,4 @@ pub fn mean_speedup(speedups: &[Speedup]) -> String {
         Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
         _ => "unclear".into(),
     }
-}
-
-/// Returns `None` of no ratios.
-fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
-    let logs: Vec<f64> = ratios.map(f64::ln).collect();
-    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
 }

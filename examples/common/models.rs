@@ -14,7 +14,7 @@ use tallow::report::{Fields, group_digits};
 #[derive(Args, Clone, Debug)]
 pub struct ModelFlags {
     /// Sizes and context of CS336's handout, 2025 or 2026
-    #[arg(long, value_enum, value_name = "YEAR", hide_possible_values = true)]
+    #[arg(long, value_enum, value_name = "YEAR")]
     pub handout: Option<Handout>,
 
     /// tiny, small, medium, large, xl, wide, 2.7b, 10b [default: tiny]

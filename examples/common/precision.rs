@@ -12,13 +12,7 @@ pub struct PrecisionFlags {
     precision: Vec<Precision>,
 
     /// Autocast's lists of ops, cuda or cpu [default: cuda]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_enum,
-        value_name = "NAME",
-        hide_possible_values = true
-    )]
+    #[arg(long, hide_short_help = true, value_enum, value_name = "NAME")]
     autocast: Option<AutocastFlag>,
 
     /// Half precision throughout, parameters too

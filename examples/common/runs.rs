@@ -36,14 +36,13 @@ pub struct GridFlags {
     pub precision: PrecisionFlags,
 
     /// forward, forward-backward, train-step, all
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
     pub mode: Vec<ModeFlag>,
 
     /// adamw, or adamw-bf16 with running means in bf16
     #[arg(
         long,
         value_enum,
-        hide_possible_values = true,
         default_value = "adamw",
         value_name = "NAME",
         help_heading = "Run"
@@ -51,7 +50,7 @@ pub struct GridFlags {
     pub optimizer: OptimizerFlag,
 
     /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
     pub compile: Option<CompileFlag>,
 
     /// Memory that may be used [default: what is available]

@@ -25,6 +25,16 @@ pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     }
 }
 
+/// Follows speed-ups of which one is called unclear.
+pub const UNCLEAR: &str =
+    " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+
+/// Returns the geometric mean; `None` of no ratios.
+pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
+    let logs: Vec<f64> = ratios.map(f64::ln).collect();
+    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+}
+
 /// Groups items with the same `key`, in the order in which the keys first occur.
 pub fn grouped<T, K: PartialEq>(
     items: impl IntoIterator<Item = T>,

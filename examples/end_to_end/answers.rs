@@ -2,7 +2,7 @@
 
 use super::reasons::{Counted, reasons};
 use super::table::{By, Compared, Comparison, Row};
-use super::words::{self, grouped, names};
+use super::words::{self, geometric_mean, grouped, names};
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib};
@@ -258,11 +258,10 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
         }
         let mut clear: Vec<_> = own.iter().filter(|(_, s)| s.is_clear()).collect();
         clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
-        let logs: f64 = clear.iter().map(|(_, speedup)| speedup.ratio.ln()).sum();
-        let mean = (logs / clear.len() as f64).exp();
+        let mean = geometric_mean(clear.iter().map(|(_, speedup)| speedup.ratio));
         let count = own.len();
-        match (&clear[..], 2 * clear.len() >= count) {
-            ([(least, low), .., (most, high)], true) => Some(format!(
+        match (&clear[..], mean.filter(|_| 2 * clear.len() >= count)) {
+            ([(least, low), .., (most, high)], Some(mean)) => Some(format!(
                 " {phase}: {mean:.2}x, the geometric mean of {} of {count} configurations, from {low} ({}) to {high} \
                  ({}).",
                 clear.len(),
@@ -278,7 +277,7 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
     });
     let mut text: String = sentences.collect();
     if text.contains("unclear") {
-        text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+        text += words::UNCLEAR;
     }
     let start = format!("Speed-ups of {after} over {before}, as ratios of mean times.");
     (!text.is_empty()).then(|| format!("{start}{text}"))

@@ -71,7 +71,6 @@ pub struct Flags {
     #[arg(
         long,
         value_enum,
-        hide_possible_values = true,
         default_value = "summary",
         value_name = "NAME",
         help_heading = "Output"

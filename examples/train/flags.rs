@@ -81,7 +81,7 @@ pub struct TrainingFlags {
     pub steps: usize,
 
     /// Learning rate: cosine, linear or constant (no warm-up)
-    #[arg(long, hide_short_help = true, value_enum, hide_possible_values = true, value_name = "NAME", default_value_t = ScheduleFlag::Cosine)]
+    #[arg(long, hide_short_help = true, value_enum, value_name = "NAME", default_value_t = ScheduleFlag::Cosine)]
     pub schedule: ScheduleFlag,
 
     /// Step at which the learning rate is at its lowest [default: --steps]
