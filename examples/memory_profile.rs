@@ -12,9 +12,9 @@ mod tables;
 use answers::Row;
 use candle_core::Device;
 use clap::Parser;
-use common::models::{Model, describe};
+use common::models::describe;
 use common::modes::CompileFlag;
-use common::runs::{self, GridFlags};
+use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, labels, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -22,7 +22,7 @@ use tables::{Details, Named, columns, line};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
-use tallow::report::{Answer, Fields, Report, format_mib};
+use tallow::report::{Answer, Fields, Report};
 
 const EXAMPLES: &str = "Examples:
   memory_profile --size 2.7b --mode forward train-step --timeline step.svg
@@ -130,7 +130,13 @@ impl Flags {
         answers::compare_with_f32(&mut rows);
         let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
         let mut answers = answers::answers(&rows, &names);
-        answers.push(self.residual_stream(&models));
+        let tensors = runs.iter().map(|Run { size, run }| {
+            let sides = [run.batch_size, run.sequence_length, run.config.d_model];
+            (format!("{size} "), sides)
+        });
+        let mut tensors: Vec<_> = tensors.collect();
+        tensors.dedup();
+        answers.push(words::residual_stream(4, &tensors)); // in f32
         let question = "How large are the largest allocations, and where do they come from?";
         let largest = words::listed(&details.largest_words, 6) + ".";
         if !details.largest_words.is_empty() {
@@ -271,25 +277,5 @@ impl Flags {
             common::wrote(&path);
         }
         Ok(())
-    }
-
-    /// Returns the size of one tensor of the residual stream, with its derivation.
-    fn residual_stream(&self, models: &[Model]) -> Answer {
-        let mut sizes = Vec::new();
-        for Model { name, config } in models {
-            for &batch_size in &self.grid.batch_size {
-                for &length in &self.grid.context_length {
-                    let width = config.d_model;
-                    let bytes = 4.0 * batch_size as f64 * length as f64 * width as f64;
-                    let size = format_mib(bytes as u64);
-                    sizes.push(format!(
-                        "{name} {batch_size} x {length} x {width} x 4 = {size}"
-                    ));
-                }
-            }
-        }
-        sizes.truncate(6);
-        let text = format!("B x T x D elements of 4 bytes: {}.", sizes.join("; "));
-        Answer::new("How large is a tensor of the residual stream in f32?", text)
     }
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 use std::collections::BTreeMap;
-use tallow::report::{Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
+use tallow::report::{Answer, Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -157,6 +157,20 @@ pub fn listed(items: &[String], most: usize) -> String {
         0 => shown,
         more => format!("{shown} and {more} more in the table"),
     }
+}
+
+/// Returns the size of a tensor of the residual stream, for each model by name and its B, T and D.
+pub fn residual_stream(element_bytes: usize, tensors: &[(String, [usize; 3])]) -> Answer {
+    let sizes = tensors.iter().map(|(name, [b, t, d])| {
+        let bytes = *b as f64 * *t as f64 * *d as f64 * element_bytes as f64;
+        format!(
+            "{name}{b} x {t} x {d} x {element_bytes} = {}",
+            format_mib(bytes as u64)
+        )
+    });
+    let sizes = listed(&sizes.collect::<Vec<_>>(), 6);
+    let text = format!("B x T x D elements of {element_bytes} bytes: {sizes}.");
+    Answer::new("How large is a tensor of the residual stream?", text)
 }
 
 /// Two peaks of a configuration, in bytes: its name, the peak of the reference, and the compared peak.

@@ -23,7 +23,7 @@ use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::precision::Precision;
-use tallow::report::{Answer, Fields, Report, counted, list_in_note};
+use tallow::report::{Fields, Report, counted, list_in_note};
 use tallow::{Result, hardware};
 use words::grouped;
 
@@ -241,7 +241,12 @@ impl Flags {
             ..counted
         });
         let counted: Vec<Counted> = counted.collect();
-        report.answers = self.answers(&measured(&rows, &compared));
+        let measured = measured(&rows, &compared);
+        report.answers = of_runs(&measured);
+        if self.is_about_warmup() {
+            let answers = warmup::answers(&measured, self.isolate);
+            report.answers.extend(answers);
+        }
         let of_values = of_values(&comparisons, &compared.values, compared.by, &counted);
         report.answers.extend(of_values);
         if !counted.is_empty() {
@@ -326,15 +331,6 @@ impl Flags {
         }
         notes.extend(words::noisy(fields));
         notes
-    }
-
-    /// Returns the answers about single runs.
-    fn answers(&self, all: &[answers::Measured]) -> Vec<Answer> {
-        let mut answers = of_runs(all);
-        if self.is_about_warmup() {
-            answers.extend(warmup::answers(all, self.isolate));
-        }
-        answers
     }
 
     /// Returns the models, and every combination of the flags' lists.
