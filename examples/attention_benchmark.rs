@@ -46,7 +46,6 @@ struct Flags {
         num_args = 1..,
         value_delimiter = ',',
         default_value = "naive,flash",
-        hide_possible_values = true,
         value_name = "NAME"
     )]
     compare: Vec<Implementation>,

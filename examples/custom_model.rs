@@ -22,6 +22,7 @@ use common::{Common, Effects, Output, ops, stdout, values};
 use gpt2::{Gpt2, Gpt2Config};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::attention::Algorithm;
@@ -31,9 +32,9 @@ use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::profile::{
-    self, Cost, Grouping, NodeCost, Profiler, Selection, node_costs, node_table,
+    self, Cost, Grouping, NodeCost, ProfileReport, Profiler, Selection, node_costs, node_table,
 };
-use tallow::report::{Fields, Report, format_mib, group_digits, save_document};
+use tallow::report::{Fields, Report, format_mib, group_digits};
 use tallow::{Error, Result, no_grad};
 
 /// The number of steps before the profiler starts.
@@ -131,18 +132,19 @@ impl Flags {
         let device = self.common.device()?;
         let traced = self.traced(&device)?;
         self.output
-            .check_columns([ops::columns(), nodes(&traced).columns])?;
+            .check_columns([ProfileReport::columns(), node_table(&traced).columns])?;
         if let Some(path) = &self.graph {
-            return save_document(traced.to_dot().as_bytes(), path);
+            return fs::write(path, traced.to_dot()).map_err(|e| Error::io("write", path, e));
         }
         if self.trace {
             return stdout::line(traced);
         }
         if self.nodes {
-            return self.output.publish(&nodes(&traced));
+            return self.output.publish(&node_table(&traced));
         }
         let estimate = memory::estimate_graph(&traced, Mode::TrainStep)?;
-        self.check_memory(&estimate, &device)?;
+        let available_bytes = tallow::hardware::available_bytes_on(&device);
+        common::memory::check("a training step", estimate.peak_bytes, available_bytes)?;
         let model = Gpt2::new(
             self.config(),
             nn::seeded(self.common.seed, DType::F32, &device),
@@ -153,7 +155,7 @@ impl Flags {
         let report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&model, &traced, &estimate, &losses, right),
-            columns: ops::columns(),
+            columns: ProfileReport::columns(),
             rows: summary.fields(),
             lines,
             notes: inside.into_iter().chain(without_kernels).collect(),
@@ -175,26 +177,13 @@ impl Flags {
         graph::trace(target, || model.loss(&tokens, &targets))
     }
 
-    /// Refuses an eager step that needs more memory than is available.
-    fn check_memory(&self, estimate: &Estimate, device: &Device) -> Result<()> {
-        let wanted_bytes = estimate.peak_bytes;
-        match tallow::hardware::available_bytes_on(device) {
-            Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
-                what: "a training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-            _ => Ok(()),
-        }
-    }
-
     /// Trains on batches in which each token determines the next. Returns the steps' profile, their losses, and a note
     /// if a GPU's kernels cannot be recorded.
     fn train(
         &self,
         model: &Gpt2,
         device: &Device,
-    ) -> Result<(profile::ProfileReport, Vec<f32>, Option<String>)> {
+    ) -> Result<(ProfileReport, Vec<f32>, Option<String>)> {
         let config = AdamWConfig {
             lr: 1e-2,
             ..Default::default()
@@ -225,8 +214,7 @@ impl Flags {
             Some((profiler, note)) => (profiler.finish()?, note),
             None => return Err(candle_core::Error::msg("no step was profiled").into()),
         };
-        let summary =
-            profile::ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
+        let summary = ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
         Ok((summary, losses, note))
     }
 
@@ -290,21 +278,6 @@ impl Flags {
         fields.insert("next tokens predicted", format!("{:.1}%", 100.0 * right));
         fields
     }
-}
-
-/// Returns the trace as a table. Paths end in the op; in narrow output, columns of sizes and bytes are left out first.
-fn nodes(traced: &Graph) -> Report {
-    let mut table = node_table(traced);
-    for column in &mut table.columns {
-        column.minor = match column.key.as_str() {
-            "output" | "kept_bytes" => 1,
-            "inputs" => 2,
-            "forward_bytes" | "backward_bytes" => 3,
-            "op" => 4,
-            _ => 0,
-        };
-    }
-    table
 }
 
 /// Starts a profiler. If GPU kernels cannot be recorded, it waits for the GPU at each op, and a note gives the reason.

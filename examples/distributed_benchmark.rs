@@ -61,7 +61,7 @@ use tallow::{Error, Result};
 struct Flags {
     /// collectives, steps, memory, paper, accounting; several
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["collectives", "steps"],
-          value_name = "PART", hide_possible_values = true)]
+          value_name = "PART")]
     part: Vec<Part>,
 
     /// Ranks as threads, on the CPU [default: 2]

@@ -1,15 +1,5 @@
-//! Times a transformer's forward, backward and optimizer, by preset or by sizes, with throughput and memory.
-//!
-//! ```text
-//! cargo run --example e2e_benchmark
-//! cargo run --example e2e_benchmark -- --size small medium --context-length 128 256
-//! cargo run --example e2e_benchmark -- --size small --mode train-step --warmup-steps 0,1,2,5 --isolate
-//! cargo run --example e2e_benchmark -- --size small --context-length 512 1024 --attention naive flash
-//! cargo run --example e2e_benchmark -- --size small --precision f32 bf16
-//! cargo run --example e2e_benchmark -- --size small --compile
-//! cargo run --example e2e_benchmark -- --size small --mode train-step --compile=only --memory-budget-gib 1.2
-//! cargo run --example e2e_benchmark -- --size small --mode train-step --checkpoint none block every-3 sqrt
-//! ```
+//! Times a transformer's forward, backward and optimizer, by preset or by sizes, with throughput and memory. `--help`
+//! lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 

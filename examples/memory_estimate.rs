@@ -17,11 +17,13 @@ use candle_core::Device;
 use clap::Parser;
 use common::labels::label_columns;
 use common::models::describe;
-use common::modes::{OptimizerFlag, is_any, not_planned};
+use common::ranks::ExchangeFlags;
 use common::runs::{self, GridFlags, Run};
 use common::{Effects, Output, words};
 use question::Question;
 use std::process::ExitCode;
+use step::StepFlags;
+use tallow::bench::EndToEnd;
 use tallow::compile::Target;
 use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Mode, Workload};
 use tallow::report::{Column, Fields, Report};
@@ -43,23 +45,12 @@ struct Flags {
     #[command(flatten)]
     grid: GridFlags,
 
-    /// adamw, or adamw-bf16 with running means in bf16
-    #[arg(
-        long,
-        value_enum,
-        hide_possible_values = true,
-        default_value = "adamw",
-        value_name = "NAME",
-        help_heading = "Run"
-    )]
-    optimizer: OptimizerFlag,
-
     /// Kernels: cpu, cuda (need not be there), metal:0
     #[arg(long, default_value = "cpu", value_name = "NAME", help_heading = "Run")]
     device: String,
 
     #[command(flatten)]
-    step: step::StepFlags,
+    step: StepFlags,
 
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
@@ -76,25 +67,11 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
-            .only("in a training step", &["optimizer"], |flags| {
-                flags.grid.modes().contains(&Mode::TrainStep)
+            .of_grid(|flags| &flags.grid)
+            .only_group::<StepFlags>("with --compile", |flags| flags.grid.compile.is_some())
+            .only_group::<ExchangeFlags>("with a --world-size over 1", |flags| {
+                flags.step.has_ranks()
             })
-            .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies",
-                &["compile"],
-                |flags| {
-                    let (grid, compile) = (&flags.grid, flags.step.compile);
-                    is_any(&grid.precision, compile, &grid.modes(), true)
-                },
-            )
-            .only("with --compile", step::NAMES, |flags| {
-                flags.step.compile.is_some()
-            })
-            .only(
-                "with --compile and a --world-size over 1",
-                &["strategy", "exchange", "bucket-mib", "exchange-bf16"],
-                |flags| flags.step.has_ranks(),
-            )
             .only(
                 "without --memory-budget-gib",
                 &["memory-limit-gib"],
@@ -111,8 +88,7 @@ impl Flags {
             Err(_) if self.device == "cuda" => None,
             Err(error) => return Err(error),
         };
-        let compile = self.step.compile;
-        if compile.is_some() {
+        if self.grid.compile.is_some() {
             step::check(&self.grid.modes())?;
         }
         let models = self.grid.models()?;
@@ -122,7 +98,7 @@ impl Flags {
             configuration.insert("kernels", kernels);
         }
         let precisions = self.grid.precision.precisions()?;
-        let runs = self.grid.runs(&models, &precisions, compile);
+        let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
         let predicted = runs.iter().map(|run| self.predicted(run, device.as_ref()));
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();
@@ -132,7 +108,7 @@ impl Flags {
             configuration,
             columns: columns(),
             rows,
-            notes: not_planned(compile, &precisions).into_iter().collect(),
+            notes: self.grid.not_planned(&precisions).into_iter().collect(),
             ..Default::default()
         };
         let has_backward = |run: &&Run| run.run.mode != Mode::Forward;
@@ -175,7 +151,7 @@ impl Flags {
         let target = device.map_or(Target::Cuda, Target::from);
         let question = Question {
             config: &run.run.config,
-            workload: self.workload(run, device),
+            workload: workload(run, device),
             available_bytes: limit,
             planned: run.is_planned().then_some((&self.step, target)),
         };
@@ -195,18 +171,18 @@ impl Flags {
             ..question
         })
     }
+}
 
-    fn workload(&self, Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
-        Workload {
-            batch_size: run.batch_size,
-            sequence_length: run.sequence_length,
-            mode: run.mode,
-            attention: run.attention,
-            precision: run.precision,
-            checkpointing: run.checkpointing,
-            kernels: device.map_or(Kernels::Cuda, Kernels::of),
-            moments: self.optimizer.moments(0),
-        }
+fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
+    Workload {
+        batch_size: run.batch_size,
+        sequence_length: run.sequence_length,
+        mode: run.mode,
+        attention: run.attention,
+        precision: run.precision,
+        checkpointing: run.checkpointing,
+        kernels: device.map_or(Kernels::Cuda, Kernels::of),
+        moments: run.optimizer.moments,
     }
 }
 
@@ -255,13 +231,5 @@ fn columns() -> Vec<Column> {
 
 /// Returns the columns of the table of terms.
 fn terms() -> Vec<Column> {
-    vec![
-        Column::text("run", "Run"),
-        Column::text("holds", "Holds"),
-        Column::text("what", "What"),
-        Column::count("count", "Count").minor(2),
-        Column::text("formula", "Elements of each").minor(1),
-        Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
-        Column::mib("bytes", "Memory"),
-    ]
+    [vec![Column::text("run", "Run")], MemoryBreakdown::columns()].concat()
 }

@@ -12,17 +12,17 @@ mod tables;
 use answers::Row;
 use candle_core::Device;
 use clap::Parser;
-use common::models::{Model, describe};
-use common::modes::{CompileFlag, is_any, not_planned};
+use common::models::describe;
+use common::modes::CompileFlag;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, labels, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tables::{Details, Named, columns, line};
 use tallow::Result;
-use tallow::bench::{EndToEnd, MemoryProfile, Status};
+use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
-use tallow::report::{Answer, Fields, Report, format_mib};
+use tallow::report::{Answer, Fields, Report};
 
 const EXAMPLES: &str = "Examples:
   memory_profile --size 2.7b --mode forward train-step --timeline step.svg
@@ -37,10 +37,6 @@ const EXAMPLES: &str = "Examples:
 struct Flags {
     #[command(flatten)]
     grid: GridFlags,
-
-    /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
-    compile: Option<CompileFlag>,
 
     /// Steps before the recorded one
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = values::count_from_0(), help_heading = "Run")]
@@ -73,39 +69,30 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             .of_output(|flags| &flags.output)
-            .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies",
-                &["compile"],
-                |flags| flags.is_any(true),
-            )
+            .of_grid(|flags| &flags.grid)
             .only(
                 "where steps run eagerly: without --compile=only",
                 &["snapshot"],
-                |flags| flags.is_any(false),
+                |flags| flags.grid.has_execution(Execution::Eager),
             )
     }
 
-    /// Returns whether any run is planned (`planned`), or any is eager (otherwise).
-    fn is_any(&self, planned: bool) -> bool {
-        let grid = &self.grid;
-        is_any(&grid.precision, self.compile, &grid.modes(), planned)
-    }
-
     fn run(&self) -> Result<()> {
-        if self.compile == Some(CompileFlag::Only) {
+        if self.grid.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();
         }
         self.output.check_with([&self.timeline, &self.snapshot])?;
         let device = self.common.device()?;
         let models = self.grid.models()?;
         let precisions = self.grid.precision.precisions()?;
-        let mut runs = self.grid.runs(&models, &precisions, self.compile);
-        for Run { run, .. } in &mut runs {
-            run.warmup_steps = self.warmup_steps;
-            run.seed = self.common.seed;
-        }
-        let all = runs.iter_mut().map(|run| &mut run.run);
-        self.grid.give_memory(all, &device)?;
+        let base = EndToEnd {
+            warmup_steps: self.warmup_steps,
+            steps: 1,
+            seed: self.common.seed,
+            ..Default::default()
+        };
+        let mut runs = self.grid.runs(&models, &precisions, &base);
+        self.grid.give_memory(&mut runs, &device)?;
         self.output.check_columns([columns(&device)])?;
         let names = runs::names(&runs);
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
@@ -143,13 +130,19 @@ impl Flags {
         answers::compare_with_f32(&mut rows);
         let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
         let mut answers = answers::answers(&rows, &names);
-        answers.push(self.residual_stream(&models));
+        let tensors = runs.iter().map(|Run { size, run }| {
+            let sides = [run.batch_size, run.sequence_length, run.config.d_model];
+            (format!("{size} "), sides)
+        });
+        let mut tensors: Vec<_> = tensors.collect();
+        tensors.dedup();
+        answers.push(words::residual_stream(4, &tensors)); // in f32
         let question = "How large are the largest allocations, and where do they come from?";
         let largest = words::listed(&details.largest_words, 6) + ".";
         if !details.largest_words.is_empty() {
             answers.push(Answer::new(question, largest));
         }
-        notes.extend(not_planned(self.compile, &precisions));
+        notes.extend(self.grid.not_planned(&precisions));
         notes.push(
             "Peak is measured in one step by counting allocations. Predicted follows from sizes alone. OOM needs more \
              memory than is available."
@@ -157,7 +150,7 @@ impl Flags {
         );
         notes.extend(sweep.note());
         let mut configuration = describe(&models);
-        configuration.insert("optimizer", "adamw");
+        configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("recorded blocks", "4096 bytes and more");
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
@@ -284,25 +277,5 @@ impl Flags {
             common::wrote(&path);
         }
         Ok(())
-    }
-
-    /// Returns the size of one tensor of the residual stream, with its derivation.
-    fn residual_stream(&self, models: &[Model]) -> Answer {
-        let mut sizes = Vec::new();
-        for Model { name, config } in models {
-            for &batch_size in &self.grid.batch_size {
-                for &length in &self.grid.context_length {
-                    let width = config.d_model;
-                    let bytes = 4.0 * batch_size as f64 * length as f64 * width as f64;
-                    let size = format_mib(bytes as u64);
-                    sizes.push(format!(
-                        "{name} {batch_size} x {length} x {width} x 4 = {size}"
-                    ));
-                }
-            }
-        }
-        sizes.truncate(6);
-        let text = format!("B x T x D elements of 4 bytes: {}.", sizes.join("; "));
-        Answer::new("How large is a tensor of the residual stream in f32?", text)
     }
 }

@@ -1,9 +1,4 @@
 //! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
-//!
-//! ```text
-//! cargo run --example precision_curves -- --plot curves.svg
-//! cargo run --example precision_curves -- --data my.txt --precision f32 bf16 --full-half --format markdown
-//! ```
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
 
@@ -11,7 +6,6 @@ mod common;
 #[path = "precision_curves/compared.rs"]
 mod compared;
 
-use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use common::models::TrainedModelFlags;
 use common::precision::PrecisionFlags;
@@ -20,21 +14,15 @@ use compared::{Run, STEPS_A_POINT, percent};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
-use tallow::data::{RandomBatches, SequentialBatches, Tokens};
-use tallow::memory::{self, Kernels, Workload};
+use tallow::Result;
+use tallow::bench::EndToEnd;
+use tallow::data::Tokens;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn;
-use tallow::optim::{
-    AdamW, AdamWConfig, GradScaler, GradScalerConfig, Schedule, clip_grad_norm,
-    clip_grad_norm_checked, decay_matrices_only,
-};
+use tallow::optim::Schedule;
 use tallow::precision::Precision;
 use tallow::report::plot::{Figure, LineChart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
-use tallow::{Error, Result, backward, no_grad};
-
-/// A loss scale at which gradients that overflow are no longer the scale's fault: f16's smallest normal number, 2^-14.
-const SMALLEST_SCALE: f64 = 1.0 / 16384.0;
+use tallow::train::{StepReport, TrainConfig, Trainer};
 
 /// The files of a folder that are read.
 const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
@@ -44,13 +32,15 @@ const VALIDATION_FRACTION: f64 = 0.1;
 
 const EXAMPLES: &str = "Examples:
   precision_curves --plot curves.svg
-  precision_curves --data my.txt --precision f32 bf16 --full-half
+  precision_curves --data my.txt --precision f32 bf16 --autocast cpu
   precision_curves --d-model 256 --num-layers 6 --steps 1000 --format markdown";
 
 /// Trains one model in f32, bf16 and f16, and compares the losses
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("precision", |arg| arg.default_values(["f32", "bf16", "f16"])))]
+#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
+#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     #[command(flatten)]
     model: TrainedModelFlags,
@@ -113,15 +103,14 @@ impl Flags {
             if !sweep.begins(precision) {
                 break;
             }
-            runs.push(self.train(&config, precision, &train, &validation)?);
+            runs.push(self.train(&config, precision, [&train, &validation])?);
         }
         let mut environment = self.common.environment(&self.common.device()?);
         environment.insert("reference ops", common::fallbacks());
         let exact = runs.iter().find(|run| run.precision == "f32");
         let mut notes = vec![
             format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
-            "All runs start from the same weights (rounded with --full-half) and see the same batches."
-                .into(),
+            "All runs start from the same weights and see the same batches.".into(),
         ];
         notes.extend(sweep.note());
         let published = self.output.publish(&Report {
@@ -140,103 +129,58 @@ impl Flags {
         published
     }
 
-    /// Trains eagerly: a planned step has f32 parameters, which not every precision has.
+    /// Refuses what does not fit, trains, and evaluates.
     fn train(
         &self,
         config: &TransformerConfig,
         precision: Precision,
-        train: &Tokens,
-        validation: &Tokens,
+        [train, validation]: [&Tokens; 2],
     ) -> Result<Run> {
         let (device, seed) = (self.common.device()?, self.common.seed);
-        let step = Workload {
+        let step = EndToEnd {
+            config: config.clone(),
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,
             attention: self.model.attention,
             precision,
-            kernels: Kernels::of(&device),
+            available_bytes: tallow::hardware::available_bytes_on(&device),
             ..Default::default()
         };
-        let wanted_bytes = memory::estimate(config, &step)?.peak_bytes;
-        if let Some(available_bytes) = tallow::hardware::available_bytes_on(&device)
-            && wanted_bytes > available_bytes
-        {
-            return Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            });
-        }
-        let vb = nn::seeded(seed, precision.parameter_dtype(), &device);
-        let model = TransformerLM::from_var_builder(config, vb)?;
-        let model = model.with_attention(self.model.attention)?;
-        let parameters = model.parameters();
-        let optimizer = AdamWConfig {
-            betas: (0.9, 0.99),
-            weight_decay: 0.1,
+        step.plan(&device)?;
+        let settings = TrainConfig {
+            batch_size: self.batch_size,
+            sequence_length: self.model.context_length,
+            steps: self.steps,
+            schedule: Schedule::WarmupCosine {
+                max_lr: self.lr,
+                min_lr: self.lr / 10.0,
+                warmup_steps: self.steps / 20,
+                total_steps: self.steps,
+            },
+            attention: Some(self.model.attention),
+            precision,
+            seed,
             ..Default::default()
         };
-        let mut optimizer = AdamW::with_groups(decay_matrices_only(parameters.clone(), optimizer))?;
-        let schedule = Schedule::WarmupCosine {
-            max_lr: self.lr,
-            min_lr: self.lr / 10.0,
-            warmup_steps: self.steps / 20,
-            total_steps: self.steps,
-        };
-        let is_scaled = precision.dtype() == DType::F16;
-        let mut scaler = GradScaler::new(GradScalerConfig {
-            enabled: is_scaled,
-            ..Default::default()
-        })?;
-        let batches = RandomBatches::new(train, self.batch_size, self.model.context_length, seed)?;
-        let held_out =
-            SequentialBatches::new(validation, self.batch_size, self.model.context_length)?;
-        let mut run = Run {
-            precision: precision.name().into(),
-            ..Default::default()
-        };
+        let tokens = self.steps * settings.tokens_per_step();
+        let model = TransformerLM::new(config, seed, &device)?;
+        let mut trainer = Trainer::new(model, settings, train.clone(), validation.clone())?;
+        trainer.plan()?;
         let begun = Instant::now();
-        for step in 0..self.steps {
-            let batch = batches.batch(step as u64, &device)?;
-            let loss = precision.run(|| model.loss(&batch.inputs, &batch.targets))?;
-            run.losses.push(value(&loss)?);
-            let scaled = scaler.scale(&loss)?;
-            drop(loss); // it holds the graph
-            let mut gradients = backward(scaled)?;
-            if is_scaled {
-                scaler.unscale(&mut gradients, &parameters)?;
-                clip_grad_norm(&mut gradients, &parameters, 1.0)?; // an overflow is skipped below
-            } else {
-                clip_grad_norm_checked(&mut gradients, &parameters, 1.0)?;
-            }
-            optimizer.set_learning_rate(schedule.learning_rate(step));
-            let is_stepped = scaler.step(&mut optimizer, &mut gradients)?;
-            if !is_stepped && scaler.loss_scale() <= SMALLEST_SCALE {
-                return Err(not_finite("gradients at every loss scale", step + 1));
-            }
-            scaler.update()?;
-            run.skipped_steps += usize::from(!is_stepped);
-            if (step + 1).is_multiple_of(STEPS_A_POINT) {
-                let (taken, loss) = (step + 1, run.losses[step]);
-                common::progress(format!("{precision}: step {taken}, loss {loss:.4}"));
+        while let Some(StepReport { step, loss, .. }) = trainer.step()? {
+            if step.is_multiple_of(STEPS_A_POINT) {
+                common::progress(format!("{precision}: step {step}, loss {loss:.4}"));
             }
         }
-        run.seconds = begun.elapsed().as_secs_f64();
-        run.tokens = self.steps * self.batch_size * self.model.context_length;
-        run.loss_scale = is_scaled.then(|| scaler.loss_scale());
-        let (mut sum, mut count) = (0.0, 0);
-        for batch in held_out.iter(&device) {
-            let batch = batch?;
-            let targets = batch.num_targets();
-            let loss = no_grad(|| precision.run(|| model.loss(&batch.inputs, &batch.targets)))?;
-            sum += value(&loss)? * targets as f64;
-            count += targets;
-        }
-        run.validation_loss = sum / count as f64;
-        match run.validation_loss.is_finite() {
-            true => Ok(run),
-            false => Err(not_finite("the validation loss", self.steps)),
-        }
+        Ok(Run {
+            precision: precision.name().into(),
+            seconds: begun.elapsed().as_secs_f64(),
+            tokens,
+            validation_loss: trainer.evaluate()?,
+            losses: trainer.history().losses.clone(),
+            skipped_steps: trainer.history().skipped.len(),
+            loss_scale: trainer.loss_scale(),
+        })
     }
 
     fn configuration(
@@ -247,33 +191,15 @@ impl Flags {
         let [train, validation] = [train, validation].map(|all| group_digits(all.len() as u64));
         let path = self.data.display();
         let data = format!("{train} to train, {validation} to evaluate (bytes of {path})");
-        let sizes = format!(
-            "d_model {}, d_ff {}, layers {}, heads {}, context {}",
-            config.d_model, config.d_ff, config.num_layers, config.num_heads, config.context_length
-        );
         Fields::from_iter([
             ("data", data),
-            ("model", sizes),
+            ("model", common::models::sizes(config)),
+            ("context length", config.context_length.to_string()),
             ("attention", self.model.attention.name().into()),
             ("batch size", self.batch_size.to_string()),
             ("steps", self.steps.to_string()),
         ])
     }
-}
-
-/// The error of a run that has diverged.
-fn not_finite(what: &str, step: usize) -> Error {
-    Error::Data {
-        what: format!("{what} in step {step}"),
-        expected: "finite numbers".into(),
-        got: "infinity or NaN".into(),
-        hint: "lower the learning rate".into(),
-    }
-}
-
-fn value(loss: &Tensor) -> Result<f64> {
-    let loss = loss.detach().to_device(&Device::Cpu)?;
-    Ok(loss.to_dtype(DType::F64)?.to_scalar()?)
 }
 
 /// Draws the curves, and their distance from f32's.

@@ -18,14 +18,13 @@ use clap::Parser;
 use common::effects::names_gpu;
 use common::labels::label_columns;
 use common::models::describe;
-use common::modes::{CompileFlag, is_any, not_planned};
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
 use figures::Profiled;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use tallow::bench::Step;
+use tallow::bench::{EndToEnd, Status, Step};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::profile::{Grouping, ProfileReport, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
@@ -53,12 +52,8 @@ struct Flags {
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = values::count(), alias = "iterations", help_heading = "Run")]
     steps: usize,
 
-    /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run", conflicts_with = "reference_ops")]
-    compile: Option<CompileFlag>,
-
     /// Compose ops of candle's own: mask and softmax apart
-    #[arg(long, conflicts_with = "strict", help_heading = "Run")]
+    #[arg(long, conflicts_with_all = ["compile", "strict"], help_heading = "Run")]
     reference_ops: bool,
 
     /// Wait for the GPU at each op and record no kernels
@@ -70,7 +65,7 @@ struct Flags {
     by: Option<Grouping>,
 
     /// Only ops of forward, backward or optimizer
-    #[arg(long, value_parser = ["forward", "backward", "optimizer"], hide_possible_values = true, value_name = "NAME", help_heading = "Output")]
+    #[arg(long, value_parser = ["forward", "backward", "optimizer"], value_name = "NAME", help_heading = "Output")]
     phase: Option<String>,
 
     /// Write a trace for ui.perfetto.dev; one file a run
@@ -108,19 +103,13 @@ impl Flags {
             .only("on a GPU", &["no-kernels"], |flags| {
                 names_gpu(&flags.common)
             })
-            .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies",
-                &["compile"],
-                |flags| {
-                    let grid = &flags.grid;
-                    is_any(&grid.precision, flags.compile, &grid.modes(), true)
-                },
-            )
+            .of_grid(|flags| &flags.grid)
     }
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
-        let tables = [summary_columns(true), ops::columns(), ops::kernel_columns()];
+        let details = [ProfileReport::columns(), ProfileReport::kernel_columns()];
+        let tables = [summary_columns(true)].into_iter().chain(details);
         self.output.check_columns(tables)?;
         let device = self.common.device()?;
         if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
@@ -134,16 +123,16 @@ impl Flags {
         }
         let precisions = self.grid.precision.precisions()?;
         let models = self.grid.models()?;
-        let mut runs = self.grid.runs(&models, &precisions, self.compile);
-        for Run { run, .. } in &mut runs {
-            run.warmup_steps = self.warmup_steps;
-            run.steps = self.steps;
-            run.seed = self.common.seed;
-        }
-        let all = runs.iter_mut().map(|run| &mut run.run);
-        self.grid.give_memory(all, &device)?;
+        let base = EndToEnd {
+            warmup_steps: self.warmup_steps,
+            steps: self.steps,
+            seed: self.common.seed,
+            ..Default::default()
+        };
+        let mut runs = self.grid.runs(&models, &precisions, &base);
+        self.grid.give_memory(&mut runs, &device)?;
         let mut configuration = describe(&models);
-        configuration.insert("optimizer", "adamw");
+        configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("warm-up steps", self.warmup_steps);
         configuration.insert("steps", self.steps);
         configuration.insert("phase", self.phase.clone());
@@ -161,9 +150,7 @@ impl Flags {
                 break;
             }
             let stopwatch = run.run.run(&device, |_, _| ())?;
-            let stopwatch = stopwatch.iter().map(|row| row.fields());
-            let stopwatch = stopwatch.collect::<Result<Vec<Fields>>>()?;
-            if stopwatch[0].get("status") == Some(&"ok".into()) {
+            if stopwatch[0].status == Status::Ok {
                 let recording = self.record(run, &device)?;
                 kept = kept.and(self.save_pictures(run, &recording, runs.len()));
                 let profiled = Profiled {
@@ -172,9 +159,9 @@ impl Flags {
                 };
                 answers.push((run, self.add(&mut report, run, &profiled)?));
             } else {
-                let keys = ["estimate_bytes", "available_bytes"].into_iter();
-                let bytes = keys.map(|key| (key, stopwatch[0].get(key).cloned()));
-                let row = labelled(run, "OOM", bytes.collect());
+                let mut row = labelled(run, "OOM", Fields::new());
+                row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
+                    .insert("available_bytes", stopwatch[0].available_bytes);
                 report.lines.push(row.clone());
                 report.rows.push(row);
             }
@@ -189,7 +176,7 @@ impl Flags {
                     false => Answer::new(format!("{} ({name})", own.question), own.answer),
                 }));
         }
-        report.notes.extend(not_planned(self.compile, &precisions));
+        report.notes.extend(self.grid.not_planned(&precisions));
         report.notes.extend(general_notes(self.reference_ops));
         report.notes.extend(words::out_of_memory(&report.rows));
         report.notes.extend(sweep.note());
@@ -245,10 +232,7 @@ impl Flags {
         let (lines, inside) = ops::lines(&shortened(&summary));
         report.details.push(Report {
             title: run.title(),
-            columns: match summary.rows.iter().any(|row| row.launches.is_some()) {
-                true => ops::kernel_columns(),
-                false => ops::columns(),
-            },
+            columns: summary.table().columns,
             lines,
             notes: inside.into_iter().collect(),
             ..Default::default()

@@ -39,6 +39,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
@@ -48,7 +49,6 @@ use tallow::nn::{self, Layer};
 use tallow::optim::{AdamWConfig, Moments};
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-use tallow::{Error, Result};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -76,9 +76,6 @@ struct Flags {
     ranks: RankFlags,
     #[command(flatten)]
     exchange: ExchangeFlags,
-    /// Accepted; steps are always planned
-    #[arg(long, hide_short_help = true, help_heading = "Training")]
-    compile: bool,
     /// Update each parameter in backward; needs --clip 0
     #[arg(long, hide_short_help = true, help_heading = "Training")]
     optimizer_in_backward: bool,
@@ -106,7 +103,7 @@ impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
             // clap lets `requires` pass where what is required conflicts with a flag that is given, as --tokens does.
-            .only("with --tokens", &["vocab-size", "token-format"], |flags| {
+            .only("with --tokens", &["vocab-size"], |flags| {
                 flags.data.tokens.is_some()
             })
             .only(
@@ -228,7 +225,7 @@ impl Flags {
         let (flags, seed) = (&self.training, self.common.seed);
         let config = TrainConfig {
             batch_size: flags.batch_size,
-            sequence_length: self.model.context_length,
+            sequence_length: self.model.trained.context_length,
             accumulation: flags.accumulation.unwrap_or(world_size),
             steps: flags.steps,
             schedule: flags.schedule(),
@@ -242,7 +239,7 @@ impl Flags {
                 ..Default::default()
             },
             max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
-            attention: Some(self.model.attention),
+            attention: Some(self.model.trained.attention),
             checkpointing: Some(self.model.activation_checkpointing),
             max_grad_value: (flags.clip_value != 0.0).then_some(flags.clip_value),
             precision: flags.precision.precision()?,
@@ -344,7 +341,7 @@ impl Flags {
             .insert("model", common::models::sizes(model))
             .insert("longest context", model.context_length)
             .insert("family", family.map(Family::name))
-            .insert("attention", self.model.attention.name())
+            .insert("attention", self.model.trained.attention.name())
             .insert(
                 "checkpointing",
                 self.model.activation_checkpointing.to_string(),
@@ -373,7 +370,7 @@ impl Flags {
         let device = communicator.device();
         let run = EndToEnd {
             config: model.clone(),
-            attention: self.model.attention,
+            attention: self.model.trained.attention,
             checkpointing: self.model.activation_checkpointing,
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
@@ -392,8 +389,10 @@ impl Flags {
             ..config.step()
         };
         let shape = [config.batch_size, config.sequence_length];
-        let (attention, checkpointing) =
-            (self.model.attention, self.model.activation_checkpointing);
+        let (attention, checkpointing) = (
+            self.model.trained.attention,
+            self.model.activation_checkpointing,
+        );
         let mut wanted_bytes =
             Step::memory_lower_bound(model, attention, checkpointing, &step, shape)?;
         if wanted_bytes <= available_bytes {
@@ -405,14 +404,7 @@ impl Flags {
             let (plan, _) = Step::plan_for_model(device, &model, &step, batch)?;
             wanted_bytes = plan.with_moments(config.optimizer.moments).total_bytes();
         }
-        match wanted_bytes <= available_bytes {
-            true => Ok(()),
-            false => Err(Error::OutOfMemory {
-                what: "the training step".into(),
-                wanted_bytes,
-                available_bytes,
-            }),
-        }
+        common::memory::check("the training step", wanted_bytes, Some(available_bytes))
     }
 }
 

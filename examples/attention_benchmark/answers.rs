@@ -1,6 +1,7 @@
 //! Answers to the handout's questions on attention, from the figures.
 
-use super::measured::{BOTH, Measured, NAIVE, groups};
+use super::measured::{BOTH, Measured, NAIVE};
+use super::words::{UNCLEAR, geometric_mean, grouped};
 use tallow::bench::Limit;
 use tallow::memory::{MemoryKind, Term};
 use tallow::report::{Answer, PowerLaw, Speedup, format_mib};
@@ -45,7 +46,7 @@ pub fn to_account_for(limits: &[(String, Limit)]) -> Option<&(String, Limit)> {
 /// Counts the sizes that did not fit, and names the first that would not.
 pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str) -> String {
     let mut parts = Vec::new();
-    for (name, own) in groups(all, Measured::name) {
+    for (name, own) in grouped(all, |m| m.name()) {
         let out: Vec<_> = own.iter().filter(|m| m.is_oom()).collect();
         if let Some(first) = out.iter().min_by_key(|m| (m.context_length, m.width)) {
             let (count, of, length, width) =
@@ -103,7 +104,7 @@ pub fn saved_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str) 
         None => "not measured".into(),
     };
     let mut laws = String::new();
-    for (name, own) in groups(all.iter().filter(|m| m.status == "ok"), Measured::name) {
+    for (name, own) in grouped(all.iter().filter(|m| m.status == "ok"), |m| m.name()) {
         let width = own.iter().map(|m| m.width).max()?;
         let at = || own.iter().filter(|m| m.width == width);
         let law = |of: fn(&Measured) -> Option<f64>| {
@@ -181,9 +182,9 @@ pub fn eliminated(all: &[Measured]) -> Option<String> {
 pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
     let mut answers = Vec::new();
     let others = all.iter().filter(|m| m.implementation != NAIVE);
-    for (implementation, own) in groups(others, |m| m.implementation.clone()) {
+    for (implementation, own) in grouped(others, |m| m.implementation.clone()) {
         let mut parts = Vec::new();
-        for (name, own) in groups(own, Measured::name) {
+        for (name, own) in grouped(own, |m| m.name()) {
             let pairs = timed(&own, |m| m.baseline(all));
             if pairs.is_empty() {
                 continue;
@@ -216,7 +217,7 @@ pub fn precisions(all: &[Measured]) -> Option<String> {
     let is_first = |m: &Measured| m.precision == *first;
     let rest = |m: &Measured| m.variant.strip_prefix(&m.precision).map(String::from);
     let mut parts = Vec::new();
-    for (name, own) in groups(all.iter().filter(|m| !is_first(m)), Measured::name) {
+    for (name, own) in grouped(all.iter().filter(|m| !is_first(m)), |m| m.name()) {
         let pairs = timed(&own, |m| {
             all.iter().find(|other| {
                 let is_same = other.implementation == m.implementation && other.is_at(m);
@@ -245,7 +246,7 @@ fn explained(start: &str, parts: &[String]) -> Option<String> {
     let parts = (!parts.is_empty()).then(|| parts.join("; "))?;
     let mut text = format!("Speed-ups, geometric means over the sizes: {start}{parts}.");
     if text.contains("unclear") {
-        text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+        text += UNCLEAR;
     }
     Some(text)
 }
@@ -287,10 +288,4 @@ pub fn mean_speedup(speedups: &[Speedup]) -> String {
         Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
         _ => "unclear".into(),
     }
-}
-
-/// Returns `None` of no ratios.
-fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
-    let logs: Vec<f64> = ratios.map(f64::ln).collect();
-    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
 }

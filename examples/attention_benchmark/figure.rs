@@ -1,13 +1,14 @@
 //! Time and memory over T as a picture.
 
-use super::measured::{BOTH, Measured, groups};
+use super::measured::{BOTH, Measured};
+use super::words::grouped;
 use tallow::report::bytes_to_mib;
 use tallow::report::plot::{Figure, LineChart, Series};
 
 /// Draws time of forward and backward, and peak memory where it was measured, over T, double logarithmic. Each
 /// implementation has a colour and each width a dash; crosses mark the sizes that ran out of memory.
 pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Figure {
-    let (names, widths) = (groups(all, Measured::name), groups(all, |m| m.width));
+    let (names, widths) = (grouped(all, |m| m.name()), grouped(all, |m| m.width));
     let chart = |title: &str, y_label: &str, of: fn(&Measured) -> Option<f64>| {
         let mut series = Vec::new();
         for (width, _) in &widths {

@@ -1,6 +1,6 @@
 //! The figures of attention at each size, and the tables of them.
 
-use super::words::speedup_cell;
+use super::words::{grouped, speedup_cell};
 use serde::Deserialize;
 use tallow::report::{Column, Fields, Report, Speedup, Statistics};
 
@@ -117,22 +117,6 @@ pub fn name(implementation: &str, variant: &str) -> String {
     }
 }
 
-/// Groups figures by a key, in the order in which the keys first occur.
-pub fn groups<'m, K: PartialEq>(
-    all: impl IntoIterator<Item = &'m Measured>,
-    key: impl Fn(&Measured) -> K,
-) -> Vec<(K, Vec<&'m Measured>)> {
-    let mut groups: Vec<(K, Vec<&Measured>)> = Vec::new();
-    for own in all {
-        let key = key(own);
-        match groups.iter_mut().find(|(other, _)| *other == key) {
-            Some((_, group)) => group.push(own),
-            None => groups.push((key, vec![own])),
-        }
-    }
-    groups
-}
-
 /// Returns the field of the width and its letter.
 pub fn width(is_layer: bool) -> (&'static str, &'static str) {
     match is_layer {
@@ -196,7 +180,7 @@ pub fn memory_columns() -> Vec<Column> {
 /// Returns a table for each variant, then that of a layer's memory.
 pub fn tables(all: &[Measured], is_layer: bool) -> Vec<Report> {
     let mut tables = Vec::new();
-    for (variant, own) in groups(all, |m| m.variant.clone()) {
+    for (variant, own) in grouped(all, |m| m.variant.clone()) {
         let title = match variant.is_empty() {
             true => String::new(),
             false => format!("Attention, {variant}"),

@@ -87,6 +87,7 @@ impl<F: Parser + 'static> Effects<F> {
             .command
             .max_term_width(100)
             .disable_help_flag(true)
+            .mut_args(|arg| arg.hide_possible_values(true)) // the help text names them
             .arg(help.action(ArgAction::HelpShort))
             .arg(all.action(ArgAction::HelpLong));
         let matches = command.clone().get_matches();

@@ -1,8 +1,8 @@
 //! The memory that an example may use, and preparations if it is hardly more than a run needs.
 
 use candle_core::Device;
-use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
+use tallow::{Error, Result};
 
 /// The largest memory observed in a process in addition to a step: code, threads and data.
 const PROCESS_BYTES: u64 = 64 << 20;
@@ -42,4 +42,16 @@ pub fn available_bytes<'r>(
         kinds.into_iter().try_for_each(|run| run.warm_up(device))?;
     }
     Ok(available())
+}
+
+/// Refuses work that needs more than the available bytes, if these are known.
+pub fn check(what: &str, wanted_bytes: u64, available_bytes: Option<u64>) -> Result<()> {
+    match available_bytes {
+        Some(available_bytes) if wanted_bytes > available_bytes => Err(Error::OutOfMemory {
+            what: what.into(),
+            wanted_bytes,
+            available_bytes,
+        }),
+        _ => Ok(()),
+    }
 }

@@ -194,11 +194,6 @@ pub fn refusal(
     }
 }
 
-/// Ends the program from within a step, where no error can be returned.
-pub fn end(error: &Error) -> ! {
-    std::process::exit(status(error).into())
-}
-
 /// Prints the error and returns its exit code. A closed stdout is no error: its reader has seen enough (`| head`).
 fn status(error: &Error) -> u8 {
     if stdout::is_closed(error) {

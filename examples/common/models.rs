@@ -1,5 +1,6 @@
 //! The flags that select models.
 
+use super::values;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tallow::Result;
@@ -13,7 +14,7 @@ use tallow::report::{Fields, group_digits};
 #[derive(Args, Clone, Debug)]
 pub struct ModelFlags {
     /// Sizes and context of CS336's handout, 2025 or 2026
-    #[arg(long, value_enum, value_name = "YEAR", hide_possible_values = true)]
+    #[arg(long, value_enum, value_name = "YEAR")]
     pub handout: Option<Handout>,
 
     /// tiny, small, medium, large, xl, wide, 2.7b, 10b [default: tiny]
@@ -59,7 +60,7 @@ impl SizeFlags {
     }
 
     /// Returns `base` with the given sizes in place of its own.
-    pub fn apply(&self, base: TransformerConfig) -> TransformerConfig {
+    fn apply(&self, base: TransformerConfig) -> TransformerConfig {
         TransformerConfig {
             d_model: self.d_model.unwrap_or(base.d_model),
             d_ff: self.d_ff.unwrap_or(base.d_ff),
@@ -67,21 +68,6 @@ impl SizeFlags {
             num_heads: self.num_heads.unwrap_or(base.num_heads),
             ..base
         }
-    }
-
-    /// Returns the model that an example trains: a preset, or by default a small model, with the given sizes.
-    pub fn trained(&self, preset: Option<&str>) -> Result<TransformerConfig> {
-        let base = match preset {
-            Some(name) => TransformerConfig::preset(name)?,
-            None => TransformerConfig {
-                d_model: 128,
-                d_ff: 320,
-                num_layers: 4,
-                num_heads: 4,
-                ..Default::default()
-            },
-        };
-        Ok(self.apply(base))
     }
 }
 
@@ -100,12 +86,7 @@ pub struct TrainedModelFlags {
     pub attention: Algorithm,
 
     /// Tokens in a sequence
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 64,
-        alias = "sequence-length"
-    )]
+    #[arg(long, value_name = "N", default_value_t = 64, alias = "sequence-length", value_parser = values::count())]
     pub context_length: usize,
 }
 
@@ -115,10 +96,20 @@ impl TrainedModelFlags {
     /// # Errors
     /// A preset that does not exist, sizes that do not fit together, and heads too wide for the attention.
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
+        let base = match &self.size {
+            Some(name) => TransformerConfig::preset(name)?,
+            None => TransformerConfig {
+                d_model: 128,
+                d_ff: 320,
+                num_layers: 4,
+                num_heads: 4,
+                ..Default::default()
+            },
+        };
         let config = TransformerConfig {
             vocab_size,
             context_length: self.context_length,
-            ..self.sizes.trained(self.size.as_deref())?
+            ..self.sizes.apply(base)
         };
         config.validate()?;
         config.check_attention(self.attention)?;

@@ -12,13 +12,7 @@ pub struct PrecisionFlags {
     precision: Vec<Precision>,
 
     /// Autocast's lists of ops, cuda or cpu [default: cuda]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_enum,
-        value_name = "NAME",
-        hide_possible_values = true
-    )]
+    #[arg(long, hide_short_help = true, value_enum, value_name = "NAME")]
     autocast: Option<AutocastFlag>,
 
     /// Half precision throughout, parameters too
@@ -41,15 +35,9 @@ enum AutocastFlag {
 impl PrecisionFlags {
     /// Returns the precisions of the flags without duplicates; f32 if there are none.
     pub fn precisions(&self) -> Result<Vec<Precision>> {
-        self.precisions_or(&[Precision::F32])
-    }
-
-    /// Returns the precisions of the flags without duplicates; without `--precision`, `default` in the other flags'
-    /// regime.
-    pub fn precisions_or(&self, default: &[Precision]) -> Result<Vec<Precision>> {
-        let named = match self.precision.is_empty() {
-            true => default,
-            false => &self.precision,
+        let named = match self.precision[..] {
+            [] => &[Precision::F32],
+            ref named => named,
         };
         // f32 among others is the baseline. If it is the only precision, the other flags have no effect.
         if self.speaks_of_half() && named.iter().all(|p| *p == Precision::F32) {

@@ -146,12 +146,11 @@ fn launch(_count: usize) -> Result<ExitCode> {
 #[command(next_help_heading = "Ranks")]
 pub struct ExchangeFlags {
     /// replicated, sharded-optimizer or fully-shard
-    #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME",
-          hide_possible_values = true)]
+    #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME")]
     pub strategy: Strategy,
 
     /// per-parameter, flat or overlapped
-    #[arg(long, hide_short_help = true, value_enum, default_value_t = When::Overlapped, value_name = "NAME", hide_possible_values = true)]
+    #[arg(long, hide_short_help = true, value_enum, default_value_t = When::Overlapped, value_name = "NAME")]
     pub exchange: When,
 
     /// Size of a bucket of gradients

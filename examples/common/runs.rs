@@ -2,15 +2,16 @@
 
 use super::labels::Labels;
 use super::models::{Model, ModelFlags, VariantFlags};
-use super::modes::{CompileFlag, ModeFlag, executed, modes};
+use super::modes::{CompileFlag, ModeFlag, OptimizerFlag, can_plan, executions, modes};
 use super::precision::PrecisionFlags;
-use super::{values, words};
+use super::{Effects, values, words};
 use candle_core::Device;
-use clap::Args;
+use clap::{Args, Parser};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
+use tallow::optim::AdamWConfig;
 use tallow::precision::Precision;
 
 /// Flags of every example that runs a grid of configurations. A program sets the help of `--context-length` and the
@@ -35,8 +36,22 @@ pub struct GridFlags {
     pub precision: PrecisionFlags,
 
     /// forward, forward-backward, train-step, all
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
     pub mode: Vec<ModeFlag>,
+
+    /// adamw, or adamw-bf16 with running means in bf16
+    #[arg(
+        long,
+        value_enum,
+        default_value = "adamw",
+        value_name = "NAME",
+        help_heading = "Run"
+    )]
+    pub optimizer: OptimizerFlag,
+
+    /// Planned steps too, or alone with =only
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
+    pub compile: Option<CompileFlag>,
 
     /// Memory that may be used [default: what is available]
     #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
@@ -50,9 +65,51 @@ pub struct Run {
     pub run: EndToEnd,
 }
 
+impl<F: Parser + 'static> Effects<F> {
+    /// Declares what the flags of a grid depend on.
+    pub fn of_grid(self, grid: fn(&F) -> &GridFlags) -> Self {
+        self.only("in a training step", &["optimizer"], move |flags| {
+            grid(flags).modes().contains(&Mode::TrainStep)
+        })
+        .only(
+            "where a step can be planned: in f32, or f32 parameters with kept copies",
+            &["compile"],
+            move |flags| grid(flags).has_execution(Execution::Planned),
+        )
+    }
+}
+
 impl GridFlags {
     pub fn modes(&self) -> Vec<Mode> {
         modes(&self.mode)
+    }
+
+    /// Returns whether any run has this execution. An invalid set of precisions returns true, because it is refused
+    /// later.
+    pub fn has_execution(&self, execution: Execution) -> bool {
+        let Ok(precisions) = self.precision.precisions() else {
+            return true;
+        };
+        let mut all = precisions.into_iter();
+        all.any(|precision| executions(self.compile, precision).contains(&execution))
+    }
+
+    /// Returns whether any run is a planned training step.
+    pub fn has_planned_step(&self) -> bool {
+        self.modes().contains(&Mode::TrainStep) && self.has_execution(Execution::Planned)
+    }
+
+    /// Returns the note for rows that could not be planned.
+    pub fn not_planned(&self, precisions: &[Precision]) -> Option<String> {
+        let eager = precisions.iter().filter(|p| !can_plan(**p));
+        let names: Vec<&str> = eager.map(|precision| precision.name()).collect();
+        (self.compile.is_some() && !names.is_empty()).then(|| {
+            format!(
+                "Steps are planned in f32, bf16 and f16 with f32 parameters and a kept copy of each weight: {} ran \
+                 eagerly.",
+                names.join(", ")
+            )
+        })
     }
 
     /// Returns the models, with the longest sequence as their context length.
@@ -62,21 +119,24 @@ impl GridFlags {
         self.models.models(longest, &self.variants.attention)
     }
 
-    /// Returns every combination of the flags' lists in these precisions, with AdamW, no warm-up and one step.
-    pub fn runs(
-        &self,
-        models: &[Model],
-        precisions: &[Precision],
-        compile: Option<CompileFlag>,
-    ) -> Vec<Run> {
+    /// Returns every combination of the flags' lists in these precisions, with the other settings of `base`.
+    pub fn runs(&self, models: &[Model], precisions: &[Precision], base: &EndToEnd) -> Vec<Run> {
+        let optimizer = AdamWConfig {
+            moments: self.optimizer.moments(base.seed),
+            ..Default::default()
+        };
+        let modes = self.modes();
         let mut runs = Vec::new();
         for Model { name, config } in models {
             for &batch_size in &self.batch_size {
                 for &sequence_length in &self.context_length {
                     for (attention, checkpointing) in self.variants.variants() {
                         for &precision in precisions {
-                            let executed = executed(compile, self.modes(), precision);
-                            runs.extend(executed.into_iter().map(|(mode, execution)| Run {
+                            let executions = executions(self.compile, precision);
+                            let all = modes
+                                .iter()
+                                .flat_map(|mode| executions.iter().map(|e| (*mode, *e)));
+                            runs.extend(all.map(|(mode, execution)| Run {
                                 size: name.clone(),
                                 run: EndToEnd {
                                     config: config.clone(),
@@ -86,10 +146,9 @@ impl GridFlags {
                                     sequence_length,
                                     mode,
                                     precision,
-                                    warmup_steps: 0,
-                                    steps: 1,
+                                    optimizer,
                                     execution,
-                                    ..Default::default()
+                                    ..base.clone()
                                 },
                             }));
                         }
@@ -101,15 +160,10 @@ impl GridFlags {
     }
 
     /// Sets the available memory of each run, and prepares the process if that is tight.
-    pub fn give_memory<'r>(
-        &self,
-        runs: impl IntoIterator<Item = &'r mut EndToEnd>,
-        device: &Device,
-    ) -> Result<()> {
-        let mut runs: Vec<&mut EndToEnd> = runs.into_iter().collect();
-        let all = runs.iter().map(|run| &**run);
+    pub fn give_memory(&self, runs: &mut [Run], device: &Device) -> Result<()> {
+        let all = runs.iter().map(|run| &run.run);
         let available_bytes = super::memory::available_bytes(device, self.memory_limit_gib, all)?;
-        for run in &mut runs {
+        for Run { run, .. } in runs {
             run.available_bytes = available_bytes;
         }
         Ok(())

@@ -1,8 +1,8 @@
-//! Sentences that refer to rows by name.
+//! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
-use tallow::report::{Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
+use tallow::report::{Answer, Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -23,6 +23,32 @@ pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
              machine would"
         ),
     }
+}
+
+/// Follows speed-ups of which one is called unclear.
+pub const UNCLEAR: &str =
+    " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+
+/// Returns the geometric mean; `None` of no ratios.
+pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
+    let logs: Vec<f64> = ratios.map(f64::ln).collect();
+    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+}
+
+/// Groups items with the same `key`, in the order in which the keys first occur.
+pub fn grouped<T, K: PartialEq>(
+    items: impl IntoIterator<Item = T>,
+    key: impl Fn(&T) -> K,
+) -> Vec<(K, Vec<T>)> {
+    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
+    for item in items {
+        let own = key(&item);
+        match groups.iter_mut().find(|(key, _)| *key == own) {
+            Some((_, group)) => group.push(item),
+            None => groups.push((own, vec![item])),
+        }
+    }
+    groups
 }
 
 /// The fields that distinguish rows, each with the prefix of its value in a row's name.
@@ -131,6 +157,20 @@ pub fn listed(items: &[String], most: usize) -> String {
         0 => shown,
         more => format!("{shown} and {more} more in the table"),
     }
+}
+
+/// Returns the size of a tensor of the residual stream, for each model by name and its B, T and D.
+pub fn residual_stream(element_bytes: usize, tensors: &[(String, [usize; 3])]) -> Answer {
+    let sizes = tensors.iter().map(|(name, [b, t, d])| {
+        let bytes = *b as f64 * *t as f64 * *d as f64 * element_bytes as f64;
+        format!(
+            "{name}{b} x {t} x {d} x {element_bytes} = {}",
+            format_mib(bytes as u64)
+        )
+    });
+    let sizes = listed(&sizes.collect::<Vec<_>>(), 6);
+    let text = format!("B x T x D elements of {element_bytes} bytes: {sizes}.");
+    Answer::new("How large is a tensor of the residual stream?", text)
 }
 
 /// Two peaks of a configuration, in bytes: its name, the peak of the reference, and the compared peak.

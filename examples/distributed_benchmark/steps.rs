@@ -33,8 +33,7 @@ pub struct Ways {
     exchange_bf16: bool,
 
     /// replicated, sharded-optimizer, fully-shard; several
-    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated", value_name = "NAME",
-          hide_possible_values = true)]
+    #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated", value_name = "NAME")]
     strategy: Vec<Strategy>,
 
     /// Without the steps alone, for models too large for one rank

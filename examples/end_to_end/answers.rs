@@ -1,8 +1,8 @@
 //! Answers from the measured times. Functions take plain figures, so that tests can call them with made-up ones.
 
 use super::reasons::{Counted, reasons};
-use super::table::{By, Compared, Comparison, Row, grouped};
-use super::words::{self, names};
+use super::table::{By, Compared, Comparison, Row};
+use super::words::{self, geometric_mean, grouped, names};
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib};
@@ -247,10 +247,10 @@ impl Comparison<'_> {
 
 /// Describes the speed-up of each phase: with its times for one configuration, as mean and extremes for several.
 pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
-    let phases = grouped(all, |pair| pair.phase.as_str());
-    let sentences = phases.into_iter().filter_map(|pairs| {
-        let (phase, own) = (&pairs[0].phase, pairs.into_iter());
-        let own: Vec<(&Pair, Speedup)> = own.filter_map(|pair| Some((pair, pair.speedup?))).collect();
+    let phases = grouped(all, |pair| &pair.phase);
+    let sentences = phases.into_iter().filter_map(|(phase, pairs)| {
+        let own = pairs.into_iter().filter_map(|pair| Some((pair, pair.speedup?)));
+        let own: Vec<(&Pair, Speedup)> = own.collect();
         if let [(pair, speedup)] = own[..] {
             let unclear = if speedup.is_clear() { "" } else { "unclear, " };
             let [new, old] = [pair.after_ms, pair.before_ms].map(words::ms);
@@ -258,11 +258,10 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
         }
         let mut clear: Vec<_> = own.iter().filter(|(_, s)| s.is_clear()).collect();
         clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
-        let logs: f64 = clear.iter().map(|(_, speedup)| speedup.ratio.ln()).sum();
-        let mean = (logs / clear.len() as f64).exp();
+        let mean = geometric_mean(clear.iter().map(|(_, speedup)| speedup.ratio));
         let count = own.len();
-        match (&clear[..], 2 * clear.len() >= count) {
-            ([(least, low), .., (most, high)], true) => Some(format!(
+        match (&clear[..], mean.filter(|_| 2 * clear.len() >= count)) {
+            ([(least, low), .., (most, high)], Some(mean)) => Some(format!(
                 " {phase}: {mean:.2}x, the geometric mean of {} of {count} configurations, from {low} ({}) to {high} \
                  ({}).",
                 clear.len(),
@@ -278,7 +277,7 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
     });
     let mut text: String = sentences.collect();
     if text.contains("unclear") {
-        text += " Unclear: the spread of these times is too large; more steps on a quiet machine would decide.";
+        text += words::UNCLEAR;
     }
     let start = format!("Speed-ups of {after} over {before}, as ratios of mean times.");
     (!text.is_empty()).then(|| format!("{start}{text}"))
@@ -297,9 +296,8 @@ fn trends(all: &[Comparison], before: &str, after: &str) -> Option<String> {
     };
     let whole = all.iter().filter(|own| own.first().is_whole_step());
     let mut groups = grouped(whole, |own| group(own));
-    groups.sort_by_key(|own| group(own[0]));
-    let sentences = groups.into_iter().filter_map(|own| {
-        let name = group(own[0]);
+    groups.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let sentences = groups.into_iter().filter_map(|(name, own)| {
         let points = own.into_iter().filter_map(|own| {
             let parameters = own.first().parameters as f64;
             Some((parameters, own.speedup(before, after)?))

@@ -9,25 +9,23 @@ mod table;
 mod warmup;
 
 use crate::common::models::{Model, describe};
-use crate::common::modes::{
-    CompileFlag, OptimizerFlag, check_planned_flags, is_any, not_planned, optimizer_words,
-};
+use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, Run};
-use crate::common::{self, Common, Effects, Output, Sweep, stdout, values, words};
+use crate::common::{self, Common, Effects, Output, Sweep, values, words};
 use answers::{measured, of_runs, of_values};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::{Command, Parser, ValueEnum};
 use configuration::Configuration;
 use reasons::Counted;
 use std::process::ExitCode;
-use table::{By, Compared, Row, grouped};
-use tallow::bench::{EndToEnd, EndToEndRow, Execution, alternate};
+use table::{By, Compared, Row};
+use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
-use tallow::optim::AdamWConfig;
 use tallow::precision::Precision;
-use tallow::report::{Answer, Fields, Format, Report, counted, list_in_note};
+use tallow::report::{Fields, Report, counted, list_in_note};
 use tallow::{Result, hardware};
+use words::grouped;
 
 /// The flags of the three programs.
 #[derive(Parser)]
@@ -54,50 +52,30 @@ pub struct Flags {
     rounds: usize,
 
     /// Run each configuration in a new process
-    #[arg(long, conflicts_with = "per_step", help_heading = "Run")]
+    #[arg(long, help_heading = "Run")]
     isolate: bool,
 
     /// The number of the run of such a process
     #[arg(long, hide = true)]
     isolated_run: Option<usize>,
 
-    /// adamw, or adamw-bf16 with running means in bf16
-    #[arg(
-        long,
-        value_enum,
-        hide_possible_values = true,
-        default_value = "adamw",
-        value_name = "NAME",
-        help_heading = "Run"
-    )]
-    optimizer: OptimizerFlag,
-
-    /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
-    compile: Option<CompileFlag>,
-
     /// Most memory of a planned step's arena
-    #[arg(long, requires = "compile", value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
+    #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
     memory_budget_gib: Option<f64>,
 
     /// Planned steps update parameters in backward
-    #[arg(long, requires = "compile", help_heading = "Run")]
+    #[arg(long, help_heading = "Run")]
     optimizer_in_backward: bool,
 
     /// summary, or phases: all statistics of each phase
     #[arg(
         long,
         value_enum,
-        hide_possible_values = true,
         default_value = "summary",
         value_name = "NAME",
         help_heading = "Output"
     )]
     view: View,
-
-    /// Print the time of each step
-    #[arg(long, help_heading = "Output")]
-    per_step: bool,
 
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
@@ -158,39 +136,27 @@ impl Flags {
                 &["batch-size", "context-length"],
                 runs_grid,
             )
-            .only("in a training step", &["optimizer"], |flags| {
-                flags.grid.modes().contains(&Mode::TrainStep)
-            })
+            .of_grid(|flags| &flags.grid)
             .only(
-                "where a step can be planned: in f32, or f32 parameters with kept copies",
-                &["compile"],
-                |flags| {
-                    is_any(
-                        &flags.grid.precision,
-                        flags.compile,
-                        &flags.grid.modes(),
-                        true,
-                    )
-                },
+                "in a planned training step: with --compile and --mode train-step",
+                &["memory-budget-gib", "optimizer-in-backward"],
+                |flags| flags.grid.has_planned_step(),
             )
     }
 
     fn run(&self, program: Program) -> Result<()> {
-        if self.compile == Some(CompileFlag::Only) {
+        if self.grid.compile == Some(CompileFlag::Only) {
             common::take_blocks_from_the_system();
         }
         self.output.check_with([])?;
         let device = self.common.device()?;
         let precisions = self.precisions(program)?;
-        let is_any_given = self.memory_budget_gib.is_some() || self.optimizer_in_backward;
-        check_planned_flags(is_any_given, self.compile, &self.grid.modes(), &precisions)?;
         let (models, mut runs) = self.runs(&precisions)?;
         if let Some(index) = self.isolated_run {
             runs = runs.into_iter().skip(index).take(1).collect();
         }
         if !self.isolate {
-            let all = runs.iter_mut().map(|run| &mut run.run);
-            self.grid.give_memory(all, &device)?;
+            self.grid.give_memory(&mut runs, &device)?;
         }
         if self.isolated_run.is_some() {
             let runs: Vec<EndToEnd> = runs.into_iter().map(|run| run.run).collect();
@@ -215,7 +181,12 @@ impl Flags {
         let mut sweep = Sweep::new(groups.len())?;
         let (mut rows, mut counted): (Vec<Row>, Vec<(Row, Counted)>) = Default::default();
         for group in &groups {
-            if !sweep.begins(title(&runs[group[0]])) {
+            let first = &runs[group[0]];
+            if !sweep.begins(format_args!(
+                "{}, warm-up {}",
+                first.title(),
+                first.run.warmup_steps
+            )) {
                 break;
             }
             let measured = match self.isolate {
@@ -223,7 +194,10 @@ impl Flags {
                     .iter()
                     .map(|&i| isolated::run(i))
                     .collect::<Result<_>>()?,
-                false => self.measure(&runs, group, &device)?,
+                false => {
+                    let own: Vec<_> = group.iter().map(|&i| runs[i].run.clone()).collect();
+                    alternate(&own, self.rounds, &device, |_, _, _| ())?
+                }
             };
             for (&i, own) in group.iter().zip(measured) {
                 let named = own.into_iter().map(|row| Row {
@@ -267,34 +241,18 @@ impl Flags {
             ..counted
         });
         let counted: Vec<Counted> = counted.collect();
-        report.answers = self.answers(&measured(&rows, &compared));
+        let measured = measured(&rows, &compared);
+        report.answers = of_runs(&measured);
+        if self.is_about_warmup() {
+            let answers = warmup::answers(&measured, self.isolate);
+            report.answers.extend(answers);
+        }
         let of_values = of_values(&comparisons, &compared.values, compared.by, &counted);
         report.answers.extend(of_values);
         if !counted.is_empty() {
             report.details.push(reasons::table(&device, &counted)?);
         }
         self.output.publish(&report)
-    }
-
-    /// Measures compared runs in turns.
-    fn measure(
-        &self,
-        runs: &[Run],
-        group: &[usize],
-        device: &Device,
-    ) -> Result<Vec<Vec<EndToEndRow>>> {
-        let own: Vec<EndToEnd> = group.iter().map(|&i| runs[i].run.clone()).collect();
-        let mut shown = None;
-        alternate(&own, self.rounds, device, |i, step, ms| {
-            if !self.per_step {
-                return;
-            }
-            if shown != Some(i) {
-                self.per_step_line(&title(&runs[group[i]]));
-                shown = Some(i);
-            }
-            self.per_step_line(&format!("    {step}: {ms:.2} ms"));
-        })
     }
 
     fn is_about_warmup(&self) -> bool {
@@ -320,18 +278,12 @@ impl Flags {
     }
 
     fn compared(&self, runs: &[Run]) -> Compared {
-        let (mut executions, mut precisions) = (Vec::new(), Vec::new());
-        for Run { run, .. } in runs {
-            let labels = [
-                (run.execution.name(), &mut executions),
-                (run.precision.name(), &mut precisions),
-            ];
-            for (name, names) in labels {
-                if !names.contains(&name) {
-                    names.push(name);
-                }
-            }
-        }
+        let distinct = |name: fn(&EndToEnd) -> &'static str| {
+            let groups = grouped(runs, |run| name(&run.run)).into_iter();
+            groups.map(|(name, _)| name).collect()
+        };
+        let executions = distinct(|run| run.execution.name());
+        let precisions = distinct(|run| run.precision.name());
         Compared::new(executions, precisions, self.view == View::Phases)
     }
 
@@ -358,7 +310,7 @@ impl Flags {
         if precisions.iter().any(|p| *p != Precision::F32) {
             notes.push("MFU is relative to the peak in f32, whatever the precision.".into());
         }
-        notes.extend(not_planned(self.compile, precisions));
+        notes.extend(self.grid.not_planned(precisions));
         let is_skipped = |row: &Row| {
             row.loss_scaling
                 .as_ref()
@@ -381,22 +333,18 @@ impl Flags {
         notes
     }
 
-    /// Returns the answers about single runs.
-    fn answers(&self, all: &[answers::Measured]) -> Vec<Answer> {
-        let mut answers = of_runs(all);
-        if self.is_about_warmup() {
-            answers.extend(warmup::answers(all, self.isolate));
-        }
-        answers
-    }
-
     /// Returns the models, and every combination of the flags' lists.
     fn runs(&self, precisions: &[Precision]) -> Result<(Vec<Model>, Vec<Run>)> {
         let mut models = match self.config.is_empty() || self.grid.models.names_a_preset() {
             true => self.grid.models()?,
             false => Vec::new(),
         };
-        let mut runs = self.grid.runs(&models, precisions, self.compile);
+        let base = EndToEnd {
+            steps: self.steps,
+            seed: self.common.seed,
+            ..Default::default()
+        };
+        let mut runs = self.grid.runs(&models, precisions, &base);
         for own in &self.config {
             let grid = GridFlags {
                 batch_size: vec![own.batch_size],
@@ -409,7 +357,7 @@ impl Flags {
                 name: own.name.clone(),
                 config,
             });
-            runs.extend(grid.runs(&models[models.len() - 1..], precisions, self.compile));
+            runs.extend(grid.runs(&models[models.len() - 1..], precisions, &base));
         }
         let with_flags = |run: Run, warmup_steps: usize| {
             let is_planned = run.run.execution.is_planned_step(run.run.mode);
@@ -417,11 +365,8 @@ impl Flags {
             Run {
                 run: EndToEnd {
                     warmup_steps,
-                    steps: self.steps,
-                    optimizer: self.optimizer(),
                     optimizer_in_backward: self.optimizer_in_backward && is_planned,
                     memory_budget_bytes: budget.filter(|_| is_planned),
-                    seed: self.common.seed,
                     ..run.run
                 },
                 ..run
@@ -436,15 +381,11 @@ impl Flags {
         Ok((models, runs.collect()))
     }
 
-    fn optimizer(&self) -> AdamWConfig {
-        AdamWConfig {
-            moments: self.optimizer.moments(self.common.seed),
-            ..Default::default()
-        }
-    }
-
     fn configuration(&self, models: &[Model]) -> Fields {
-        let optimizer = optimizer_words(self.optimizer.name(), self.optimizer_in_backward);
+        let mut optimizer = self.grid.optimizer.name().to_string();
+        if self.optimizer_in_backward {
+            optimizer += "; in backward where a train step is planned";
+        }
         let mut fields = describe(models);
         fields
             .insert("optimizer", optimizer)
@@ -453,33 +394,17 @@ impl Flags {
             .insert("FLOPs", flops::FORMULA);
         fields
     }
-
-    /// Prints a line to stdout with the text report. In other formats it goes to stderr: stdout holds only the
-    /// document.
-    fn per_step_line(&self, line: &str) {
-        if self.output.format != Format::Text {
-            return common::say_aside(line);
-        }
-        let written = stdout::or_files(stdout::line(line), self.output.output.is_some());
-        if let Err(error) = written {
-            common::end(&error);
-        }
-    }
 }
 
 /// Groups the indices of runs that differ only in the compared label.
 fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
-    grouped(0..runs.len(), |i| {
+    let groups = grouped(0..runs.len(), |i| {
         let mut labels = runs[*i].labels();
         match compared.by {
             By::Execution => labels.execution = Execution::Eager,
             By::Precision => labels.precision = Precision::F32,
         }
         (labels, runs[*i].run.warmup_steps)
-    })
-}
-
-/// Returns a run's name for progress messages and above its steps.
-fn title(run: &Run) -> String {
-    format!("{}, warm-up {}", run.title(), run.run.warmup_steps)
+    });
+    groups.into_iter().map(|(_, group)| group).collect()
 }

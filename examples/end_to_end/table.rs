@@ -1,7 +1,7 @@
 //! The table. It has a line for each configuration with its phases in columns. If executions or precisions are
 //! compared, it has a line for each phase with the compared values in columns.
 
-use super::words::{change, names, speedup_cell};
+use super::words::{change, grouped, names, speedup_cell};
 use std::ops::Deref;
 use tallow::bench::{EndToEndRow, Status, UPDATE};
 use tallow::memory::Mode;
@@ -43,20 +43,6 @@ impl Row {
             (true, _) => self.phase.clone(),
             (false, Mode::TrainStep) => format!("step: {}", self.phase),
             (false, _) => format!("F+B: {}", self.phase),
-        }
-    }
-
-    /// Returns the label of this key as text.
-    fn label(&self, key: &str) -> String {
-        match key {
-            "size" => self.size.clone(),
-            "batch_size" => self.batch_size.to_string(),
-            "context_length" => self.context_length.to_string(),
-            "attention" => self.attention.to_string(),
-            "checkpointing" => self.checkpointing.to_string(),
-            "warmup_steps" => self.warmup_steps.to_string(),
-            "precision" => self.precision.to_string(),
-            _ => self.execution.name().into(),
         }
     }
 }
@@ -162,16 +148,18 @@ impl Compared {
 
     /// Returns the labels of a row, except the compared one.
     pub fn labels_of(&self, row: &Row) -> Fields {
-        self.labels()
-            .map(|(key, _)| (key, row.label(key)))
-            .collect()
+        let fields = row.fields();
+        let labels = self.labels();
+        let labels = labels.map(|(key, _)| (key, fields.get(key).cloned()));
+        labels.collect()
     }
 
     /// Returns each phase of each configuration.
     pub fn comparisons<'r>(&self, rows: &'r [Row]) -> Vec<Comparison<'r>> {
-        let configurations = grouped(rows, |row: &&Row| self.labels_of(row)).into_iter();
-        let phases = |own| grouped(own, |row: &&Row| (row.mode, row.phase.clone()));
-        let groups: Vec<Vec<&Row>> = configurations.flat_map(phases).collect();
+        let configurations = grouped(rows, |row| self.labels_of(row)).into_iter();
+        let phases = |(_, own)| grouped(own, |row: &&Row| (row.mode, row.phase.clone()));
+        let groups = configurations.flat_map(phases);
+        let groups: Vec<Vec<&Row>> = groups.map(|(_, group)| group).collect();
         let labels = groups.iter().map(|rows| {
             let mut labels = self.labels_of(rows[0]);
             labels.insert("mode", rows[0].mode.name());
@@ -213,8 +201,8 @@ impl Compared {
                 comparisons.iter().map(|own| self.line(own)).collect()
             }
             false => {
-                let configurations = grouped(rows, |row: &&Row| self.labels_of(row)).into_iter();
-                configurations.map(|own| wide_line(&own)).collect()
+                let configurations = grouped(rows, |row| self.labels_of(row)).into_iter();
+                configurations.map(|(_, own)| wide_line(&own)).collect()
             }
         }
     }
@@ -307,22 +295,6 @@ impl Compared {
         columns.push(Column::text("outcome", "Status").minor(2));
         columns
     }
-}
-
-/// Groups items with the same `key`, in order of first appearance.
-pub fn grouped<T, K: PartialEq>(
-    items: impl IntoIterator<Item = T>,
-    key: impl Fn(&T) -> K,
-) -> Vec<Vec<T>> {
-    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
-    for item in items {
-        let own = key(&item);
-        match groups.iter_mut().find(|(key, _)| *key == own) {
-            Some((_, group)) => group.push(item),
-            None => groups.push((own, vec![item])),
-        }
-    }
-    groups.into_iter().map(|(_, group)| group).collect()
 }
 
 /// Returns the key of a quantity of one compared value.

@@ -1,7 +1,7 @@
 //! The effect of warm-up: answers from runs of one configuration with different numbers of warm-up steps.
 
 use super::answers::{Measured, ms};
-use super::table::grouped;
+use super::words::grouped;
 use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
@@ -10,8 +10,7 @@ pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
     let whole = all.iter().filter(|own| own.row.is_whole_step()).cloned();
     let groups = grouped(whole, name);
     let is_one = groups.len() == 1;
-    let answers = groups.into_iter().flat_map(|mut runs| {
-        let name = name(&runs[0]);
+    let answers = groups.into_iter().flat_map(|(name, mut runs)| {
         runs.sort_by_key(|run| run.row.warmup_steps);
         let all = [
             ("What changes without warm-up?", without(&runs, is_isolated)),

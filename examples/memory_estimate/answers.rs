@@ -4,19 +4,6 @@ use super::words::change;
 use serde::Serialize;
 use tallow::report::{Answer, format_mib, group_digits};
 
-/// Returns the size of a tensor of the residual stream.
-pub fn residual_stream(
-    [batch, length, width]: [usize; 3],
-    element_bytes: usize,
-    bytes: u64,
-) -> Answer {
-    let text = format!(
-        "B x T x D elements of {element_bytes} bytes: {batch} x {length} x {width} x {element_bytes} = {}.",
-        format_mib(bytes)
-    );
-    Answer::new("How large is a tensor of the residual stream?", text)
-}
-
 /// The memory that attention saves for backward in all blocks as T doubles: T, its bytes, bytes of all activations.
 pub struct Saved {
     pub algorithm: &'static str,

@@ -2,6 +2,7 @@
 
 use crate::answers::{self, Fits, Saved, Strategy};
 use crate::step::StepFlags;
+use crate::words;
 use std::num::NonZeroUsize;
 use tallow::Result;
 use tallow::attention::Algorithm;
@@ -36,7 +37,8 @@ impl Question<'_> {
         let width = self.workload.precision.parameter_dtype().size_in_bytes();
         let residual = self.residual_stream_bytes();
         let sides = [sizes[0], sizes[1], self.config.d_model];
-        let mut answers = vec![answers::residual_stream(sides, width, residual)];
+        let tensor = (String::new(), sides);
+        let mut answers = vec![words::residual_stream(width, &[tensor])];
         if self.planned.is_none() {
             let saved = algorithms.iter().map(|own| self.saved(*own));
             answers.push(answers::attention(&saved.collect::<Result<Vec<_>>>()?));

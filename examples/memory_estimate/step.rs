@@ -1,6 +1,5 @@
 //! The planned step whose memory is predicted, and its flags.
 
-use crate::common::modes::CompileFlag;
 use crate::common::ranks::ExchangeFlags;
 use crate::common::{self, values};
 use candle_core::DType;
@@ -16,10 +15,6 @@ use tallow::nn::{Checkpointing, DropoutRates};
 #[derive(Args)]
 #[command(next_help_heading = "Planned step")]
 pub struct StepFlags {
-    /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, hide_possible_values = true, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW")]
-    pub compile: Option<CompileFlag>,
-
     /// Batches whose gradients are averaged
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::count())]
     accumulation: usize,
@@ -55,20 +50,9 @@ pub struct StepFlags {
 /// The largest number of tokens that is planned: the head runs some rows at a time, so its calls become many.
 const MOST_TOKENS: usize = 1 << 20;
 
-/// The flags that only a planned step has.
-pub const NAMES: &[&str] = &[
-    "accumulation",
-    "clip-norm",
-    "clip-value",
-    "dropout",
-    "memory-budget-gib",
-    "optimizer-in-backward",
-    "world-size",
-];
-
 impl StepFlags {
     pub fn has_ranks(&self) -> bool {
-        self.compile.is_some() && self.world_size > 1
+        self.world_size > 1
     }
 
     pub fn has_budget(&self) -> bool {

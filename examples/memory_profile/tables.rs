@@ -81,9 +81,8 @@ const LARGEST: usize = 5;
 #[derive(Default)]
 pub struct Details {
     kinds: Vec<Fields>,
-    largest: Vec<Fields>,
-    saved: Vec<Fields>,
-    saved_columns: Vec<Column>,
+    largest: Report,
+    saved: Report,
     /// The largest allocation of each run, in words.
     pub largest_words: Vec<String>,
 }
@@ -98,35 +97,31 @@ impl Named<'_> {
         named.merge(row).merge(self.1.fields());
         named
     }
+
+    /// Adds the rows of this run's table to that of all runs.
+    fn add_to(&self, all: &mut Report, own: Report) {
+        all.columns = own.columns;
+        all.rows
+            .extend(own.rows.into_iter().map(|row| self.row(row)));
+    }
 }
 
 impl Details {
     /// Adds the memory of a recorded run.
     pub fn add(&mut self, run: &Named, profile: &MemoryProfile) {
-        let recording = &profile.recording;
+        let (recording, estimate) = (&profile.recording, &profile.estimate);
         let at_peak = recording.bytes_by_kind_at(recording.peak_event());
-        let phases = recording.phase_report().rows;
-        let phase = |name: &str, kind: &str| {
-            let mut phases = phases.iter();
-            let row = phases.find(|row| row.get("phase") == Some(&name.into()))?;
-            let bytes = row.get(&format!("{}_bytes", kind.replace(' ', "_")));
-            Some(bytes.and_then(|bytes| bytes.as_u64()).unwrap_or(0))
-        };
-        let kind = |holds: &'static str, measured: u64, predicted: u64| -> Kind {
+        let phases = ["forward", "backward", "optimizer"].map(|name| {
+            let phase = recording.phases().iter().find(|phase| phase.name == name)?;
+            let held = recording.bytes_by_kind_at(recording.peak_event_in(phase));
+            Some((recording.peak_bytes_in(phase), held))
+        });
+        let all = MemoryKind::ALL.map(|own| {
             let [forward, backward, optimizer] =
-                ["forward", "backward", "optimizer"].map(|name| phase(name, holds));
-            let bytes = [
-                forward,
-                backward,
-                optimizer,
-                Some(measured),
-                Some(predicted),
-            ];
-            (holds, bytes)
-        };
-        let breakdown = &profile.estimate.breakdown;
-        let all = MemoryKind::ALL
-            .map(|own| kind(own.name(), at_peak.bytes_of(own), breakdown.bytes_of(own)));
+                [0, 1, 2].map(|i| Some(phases[i].as_ref()?.1.bytes_of(own)));
+            let both = [at_peak.bytes_of(own), estimate.breakdown.bytes_of(own)].map(Some);
+            (own.name(), [forward, backward, optimizer, both[0], both[1]])
+        });
         let is_shown = |(holds, bytes): &Kind| {
             let most = bytes.iter().flatten().max();
             *holds != MemoryKind::Other.name() && most > Some(&(profile.peak_bytes / 100))
@@ -136,20 +131,18 @@ impl Details {
             let both = std::array::from_fn(|i| a[i].zip(b[i]).map(|(a, b)| a + b));
             (name, both)
         });
-        let sum = kind("peak", profile.peak_bytes, profile.estimate.peak_bytes);
+        let [forward, backward, optimizer] = [0, 1, 2].map(|i| Some(phases[i].as_ref()?.0));
+        let both = [profile.peak_bytes, estimate.peak_bytes].map(Some);
+        let sum = ("peak", [forward, backward, optimizer, both[0], both[1]]);
         let kinds = shown.into_iter().chain(other).chain([sum]);
         self.kinds.extend(kinds.map(|kind| run.row(kind_row(kind))));
-        let largest = recording.largest_report(LARGEST).rows;
-        if let Some(largest) = largest.first().and_then(|row| row.read::<Largest>()) {
+        let largest = recording.largest_report(LARGEST);
+        if let Some(largest) = largest.rows.first().and_then(|row| row.read::<Largest>()) {
             self.largest_words.push(format!("{}: {largest}", run.0));
         }
-        self.largest
-            .extend(largest.into_iter().map(|row| run.row(row)));
+        run.add_to(&mut self.largest, largest);
         if !profile.saved.tensors.is_empty() {
-            let saved = profile.saved.report();
-            self.saved_columns = saved.columns.into_iter().map(saved_column).collect();
-            self.saved
-                .extend(saved.rows.into_iter().map(|row| run.row(row)));
+            run.add_to(&mut self.saved, profile.saved.report());
         }
     }
 
@@ -167,7 +160,7 @@ impl Details {
     pub fn into_tables(self) -> Vec<Report> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
         let phase = |key: &str, title: &str| mib(key, title).under("At the peak of").minor(1);
-        let kinds = vec![
+        let columns = vec![
             Column::text("holds", "Holds"),
             phase("forward_bytes", "forward"),
             phase("backward_bytes", "backward"),
@@ -176,23 +169,20 @@ impl Details {
             mib("estimate_bytes", "predicted").under("At the highest peak"),
             mib("difference_bytes", "Difference").minor(2),
         ];
-        let largest = vec![
-            mib("bytes", "Each"),
-            Column::count("blocks", "Blocks"),
-            Column::text("holds", "Holds"),
-            Column::text("phase", "Phase"),
-            Column::text("origin", "Origin"),
-        ];
-        let tables = [
-            ("Memory by kind at each peak", kinds, self.kinds),
-            ("Largest allocations", largest, self.largest),
-            ("Saved for backward", self.saved_columns, self.saved),
-        ];
-        let tables = tables.into_iter().map(|(title, own, rows)| Report {
-            title: title.into(),
-            columns: [vec![Column::text("run", "Run")], own].concat(),
-            rows,
+        let kinds = Report {
+            columns,
+            rows: self.kinds,
             ..Default::default()
+        };
+        let tables = [
+            ("Memory by kind at each peak", kinds),
+            ("Largest allocations", self.largest),
+            ("Saved for backward", self.saved),
+        ];
+        let tables = tables.into_iter().map(|(title, own)| Report {
+            title: title.into(),
+            columns: [vec![Column::text("run", "Run")], own.columns].concat(),
+            ..own
         });
         tables.filter(|table| !table.rows.is_empty()).collect()
     }
@@ -212,18 +202,5 @@ impl fmt::Display for Largest {
         self.phase
             .iter()
             .try_for_each(|phase| write!(f, " in {phase}"))
-    }
-}
-
-/// A column of what is saved: size first, shape last.
-fn saved_column(column: Column) -> Column {
-    let minor = match column.key.as_str() {
-        "bytes" | "origin" => 0,
-        "count" | "what" => 1,
-        _ => 2,
-    };
-    match column.key.as_str() {
-        "origin" => Column::text("origin", "Origin"),
-        _ => column.minor(minor),
     }
 }

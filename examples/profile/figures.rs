@@ -1,8 +1,8 @@
 //! The figures of a recorded run for the handout's questions (a) to (e): of a GPU's kernels where they were recorded,
 //! else of ops, with the matmuls and softmaxes inside them.
 
-use serde_json::Value;
 use tallow::Result;
+use tallow::bench::EndToEndRow;
 use tallow::probe::Kind;
 use tallow::profile::{
     Balance, Grouping, LineKind, Parts, ProfileReport, Recording, Row, Selection,
@@ -16,7 +16,7 @@ pub const NAMED_FROM_PERCENT: f64 = 1.0;
 pub struct Profiled {
     pub recording: Recording,
     /// The rows of the stopwatch, without a profiler.
-    pub stopwatch: Vec<Fields>,
+    pub stopwatch: Vec<EndToEndRow>,
 }
 
 /// A phase, or the whole step, by the profiler and by the stopwatch.
@@ -148,7 +148,7 @@ impl Profiled {
         let mut timed = Vec::new();
         for (i, row) in self.stopwatch.iter().enumerate() {
             let is_whole = i + 1 == self.stopwatch.len();
-            let phase = row.get("phase").and_then(Value::as_str).unwrap_or_default();
+            let phase = row.phase.as_str();
             let (kind, within, recorded_ns) = match is_whole {
                 true => (Kind::Step, "", balance.wall_ns),
                 false => (
@@ -165,14 +165,15 @@ impl Profiled {
             if samples.is_empty() || !is_whole && !self.recording.kernels.is_empty() {
                 samples = vec![mean_ms];
             }
-            if let (Some(stopwatch), Ok(mut profiler)) = (row.read(), Statistics::new(&samples))
+            if let (Some(stopwatch), Ok(mut profiler)) =
+                (row.statistics(), Statistics::new(&samples))
                 && recorded_ns > 0
             {
                 profiler.mean_ms = mean_ms;
                 timed.push(Timed {
                     phase: phase.into(),
                     profiler,
-                    stopwatch,
+                    stopwatch: stopwatch.clone(),
                 });
             }
         }

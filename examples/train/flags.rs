@@ -1,14 +1,13 @@
 //! The flags of `train`, and the library's configurations that they make.
 
-use crate::common::models::SizeFlags;
+use crate::common::models::TrainedModelFlags;
 use crate::common::precision::PrecisionFlags;
 use crate::common::{outputs, refusal, values};
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use tallow::attention::Algorithm;
-use tallow::data::{TokenFormat, Tokens};
+use tallow::data::Tokens;
 use tallow::hf::Tokenizer;
 use tallow::model::{GenerateConfig, TransformerConfig};
 use tallow::nn::{Checkpointing, DropoutRates};
@@ -42,37 +41,16 @@ pub struct DataFlags {
     #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
     pub vocab_size: Option<usize>,
 
-    /// raw-u16 (no header), headered-u16 or headered-u32 [default: by the file's magic number]
-    #[arg(long, hide_short_help = true, value_name = "NAME", requires = "tokens", value_parser = token_format)]
-    pub token_format: Option<TokenFormat>,
-
     /// Fraction at the data's end for validation
     #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
 }
 
-fn token_format(name: &str) -> std::result::Result<TokenFormat, &'static str> {
-    match name {
-        "raw-u16" => Ok(TokenFormat::RawU16),
-        "headered-u16" => Ok(TokenFormat::HeaderedU16),
-        "headered-u32" => Ok(TokenFormat::HeaderedU32),
-        _ => Err("must be raw-u16, headered-u16 or headered-u32"),
-    }
-}
-
 #[derive(Args)]
 #[command(next_help_heading = "Data and model")]
 pub struct ModelFlags {
-    /// tiny to 10b [default: width 128, 4 layers, 4 heads]
-    #[arg(long, value_name = "NAME")]
-    pub size: Option<String>,
-
     #[command(flatten)]
-    sizes: SizeFlags,
-
-    /// naive or flash
-    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Naive)]
-    pub attention: Algorithm,
+    pub trained: TrainedModelFlags,
 
     /// Probability of dropout [default: 0, or the family's]
     #[arg(long, hide_short_help = true, value_name = "P", value_parser = values::from_0)]
@@ -81,10 +59,6 @@ pub struct ModelFlags {
     /// none, block, every-N or sqrt
     #[arg(long, default_value_t = Checkpointing::None, value_name = "NAME")]
     pub activation_checkpointing: Checkpointing,
-
-    /// Tokens in a window
-    #[arg(long, value_name = "T", alias = "sequence-length", default_value_t = 64, value_parser = values::count())]
-    pub context_length: usize,
 }
 
 #[derive(Args)]
@@ -107,7 +81,7 @@ pub struct TrainingFlags {
     pub steps: usize,
 
     /// Learning rate: cosine, linear or constant (no warm-up)
-    #[arg(long, hide_short_help = true, value_enum, hide_possible_values = true, value_name = "NAME", default_value_t = ScheduleFlag::Cosine)]
+    #[arg(long, hide_short_help = true, value_enum, value_name = "NAME", default_value_t = ScheduleFlag::Cosine)]
     pub schedule: ScheduleFlag,
 
     /// Step at which the learning rate is at its lowest [default: --steps]
@@ -251,10 +225,7 @@ impl DataFlags {
                 _ => Ok(bytes),
             };
         };
-        let tokens = match self.token_format {
-            Some(format) => Tokens::open_as(path, format, vocab_size)?,
-            None => Tokens::open(path, vocab_size)?,
-        };
+        let tokens = Tokens::open(path, vocab_size)?;
         tokens.validate()?; // now, not when a batch meets a bad id
         Ok(tokens)
     }
@@ -314,11 +285,7 @@ impl Vocabulary {
 
 impl ModelFlags {
     pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        self.applied(TransformerConfig {
-            vocab_size,
-            context_length: self.context_length,
-            ..self.sizes.trained(self.size.as_deref())?
-        })
+        self.applied(self.trained.config(vocab_size)?)
     }
 
     /// Returns `base` with the flags that hold for every model.
@@ -328,7 +295,7 @@ impl ModelFlags {
             ..base
         };
         config.validate()?;
-        config.check_attention(self.attention)?;
+        config.check_attention(self.trained.attention)?;
         Ok(config)
     }
 }

@@ -486,25 +486,18 @@ impl EndToEnd {
         }
     }
 
-    /// Returns the size of the autocast region's copies of weights: 2 bytes for each element of a matrix that is
-    /// multiplied by. `None` if no copies are kept.
+    /// Returns the size of the autocast region's copies of weights, which does not depend on the batch. `None` if no
+    /// copies are kept.
     fn weight_cast_bytes(&self) -> Option<u64> {
         let keeps = self.precision.policy().is_some() && !self.precision.drops_casts();
-        let elements = |num_layers| {
-            let config = TransformerConfig {
-                num_layers,
-                ..self.config.clone()
-            };
-            let is_multiplied = |name: &str| match name {
-                "token_embeddings.weight" => config.tie_embeddings,
-                name => name != "position_embeddings.weight",
-            };
-            let shapes = config.parameter_shapes().into_iter();
-            let matrices = shapes.filter(|(name, shape)| shape.rank() == 2 && is_multiplied(name));
-            matrices.map(|(_, shape)| shape.elem_count() as f64).sum()
+        let workload = Workload {
+            batch_size: 1,
+            sequence_length: 1,
+            mode: Mode::ForwardKeepingGraph,
+            precision: self.precision,
+            ..Default::default()
         };
-        let (outside, one_layer): (f64, f64) = (elements(0), elements(1));
-        let layers = self.config.num_layers as f64 * (one_layer - outside);
-        keeps.then_some((2.0 * (outside + layers)) as u64)
+        let estimate = keeps.then(|| memory::estimate(&self.config, &workload))?;
+        Some(estimate.ok()?.weight_cast_bytes)
     }
 }

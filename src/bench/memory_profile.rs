@@ -6,7 +6,6 @@ use crate::memory::{
     self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_allocated,
 };
 use crate::model::TransformerLM;
-use crate::report::Fields;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
@@ -26,33 +25,6 @@ pub struct MemoryProfile {
     pub allocations: u64,
     /// The tensors that forward saves for backward; empty for a forward without a graph.
     pub saved: SavedTensors,
-}
-
-impl MemoryProfile {
-    /// Compares prediction and measurement at the peak: a row for each kind of memory, then one for the sum.
-    pub fn comparison(&self) -> Vec<Fields> {
-        let measured = self.recording.bytes_by_kind_at(self.recording.peak_event());
-        let mut rows = Vec::new();
-        for holds in MemoryKind::ALL {
-            let predicted = self.estimate.breakdown.bytes_of(holds);
-            let bytes = measured.bytes_of(holds);
-            if predicted > 0 || bytes > 0 {
-                rows.push(compared(holds.name(), predicted, bytes));
-            }
-        }
-        rows.push(compared("peak", self.estimate.peak_bytes, self.peak_bytes));
-        rows
-    }
-}
-
-fn compared(holds: &str, predicted_bytes: u64, measured_bytes: u64) -> Fields {
-    let mut row = Fields::new();
-    row.insert("holds", holds);
-    row.insert("estimate_bytes", predicted_bytes);
-    row.insert("measured_bytes", measured_bytes);
-    let difference = predicted_bytes as f64 - measured_bytes as f64;
-    row.insert("difference_bytes", difference);
-    row
 }
 
 impl EndToEnd {

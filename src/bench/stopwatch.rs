@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::compile::PhaseTimes;
 use crate::memory::Meter;
-use crate::report::{Fields, Statistics};
+use crate::report::Statistics;
 use crate::{Error, Result, ops, probe};
 
 /// Times repeated runs of the same work, after a warm-up.
@@ -79,17 +79,6 @@ impl Timing {
     /// [`Error::Data`] if there are no measured steps. A timing from [`Stopwatch::measure`] has at least one.
     pub fn statistics(&self) -> Result<Statistics> {
         Statistics::new(&self.samples_ms)
-    }
-
-    /// Returns the statistics' fields, `samples_ms` and `warmup_ms`, for a row of a [`Report`](crate::report::Report).
-    ///
-    /// # Errors
-    /// Those of [`statistics`](Self::statistics).
-    pub fn fields(&self) -> Result<Fields> {
-        let mut fields = self.statistics()?.fields();
-        fields.insert("samples_ms", self.samples_ms.as_slice());
-        fields.insert("warmup_ms", self.warmup_ms.as_slice());
-        Ok(fields)
     }
 
     fn append(&mut self, later: Self) {
@@ -255,7 +244,15 @@ pub struct Lap<'a> {
     phases: Vec<(&'static str, f64)>,
 }
 
-impl Lap<'_> {
+impl<'a> Lap<'a> {
+    /// Creates a lap that allocates nothing in a recorded step of up to three phases.
+    pub(super) fn new(device: &'a Device) -> Self {
+        Self {
+            device,
+            phases: Vec::with_capacity(3),
+        }
+    }
+
     /// Times `work` as the phase `phase`. If the phase has run before in this step, the times are added.
     ///
     /// # Errors
@@ -289,16 +286,6 @@ impl Lap<'_> {
             if ms > 0.0 {
                 self.add(phase, ms);
             }
-        }
-    }
-}
-
-impl<'a> Lap<'a> {
-    /// Creates a lap that allocates nothing in a recorded step of up to three phases.
-    pub(super) fn new(device: &'a Device) -> Self {
-        Self {
-            device,
-            phases: Vec::with_capacity(3),
         }
     }
 }

@@ -133,6 +133,18 @@ impl MemoryBreakdown {
         sum_bytes(&self.terms)
     }
 
+    /// Returns the columns of [`report`](Self::report).
+    pub fn columns() -> Vec<Column> {
+        vec![
+            Column::text("holds", "Holds"),
+            Column::text("what", "What"),
+            Column::count("count", "Count").minor(2),
+            Column::text("formula", "Elements of each").minor(1),
+            Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
+            Column::mib("bytes", "Memory"),
+        ]
+    }
+
     /// Returns the terms as a table with their formulas, the sum in the last row.
     pub fn report(&self) -> Report {
         let terms = self.terms.iter().map(|term| {
@@ -147,17 +159,9 @@ impl MemoryBreakdown {
             ])
         });
         let sum = json!(["sum", "", "", "", "", self.peak_bytes()]);
-        let columns = vec![
-            Column::text("holds", "Holds"),
-            Column::text("what", "What"),
-            Column::count("count", "Count").minor(2),
-            Column::text("formula", "Elements of each").minor(1),
-            Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
-            Column::mib("bytes", "All"),
-        ];
         Report {
             notes: vec![format!("{}.", self.sizes)],
-            ..Report::table(columns, terms.chain([sum]))
+            ..Report::table(Self::columns(), terms.chain([sum]))
         }
     }
 }

@@ -103,11 +103,11 @@ impl SavedTensors {
         let sums = sums.chain([all]);
         let sums = sums.map(|(name, count, bytes)| json!([name, "", "", "", count, bytes]));
         let columns = vec![
-            Column::text("origin", "Saved for backward"),
-            Column::text("what", "What"),
-            Column::text("shape", "Shape"),
-            Column::text("dtype", "Dtype"),
-            Column::count("count", "Tensors"),
+            Column::text("origin", "Origin"),
+            Column::text("what", "What").minor(1),
+            Column::text("shape", "Shape").minor(2),
+            Column::text("dtype", "Dtype").minor(2),
+            Column::count("count", "Tensors").minor(1),
             Column::mib("bytes", "Size"),
         ];
         Report::table(columns, largest.chain(sums))

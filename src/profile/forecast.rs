@@ -87,15 +87,15 @@ pub fn node_table(graph: &Graph) -> Report {
     });
     let columns = vec![
         Column::text("path", "Path"),
-        Column::text("op", "Op"),
-        Column::text("inputs", "Inputs"),
-        Column::text("output", "Output"),
+        Column::text("op", "Op").minor(4), // paths end in it
+        Column::text("inputs", "Inputs").minor(2),
+        Column::text("output", "Output").minor(1),
         Column::text("dtype", "Dtype"),
-        Column::mib("kept_bytes", "Keeps"),
+        Column::mib("kept_bytes", "Keeps").minor(1),
         mflop("forward_flops", "Forward"),
-        Column::mib("forward_bytes", "Forward"),
+        Column::mib("forward_bytes", "Forward").minor(3),
         mflop("backward_flops", "Backward"),
-        Column::mib("backward_bytes", "Backward"),
+        Column::mib("backward_bytes", "Backward").minor(3),
     ];
     Report {
         notes: vec![format!(

@@ -119,8 +119,7 @@ impl ProfileReport {
 impl ProfileReport {
     /// Returns the rows as a table with nsys's columns, the instances a step, and the achieved rates.
     ///
-    /// Avg, Med, Min, Max and StdDev are of one instance; `total_ms` is the sum over all steps. The example `profile`
-    /// prints the same columns and calls three of them Mean, Median and Std.
+    /// Mean, Median, Min, Max and Std are of one instance; `total_ms` is the sum over all steps.
     ///
     /// ```
     /// # use tallow::profile::{Grouping, Profiler, ProfileReport, Selection};
@@ -191,21 +190,23 @@ impl ProfileReport {
 
     /// Returns the columns of [`table`](Self::table) for ops.
     pub fn columns() -> Vec<Column> {
+        let ms = |key, title, minor| Column::ms(key, title).minor(minor);
+        let rate = |key, title, unit| Column::number(key, title, unit, 1).scaled(1e9).minor(2);
         vec![
+            Column::text("name", "Op"),
             Column::number("time_percent", "Time", "%", 1),
-            Column::number("total_ms", "Total", "ms", 2).grouped(),
-            Column::number("instances", "Instances", "", 0).grouped(),
+            ms("total_ms", "Total", 3),
+            Column::count("instances", "Instances").minor(5),
             Column::number("instances_per_step", "A step", "", 1),
-            Column::number("mean_ms", "Avg", "ms", 3),
-            Column::number("median_ms", "Med", "ms", 3),
-            Column::number("min_ms", "Min", "ms", 3),
-            Column::number("max_ms", "Max", "ms", 3),
-            Column::number("std_ms", "StdDev", "ms", 3),
-            Column::number("products_ms_per_step", "Products a step", "ms", 3),
-            Column::number("softmax_ms_per_step", "Softmax a step", "ms", 3),
-            Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
-            Column::number("bytes_per_s", "Memory", "GB/s", 1).scaled(1e9),
-            Column::text("name", "Name"),
+            ms("mean_ms", "Mean", 0),
+            ms("median_ms", "Median", 4),
+            ms("min_ms", "Min", 5),
+            ms("max_ms", "Max", 5),
+            ms("std_ms", "Std", 1),
+            ms("products_ms_per_step", "Matmuls a step", 1),
+            ms("softmax_ms_per_step", "Softmax a step", 1),
+            rate("flops_per_s", "Rate", "GFLOP/s"),
+            rate("bytes_per_s", "Memory", "GB/s"),
         ]
     }
 
@@ -215,11 +216,12 @@ impl ProfileReport {
         let unknown = "flops_per_s bytes_per_s products_ms_per_step softmax_ms_per_step";
         let mut columns = Self::columns();
         columns.retain(|column| !unknown.split(' ').any(|key| key == column.key));
+        columns[0].title = "Kernel".into();
         columns.extend([
             Column::text("grid", "Grid"),
             Column::text("block", "Block"),
             Column::text("ops", "Launched by"),
-            Column::text("places", "Places"),
+            Column::text("places", "Places").minor(5),
         ]);
         columns
     }

@@ -53,4 +53,4 @@ pub use markup::LATEX_COLUMNS;
 pub use statistics::{PowerLaw, Speedup, Statistics, Verdict};
 pub use text::Layout;
 pub use words::{NOTE_CHARS, bytes_to_mib, counted, format_mib, group_digits, list_in_note};
-pub use write::{Format, save_document};
+pub use write::Format;

@@ -179,23 +179,3 @@ fn beside(path: &Path, title: &str) -> PathBuf {
     }
     path.with_file_name(name)
 }
-
-/// Writes the content of a document that was made of several reports, atomically like [`Report::save`].
-///
-/// ```
-/// use tallow::report::save_document;
-///
-/// # let folder = std::env::temp_dir().join(format!("tallow-save-document-{}", std::process::id()));
-/// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
-/// let path = folder.join("results.md");
-/// save_document(b"# Results\n", &path)?;
-/// assert_eq!(std::fs::read(&path).unwrap(), b"# Results\n");
-/// # let _ = std::fs::remove_dir_all(&folder);
-/// # Ok::<(), tallow::Error>(())
-/// ```
-///
-/// # Errors
-/// [`Error::Io`] with the path if it cannot be written.
-pub fn save_document(content: &[u8], path: impl AsRef<Path>) -> Result<()> {
-    files::write_bytes(path.as_ref(), content)
-}

@@ -26,6 +26,7 @@ const END_TO_END: &[&str] = &[
     "config",
     "mode",
     "rounds",
+    "isolate",
     "warmup-steps",
     "steps",
     "view",
@@ -49,10 +50,14 @@ const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
     ),
     ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
     ("compile", &["--precision bf16-full --compile"]),
-    ("memory-budget-gib", &["--memory-budget-gib 1"]),
+    (
+        "memory-budget-gib",
+        &[
+            "--memory-budget-gib 1",
+            "--compile --mode forward --memory-budget-gib 1",
+        ],
+    ),
     ("optimizer-in-backward", &["--optimizer-in-backward"]),
-    ("per-step", &["--isolate --per-step"]),
-    ("isolate", &["--per-step --isolate"]),
 ];
 
 const CASES: &[Case] = &[
@@ -117,8 +122,6 @@ const CASES: &[Case] = &[
                 "optimizer-in-backward",
                 &["--mode forward --optimizer-in-backward"],
             ),
-            ("per-step", &["--isolate --per-step"]),
-            ("isolate", &["--per-step --isolate"]),
         ],
     },
     Case {
@@ -274,6 +277,7 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
             ("snapshot", &["--compile=only --snapshot s.json"]),
         ],
@@ -293,7 +297,7 @@ const CASES: &[Case] = &[
         always: &[
             OUTPUT,
             COMMON,
-            PRECISION,
+            &["precision", "autocast"],
             &["data", "plot", "size", "d-model", "d-ff", "num-layers"],
             &["num-heads", "attention", "context-length", "batch-size"],
             &["steps", "lr"],
@@ -324,6 +328,7 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("columns", &["--format csv --columns all"]),
+            ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("no-kernels", &["--no-kernels", "--device cpu --no-kernels"]),
             (
                 "compile",
@@ -347,7 +352,7 @@ const CASES: &[Case] = &[
         name: "train",
         always: &[
             &["precision", "autocast", "optimizer-in-backward"],
-            &["tf32", "seed", "nvtx", "strict", "gpus", "compile"],
+            &["tf32", "seed", "nvtx", "strict", "gpus"],
             &["validation-fraction", "attention", "dropout", "family"],
             &[
                 "activation-checkpointing",
@@ -386,13 +391,6 @@ const CASES: &[Case] = &[
             (
                 "vocab-size",
                 &["--vocab-size 9", "--data DATA --vocab-size 9"],
-            ),
-            (
-                "token-format",
-                &[
-                    "--token-format raw-u16",
-                    "--data DATA --token-format raw-u16",
-                ],
             ),
             (
                 "schedule-steps",
@@ -557,10 +555,7 @@ fn a_flag_with_effect_is_taken() {
             "columns",
         ),
         ("toy_model_dtypes --seed 3 --columns x", "columns"),
-        (
-            "train --vocab-size 9 --token-format raw-u16 --tokens missing.bin",
-            "missing.bin",
-        ),
+        ("train --vocab-size 9 --tokens missing.bin", "missing.bin"),
         ("train --family missing --random-weights", "missing"),
     ] {
         assert_refused(line, &run(example(line)), 1, words);

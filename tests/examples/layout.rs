@@ -74,15 +74,6 @@ fn a_width_of_zero_is_an_unknown_one() {
 }
 
 #[test]
-fn steps_are_printed_without_quotes() {
-    let ended = run(example(
-        "e2e_benchmark SMALL --mode forward --steps 2 --warmup-steps 0 --per-step",
-    ));
-    assert!(ended.out.contains("    step 2/2: "), "{}", ended.out);
-    assert!(!ended.out.contains('"'), "{}", ended.out);
-}
-
-#[test]
 fn no_line_is_longer_than_the_terminal() {
     for line in commands() {
         for width in [80, 100, 160] {

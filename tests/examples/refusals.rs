@@ -214,10 +214,6 @@ fn errors_begin_with_the_operation() {
     let refusals = [
         ("profile SMALL --by kernel", "error: profile: --by must be"),
         (
-            "e2e_benchmark SMALL --compile --mode forward --memory-budget-gib 1",
-            "error: e2e_benchmark: --memory-budget-gib, --optimizer-in-backward must be",
-        ),
-        (
             "memory_estimate SMALL --columns nope",
             "error: memory_estimate: select columns: names must be among ",
         ),

@@ -2,21 +2,30 @@
 
 use super::figures::{AttentionFigures, Figures, Profiled, Share, Timed, Work};
 use super::{sentences, span};
+use tallow::bench::{EndToEndRow, PhaseTime};
 use tallow::probe::Kind;
 use tallow::profile::{Cost, Parts, Recording};
-use tallow::report::{Fields, Statistics};
+use tallow::report::Statistics;
 
-fn stopwatch(phases: &[(&str, f64)]) -> Vec<Fields> {
-    let row = |(phase, ms): &(&str, f64)| {
-        let mut fields = Fields::new();
-        fields.insert("phase", *phase);
-        fields.merge(Statistics::new(&[*ms]).unwrap().fields());
-        fields
+fn stopwatch(phases: &[(&str, f64)]) -> Vec<EndToEndRow> {
+    let row = |(phase, ms): &(&str, f64)| EndToEndRow {
+        phase: phase.to_string(),
+        time: Some(PhaseTime {
+            statistics: Statistics::new(&[*ms]).unwrap(),
+            samples_ms: vec![*ms],
+            warmup_ms: vec![],
+            noisy: false,
+            tokens_per_s: None,
+            flops: None,
+            flops_per_s: None,
+            mfu_percent: None,
+        }),
+        ..Default::default()
     };
     phases.iter().map(row).collect()
 }
 
-fn figures(recording: Recording, stopwatch: Vec<Fields>) -> Figures {
+fn figures(recording: Recording, stopwatch: Vec<EndToEndRow>) -> Figures {
     let profiled = Profiled {
         recording,
         stopwatch,

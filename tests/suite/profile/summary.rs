@@ -201,7 +201,7 @@ fn tables_hold_every_row() {
     let mut text = Vec::new();
     report.table().write_to(Format::Text, &mut text).unwrap();
     let text = String::from_utf8(text).unwrap();
-    for heading in ["Time (%)", "StdDev (ms)", "Rate (GFLOP/s)", "Memory (GB/s)"] {
+    for heading in ["Time (%)", "Std (ms)", "Rate (GFLOP/s)", "Memory (GB/s)"] {
         assert!(text.contains(heading), "{heading} in {text}");
     }
 }

@@ -31,7 +31,8 @@ fn json_has_the_schema_of_every_example() {
         warmup_ms: vec![9.0],
     };
     let mut measured = Fields::from_iter([("phase", "forward"), ("status", "ok")]);
-    measured.merge(timing.fields().unwrap());
+    measured.merge(timing.statistics().unwrap().fields());
+    measured.merge(Fields::of(&timing).unwrap());
     measured.insert("tokens_per_s", 341.3);
     measured.insert("flops", 1u64 << 60);
     let refused = Fields::from_iter([("phase", "backward"), ("status", "OOM")]);
