@@ -20,7 +20,7 @@ use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::{
     Activation, Gate, KeyRanges, Norm, Stored, Update, activation, adamw, cross_entropy, embedding,
-    flash, gated, multiply_adds, norm, relu, rope, softmax,
+    flash, gated, multiply_adds, norm, relu, rope, softmax, sums,
 };
 
 const TOKENS: usize = 1024;
@@ -281,6 +281,15 @@ fn elementwise<T: Stored<Wide = f32>>(bench: &mut Bench) {
 
     let n = TOKENS * D;
     let mut y = vec![T::zero(); n];
+    for (name, sizes) in [("rows", [D, 1]), ("columns", [TOKENS, D])] {
+        let count = n / sizes[0];
+        bench.memory::<T>(&format!("sum of {name} forward"), n + count, || {
+            sums::forward(&dy[..n], sizes, 1.0, &mut z[..count], None);
+        });
+        bench.memory::<T>(&format!("sum of {name} backward"), n + count, || {
+            sums::backward(&dy[..count], sizes, 0.5, &mut y);
+        });
+    }
     let half = HEADS.head_dim / 2;
     let angles = values(HEADS.length * half);
     bench.memory::<T>("rope", 2 * n, || {

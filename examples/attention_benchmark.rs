@@ -1,7 +1,7 @@
 //! Times attention forward and backward, naive, flash and planned, with its memory, over a grid of sequence lengths and
 //! head widths; or the layer around it, with `--module`. `--help` has commands.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 #[path = "attention_benchmark/answers.rs"]
 mod answers;

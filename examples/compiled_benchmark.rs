@@ -2,7 +2,7 @@
 //! calls, memory traffic and allocations of a training step. `attention_benchmark --compare naive planned flash`
 //! compares attention alone. `--help` lists example commands.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 mod end_to_end;
@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     let about = "Compares planned (compiled) with eager steps of models";
     let defaults: &[(&str, &[&str])] = &[
         ("mode", &["all"]),
-        ("compile", &["beside"]),
+        ("compile", &["both"]),
         ("rounds", &["2"]),
         ("warmup_steps", &["1"]),
         ("steps", &["5"]),

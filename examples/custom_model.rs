@@ -9,7 +9,7 @@
 //! cargo run --example custom_model -- --steps 50 --n-embd 128 --format markdown
 //! ```
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 #[path = "custom_model/gpt2.rs"]
@@ -157,7 +157,7 @@ impl Flags {
             configuration: self.configuration(&model, &traced, &estimate, &losses, right),
             columns: ProfileReport::columns(),
             rows: summary.fields(),
-            lines,
+            shown_rows: lines,
             notes: inside.into_iter().chain(without_kernels).collect(),
             ..Default::default()
         };

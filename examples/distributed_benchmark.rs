@@ -13,7 +13,7 @@
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 #[path = "distributed_benchmark/accounting.rs"]
 mod accounting;

@@ -1,7 +1,7 @@
 //! Times a transformer's forward, backward and optimizer, by preset or by sizes, with throughput and memory. `--help`
 //! lists example commands.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 mod end_to_end;

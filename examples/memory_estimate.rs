@@ -3,7 +3,7 @@
 //!
 //! `--device cuda` does not need a GPU. `memory_profile` measures what this program predicts.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 #[path = "memory_estimate/answers.rs"]
 mod answers;
@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use step::StepFlags;
 use tallow::bench::EndToEnd;
 use tallow::compile::Target;
-use tallow::memory::{Kernels, MemoryBreakdown, MemoryKind, Mode, Workload};
+use tallow::memory::{MemoryBreakdown, MemoryKind, Mode, Workload};
 use tallow::report::{Column, Fields, Report};
 use tallow::{Error, Result};
 
@@ -181,7 +181,7 @@ fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
         attention: run.attention,
         precision: run.precision,
         checkpointing: run.checkpointing,
-        kernels: device.map_or(Kernels::Cuda, Kernels::of),
+        kernels: device.map_or(Target::Cuda, Target::of),
         moments: run.optimizer.moments,
     }
 }
@@ -216,15 +216,15 @@ fn columns() -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
         Column::mib("peak_bytes", "Peak"),
-        Column::count("largest_batch_size", "Largest B").minor(1),
-        Column::count("largest_context_length", "Largest T").minor(1),
-        Column::mib("after_forward_bytes", "After forward").minor(2),
-        Column::text("recommended_checkpointing", "Checkpointing that fits").minor(3),
-        Column::mib("residual_stream_bytes", "Residual stream").minor(4),
+        Column::count("largest_batch_size", "Largest B").drop_rank(1),
+        Column::count("largest_context_length", "Largest T").drop_rank(1),
+        Column::mib("after_forward_bytes", "After forward").drop_rank(2),
+        Column::text("recommended_checkpointing", "Checkpointing that fits").drop_rank(3),
+        Column::mib("residual_stream_bytes", "Residual stream").drop_rank(4),
     ]);
     columns.extend(MemoryKind::ALL.map(|kind| {
         let column = Column::mib(kind.name(), kind.name());
-        column.under("Of the peak").minor(5)
+        column.group("Of the peak").drop_rank(5)
     }));
     columns
 }

@@ -1,7 +1,7 @@
 //! Profiles the memory of a step: predicted and measured, by phase and by origin, with a timeline and PyTorch's memory
 //! snapshot. `--help` lists example commands.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 #[path = "memory_profile/answers.rs"]
 mod answers;
@@ -92,7 +92,7 @@ impl Flags {
             ..Default::default()
         };
         let mut runs = self.grid.runs(&models, &precisions, &base);
-        self.grid.give_memory(&mut runs, &device)?;
+        self.grid.set_available_memory(&mut runs, &device)?;
         self.output.check_columns([columns(&device)])?;
         let names = runs::names(&runs);
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
@@ -158,7 +158,7 @@ impl Flags {
             environment,
             configuration,
             columns: columns(&device),
-            lines: fields.iter().map(line).collect(),
+            shown_rows: fields.iter().map(line).collect(),
             rows: fields,
             answers,
             notes,

@@ -1,6 +1,6 @@
 //! Adds 0.01 up a thousand times in f32, f16 and bf16: CS336's exercise "mixed_precision_accumulation".
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 #[path = "mixed_precision_accumulation/rows.rs"]
@@ -75,9 +75,9 @@ fn columns() -> Vec<Column> {
         Column::text("terms", "Terms"),
         Column::number("sum", "Sum", "", 8),
         Column::number("error_percent", "Error", "%", 4),
-        Column::text("cause", "Main cause").minor(1),
-        Column::number("error_of_terms", "Error of terms", "", 8).minor(2),
-        Column::number("error_of_additions", "Error of additions", "", 8).minor(2),
-        Column::number("error", "Absolute error", "", 8).minor(3),
+        Column::text("cause", "Main cause").drop_rank(1),
+        Column::number("error_of_terms", "Error of terms", "", 8).drop_rank(2),
+        Column::number("error_of_additions", "Error of additions", "", 8).drop_rank(2),
+        Column::number("error", "Absolute error", "", 8).drop_rank(3),
     ]
 }

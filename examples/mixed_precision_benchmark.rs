@@ -1,7 +1,7 @@
 //! Compares half precision with f32, in turns: time and memory of forward and of forward and backward, for each size of
 //! model. `--help` lists example commands.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 mod end_to_end;

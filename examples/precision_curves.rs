@@ -1,6 +1,6 @@
 //! Trains the same model in f32, bf16 and f16, on the same batches from the same weights, and compares the losses.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 #[path = "precision_curves/compared.rs"]
@@ -236,11 +236,11 @@ fn columns() -> Vec<Column> {
         Column::text("precision", "Precision"),
         Column::number("last_loss", "Last loss", "nats", 4),
         Column::number("from_f32_percent", "From f32", "%", 3),
-        Column::number("validation_loss", "Validation", "nats", 4).minor(1),
-        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).minor(1),
-        Column::number("first_loss", "First loss", "nats", 4).minor(3),
-        Column::count("skipped_steps", "Skipped steps").minor(2),
-        Column::number("loss_scale", "Loss scale", "", 0).minor(3),
+        Column::number("validation_loss", "Validation", "nats", 4).drop_rank(1),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).drop_rank(1),
+        Column::number("first_loss", "First loss", "nats", 4).drop_rank(3),
+        Column::count("skipped_steps", "Skipped steps").drop_rank(2),
+        Column::number("loss_scale", "Loss scale", "", 0).drop_rank(3),
         Column::ms("step_ms", "Step"),
         Column::count("tokens_per_s", "Tokens/s"),
     ]

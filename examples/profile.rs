@@ -5,7 +5,7 @@
 //!
 //! `--help` has commands; `examples/README.md` says how to run it under Nsight Systems.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 #[path = "profile/answers.rs"]
 mod answers;
@@ -130,7 +130,7 @@ impl Flags {
             ..Default::default()
         };
         let mut runs = self.grid.runs(&models, &precisions, &base);
-        self.grid.give_memory(&mut runs, &device)?;
+        self.grid.set_available_memory(&mut runs, &device)?;
         let mut configuration = describe(&models);
         configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("warm-up steps", self.warmup_steps);
@@ -162,7 +162,7 @@ impl Flags {
                 let mut row = labelled(run, "OOM", Fields::new());
                 row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
                     .insert("available_bytes", stopwatch[0].available_bytes);
-                report.lines.push(row.clone());
+                report.shown_rows.push(row.clone());
                 report.rows.push(row);
             }
         }
@@ -228,12 +228,12 @@ impl Flags {
         }
         let figures = profiled.figures()?;
         let line = labelled(run, "ok", figures.line.clone());
-        report.lines.push(line);
+        report.shown_rows.push(line);
         let (lines, inside) = ops::lines(&shortened(&summary));
         report.details.push(Report {
             title: run.title(),
             columns: summary.table().columns,
-            lines,
+            shown_rows: lines,
             notes: inside.into_iter().collect(),
             ..Default::default()
         });
@@ -291,23 +291,23 @@ fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
 
 /// The columns of the summary, which has a line for each run.
 fn summary_columns(on_gpu: bool) -> Vec<Column> {
-    let percent = |key, title, under| Column::number(key, title, "", 1).under(under);
+    let percent = |key, title, under| Column::number(key, title, "", 1).group(under);
     let of_step = |key, title| percent(key, title, "% of a step");
-    let of_forward = |key, title| percent(key, title, "% of forward").minor(1);
+    let of_forward = |key, title| percent(key, title, "% of forward").drop_rank(1);
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
-        Column::ms("profiled_ms_per_step", "profiler").under("A step by"),
-        Column::ms("stopwatch_mean_ms", "stopwatch").under("A step by"),
+        Column::ms("profiled_ms_per_step", "profiler").group("A step by"),
+        Column::ms("stopwatch_mean_ms", "stopwatch").group("A step by"),
         of_step("matmul_percent", "matmul"),
         of_step("softmax_percent", "softmax"),
         of_step("gpu_idle_percent", "GPU idle"),
-        of_step("ops_percent", "ops").minor(3),
-        of_step("candle_percent", "between").minor(4),
-        of_step("unexplained_percent", "unexplained").minor(5),
+        of_step("ops_percent", "ops").drop_rank(3),
+        of_step("candle_percent", "between").drop_rank(4),
+        of_step("unexplained_percent", "unexplained").drop_rank(5),
         of_forward("matmul_percent_of_forward", "matmul"),
         of_forward("softmax_percent_of_forward", "softmax"),
-        Column::text("longest", "Longest").minor(2),
+        Column::text("longest", "Longest").drop_rank(2),
     ]);
     columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
     columns

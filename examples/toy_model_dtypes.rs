@@ -1,7 +1,7 @@
 //! Prints the dtype of each tensor of a small model under autocast, and why layer norm is computed in f32: CS336's
 //! exercise "benchmarking_mixed_precision" (a) and (b), for f16 and bf16 and both of PyTorch's policies.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 #[path = "toy_model_dtypes/layer_norm.rs"]
@@ -81,8 +81,8 @@ fn layer_norm_columns() -> Vec<Column> {
         Column::text("activations", "Activations"),
         Column::text("stored", "Stored in"),
         Column::text("computed", "Computed in"),
-        Column::text("variance", "Variance").minor(1),
-        Column::text("exact_variance", "Exact variance").minor(2),
+        Column::text("variance", "Variance").drop_rank(1),
+        Column::text("exact_variance", "Exact variance").drop_rank(2),
         Column::number("variance_error_percent", "Error of variance", "%", 4),
         Column::number("output_error_percent", "Error of output", "%", 4),
     ]

@@ -15,7 +15,7 @@
 //! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; ignored under `nohup`) end it after the current step, with a
 //! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129. A second one ends it at once.
 
-#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::say_aside do not panic
+#![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
 mod common;
 #[path = "train/family.rs"]

@@ -28,6 +28,7 @@ some_of! {
     => heads: HeadSizes, split;
     => relu: backward, forward;
     => rope: rotate;
+    => sums: backward, forward;
     ::rows => cross_entropy: backward, forward;
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;

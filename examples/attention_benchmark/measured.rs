@@ -139,22 +139,22 @@ fn labels(is_layer: bool) -> Vec<Column> {
 
 /// The columns of the main table.
 pub fn columns(is_layer: bool) -> Vec<Column> {
-    let speedup = |key: &str, title: &str| Column::number(key, title, "", 2).under("Speed-up");
+    let speedup = |key: &str, title: &str| Column::number(key, title, "", 2).group("Speed-up");
     let mut columns = labels(is_layer);
     columns.extend([
         Column::ms("forward", "Forward"),
         Column::ms("backward", "Backward"),
-        Column::ms("forward+backward", "F+B").minor(if is_layer { 1 } else { 5 }),
-        speedup("speedup_forward", "F").minor(2),
-        speedup("speedup_backward", "B").minor(2),
-        speedup("speedup", "F+B").minor(if is_layer { 1 } else { 4 }),
-        Column::mib("before_backward_bytes", "before B").under("Memory"),
-        Column::mib("peak_bytes", "peak").under("Memory"),
+        Column::ms("forward+backward", "F+B").drop_rank(if is_layer { 1 } else { 5 }),
+        speedup("speedup_forward", "F").drop_rank(2),
+        speedup("speedup_backward", "B").drop_rank(2),
+        speedup("speedup", "F+B").drop_rank(if is_layer { 1 } else { 4 }),
+        Column::mib("before_backward_bytes", "before B").group("Memory"),
+        Column::mib("peak_bytes", "peak").group("Memory"),
         Column::number("saved_percent", "saved", "%", 1)
-            .under("Memory")
-            .minor(3),
-        Column::text("status", "Status").minor(6),
-        Column::count("n", "n").minor(7),
+            .group("Memory")
+            .drop_rank(3),
+        Column::text("status", "Status").drop_rank(6),
+        Column::count("n", "n").drop_rank(7),
     ]);
     // A layer's memory has its own table.
     columns.retain(|column| !is_layer || column.key != "before_backward_bytes");
@@ -172,7 +172,7 @@ pub fn memory_columns() -> Vec<Column> {
         ("backward_bytes", "backward", "Added by", 2),
         ("peak_bytes", "peak", "", 0),
     ] {
-        columns.push(Column::mib(key, title).under(under).minor(minor));
+        columns.push(Column::mib(key, title).group(under).drop_rank(minor));
     }
     columns
 }
@@ -188,7 +188,7 @@ pub fn tables(all: &[Measured], is_layer: bool) -> Vec<Report> {
         tables.push(Report {
             title,
             columns: columns(is_layer),
-            lines: own.iter().map(|m| m.line(all)).collect(),
+            shown_rows: own.iter().map(|m| m.line(all)).collect(),
             ..Default::default()
         });
     }
@@ -197,7 +197,7 @@ pub fn tables(all: &[Measured], is_layer: bool) -> Vec<Report> {
     tables.extend((is_layer && !all.is_empty()).then(|| Report {
         title: "Memory of the layer".into(),
         columns: memory_columns(),
-        lines: all.iter().map(|m| m.line(all)).collect(),
+        shown_rows: all.iter().map(|m| m.line(all)).collect(),
         notes: vec![note.into()],
         ..Default::default()
     }));

@@ -150,14 +150,14 @@ pub fn fallbacks() -> String {
 }
 
 /// Prints a line to stderr; an error of writing is ignored.
-pub fn say_aside(text: impl Display) {
+pub fn print_progress(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 /// Prints progress to stderr, if that is a terminal.
 pub fn progress(text: impl Display) {
     if std::io::stderr().is_terminal() {
-        say_aside(text);
+        print_progress(text);
     }
 }
 
@@ -201,8 +201,8 @@ fn status(error: &Error) -> u8 {
     }
     let text = error.to_string();
     match text.strip_prefix(PROGRAM) {
-        Some(rest) if rest.starts_with(": ") => say_aside(format_args!("error: {text}")),
-        _ => say_aside(format_args!("error: {PROGRAM}: {text}")),
+        Some(rest) if rest.starts_with(": ") => print_progress(format_args!("error: {text}")),
+        _ => print_progress(format_args!("error: {PROGRAM}: {text}")),
     }
     1
 }

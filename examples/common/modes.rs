@@ -57,7 +57,7 @@ pub fn modes(flags: &[ModeFlag]) -> Vec<Mode> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CompileFlag {
     /// Eager steps and planned steps
-    Beside,
+    Both,
     /// Planned steps only
     Only,
 }
@@ -65,7 +65,7 @@ pub enum CompileFlag {
 /// Returns the executions in this precision: eager alone if it cannot be planned.
 pub fn executions(flag: Option<CompileFlag>, precision: Precision) -> &'static [Execution] {
     match flag.filter(|_| can_plan(precision)) {
-        Some(CompileFlag::Beside) => &[Execution::Eager, Execution::Planned],
+        Some(CompileFlag::Both) => &[Execution::Eager, Execution::Planned],
         Some(CompileFlag::Only) => &[Execution::Planned],
         None => &[Execution::Eager],
     }

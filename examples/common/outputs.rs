@@ -63,7 +63,7 @@ impl Output {
                     let titles: Vec<&str> =
                         report.details.iter().map(|d| d.title.as_str()).collect();
                     let titles = titles.join("; ");
-                    super::say_aside(format_args!(
+                    super::print_progress(format_args!(
                         "not in one CSV: {titles}; --output FILE.csv writes these too"
                     ));
                 }

@@ -40,7 +40,7 @@ impl PrecisionFlags {
             ref named => named,
         };
         // f32 among others is the baseline. If it is the only precision, the other flags have no effect.
-        if self.speaks_of_half() && named.iter().all(|p| *p == Precision::F32) {
+        if self.names_half_precision() && named.iter().all(|p| *p == Precision::F32) {
             return refuse("bf16 or f16 among --precision", "f32 alone");
         }
         let mut combined = Vec::new();
@@ -85,7 +85,7 @@ impl PrecisionFlags {
         Ok(precision.with_dropped_casts(self.drop_casts || named.drops_casts()))
     }
 
-    fn speaks_of_half(&self) -> bool {
+    fn names_half_precision(&self) -> bool {
         self.autocast.is_some() || self.full_half || self.drop_casts
     }
 }

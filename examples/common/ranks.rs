@@ -126,7 +126,7 @@ fn launch(count: usize) -> Result<ExitCode> {
     Ok(match distributed::launch(count)? {
         None => ExitCode::SUCCESS,
         Some(failed) => {
-            super::say_aside(failed);
+            super::print_progress(failed);
             ExitCode::from(failed.exit_code())
         }
     })

@@ -50,7 +50,7 @@ pub struct GridFlags {
     pub optimizer: OptimizerFlag,
 
     /// Planned steps too, or alone with =only
-    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "beside", value_name = "HOW", help_heading = "Run")]
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "both", value_name = "HOW", help_heading = "Run")]
     pub compile: Option<CompileFlag>,
 
     /// Memory that may be used [default: what is available]
@@ -160,7 +160,7 @@ impl GridFlags {
     }
 
     /// Sets the available memory of each run, and prepares the process if that is tight.
-    pub fn give_memory(&self, runs: &mut [Run], device: &Device) -> Result<()> {
+    pub fn set_available_memory(&self, runs: &mut [Run], device: &Device) -> Result<()> {
         let all = runs.iter().map(|run| &run.run);
         let available_bytes = super::memory::available_bytes(device, self.memory_limit_gib, all)?;
         for Run { run, .. } in runs {

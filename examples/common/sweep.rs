@@ -1,6 +1,6 @@
 //! Sweeps of runs: progress with the estimated time left, and Ctrl-C, which keeps the rows measured so far.
 
-use super::say_aside;
+use super::print_progress;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 use std::fmt::Display;
@@ -104,5 +104,5 @@ pub fn is_stopped() -> bool {
 
 /// Prints that a file was written.
 pub fn wrote(path: &std::path::Path) {
-    say_aside(format_args!("wrote {}", path.display()));
+    print_progress(format_args!("wrote {}", path.display()));
 }

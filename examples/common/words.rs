@@ -17,7 +17,7 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
-        Verdict::AsFast => format!("{name} is as fast as {other} ({speedup})"),
+        Verdict::Equal => format!("{name} is as fast as {other} ({speedup})"),
         Verdict::Unclear => format!(
             "these figures do not decide whether {name} is faster than {other} ({speedup}): more steps on a quiet \
              machine would"

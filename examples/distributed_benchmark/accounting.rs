@@ -49,7 +49,7 @@ pub struct AccountingFlags {
 }
 
 pub fn columns() -> Vec<Column> {
-    let tokens = |key, title| Column::count(key, title).under("Compute-bound from tokens");
+    let tokens = |key, title| Column::count(key, title).group("Compute-bound from tokens");
     let gigabytes = Column::number("device_bytes", "Each holds", "GB", 1);
     vec![
         Column::text("model", "Model"),

@@ -53,7 +53,7 @@ impl Rank<'_> {
                 let mut line = row.clone();
                 line.insert("time", own.time.to_string());
                 report.rows.push(row);
-                report.lines.push(line);
+                report.shown_rows.push(line);
                 collected.push(own);
             }
         }

@@ -10,13 +10,13 @@ use tallow::report::{Column, Report};
 use tallow::{Error, Result};
 
 pub fn columns() -> Vec<Column> {
-    let held = |key, title| Column::mib(key, title).under("A rank");
+    let held = |key, title| Column::mib(key, title).group("A rank");
     Way::columns([
         held("init_bytes", "after init"),
         held("peak_bytes", "peak of a step"),
         held("after_bytes", "after it"),
-        Column::mib("state_bytes", "Optimizer").minor(1),
-        Column::mib("predicted_bytes", "Predicted peak").minor(2),
+        Column::mib("state_bytes", "Optimizer").drop_rank(1),
+        Column::mib("predicted_bytes", "Predicted peak").drop_rank(2),
     ])
 }
 

@@ -83,8 +83,8 @@ pub fn columns() -> Vec<Column> {
         Column::ms("time", "Step"),
         Column::ms("exposed_ms", "Exposed"),
         Column::number("exposed_percent", "Exposed", "%", 1),
-        Column::count("tokens_per_s", "Tokens/s").minor(1),
-        Column::number("efficiency_percent", "Alone / step", "%", 1).minor(2),
+        Column::count("tokens_per_s", "Tokens/s").drop_rank(1),
+        Column::number("efficiency_percent", "Alone / step", "%", 1).drop_rank(2),
     ])
 }
 
@@ -121,7 +121,7 @@ impl Rank<'_> {
                         .insert("exposed_percent", "in the noise");
                 }
                 report.rows.push(row);
-                report.lines.push(line);
+                report.shown_rows.push(line);
                 measured.push((way, step));
             }
             let answers = answers::steps(&model.name, ranks, &measured);

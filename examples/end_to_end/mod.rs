@@ -156,7 +156,7 @@ impl Flags {
             runs = runs.into_iter().skip(index).take(1).collect();
         }
         if !self.isolate {
-            self.grid.give_memory(&mut runs, &device)?;
+            self.grid.set_available_memory(&mut runs, &device)?;
         }
         if self.isolated_run.is_some() {
             let runs: Vec<EndToEnd> = runs.into_iter().map(|run| run.run).collect();

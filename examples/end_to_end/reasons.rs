@@ -44,9 +44,9 @@ pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
             Column::count("allocations", "Allocations"),
             Column::mib("allocated_bytes", "Allocated"),
             Column::mib("peak_bytes", "Peak"),
-            Column::ms("plan_ms", "Plan").minor(1),
-            Column::mib("estimate_bytes", "Predicted").minor(2),
-            held.minor(3),
+            Column::ms("plan_ms", "Plan").drop_rank(1),
+            Column::mib("estimate_bytes", "Predicted").drop_rank(2),
+            held.drop_rank(3),
         ],
         rows: counted.iter().map(Fields::of).collect::<Result<_>>()?,
         notes: vec![

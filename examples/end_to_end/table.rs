@@ -60,7 +60,7 @@ const LABELS: [(&str, &str); 8] = [
 ];
 
 /// A time in the table: its heading, the modes that measure it (the first one that ran is used), its phase, and the
-/// rank of its column ([`Column::minor`]).
+/// rank of its column ([`Column::drop_rank`]).
 struct Time(&'static str, &'static [Mode], &'static str, u8);
 
 const WITH_BACKWARD: &[Mode] = &[Mode::TrainStep, Mode::ForwardBackward];
@@ -180,7 +180,7 @@ impl Compared {
     /// Sets the rows of a report and their lines.
     pub fn show(&self, rows: &[Row], report: &mut Report) {
         report.rows = rows.iter().map(Row::fields).collect();
-        report.lines = self.lines(rows);
+        report.shown_rows = self.shown_rows(rows);
     }
 
     /// Returns the name of the comparison that contains this row.
@@ -194,7 +194,7 @@ impl Compared {
     }
 
     /// Returns the lines of `rows`.
-    pub fn lines(&self, rows: &[Row]) -> Vec<Fields> {
+    pub fn shown_rows(&self, rows: &[Row]) -> Vec<Fields> {
         match self.by_phase {
             true => {
                 let comparisons = self.comparisons(rows);
@@ -253,9 +253,9 @@ impl Compared {
             (false, false) => wide_columns(is_about_warmup),
         });
         if has_several_models {
-            columns.push(Column::count("parameters", "Parameters").minor(6));
+            columns.push(Column::count("parameters", "Parameters").drop_rank(6));
             let sizes = "d_model d_ff num_layers num_heads".split(' ');
-            columns.extend(sizes.map(|key| Column::text(key, key).minor(7)));
+            columns.extend(sizes.map(|key| Column::text(key, key).drop_rank(7)));
         }
         columns.push(Column::text("device", "Device"));
         columns
@@ -275,7 +275,7 @@ impl Compared {
         }
         let mut columns = Vec::new();
         for (quantity, heading, minor) in quantities {
-            let mut push = |column: Column| columns.push(column.under(heading).minor(minor));
+            let mut push = |column: Column| columns.push(column.group(heading).drop_rank(minor));
             for (i, value) in self.values.iter().enumerate() {
                 let own = key(quantity, value);
                 push(match quantity {
@@ -292,7 +292,7 @@ impl Compared {
                 }
             }
         }
-        columns.push(Column::text("outcome", "Status").minor(2));
+        columns.push(Column::text("outcome", "Status").drop_rank(2));
         columns
     }
 }
@@ -347,21 +347,21 @@ impl Comparison<'_> {
 fn phase_columns(time: &str) -> Vec<Column> {
     vec![
         Column::ms(time, "Time"),
-        Column::ms("min_ms", "Min").minor(2),
-        Column::ms("max_ms", "Max").minor(2),
-        Column::ms("median_ms", "Median").minor(1),
-        Column::number("cv_percent", "CV", "%", 1).minor(1),
-        Column::ms("first_step_ms", "First step").minor(4),
-        Column::count("tokens_per_s", "Tokens/s").minor(3),
+        Column::ms("min_ms", "Min").drop_rank(2),
+        Column::ms("max_ms", "Max").drop_rank(2),
+        Column::ms("median_ms", "Median").drop_rank(1),
+        Column::number("cv_percent", "CV", "%", 1).drop_rank(1),
+        Column::ms("first_step_ms", "First step").drop_rank(4),
+        Column::count("tokens_per_s", "Tokens/s").drop_rank(3),
         Column::number("flops_per_s", "Rate", "GFLOP/s", 1)
             .scaled(1e9)
-            .minor(4),
-        Column::number("mfu_percent", "MFU", "%", 1).minor(4),
-        Column::mib("peak_bytes", "Peak").minor(1),
-        Column::mib("reserved_peak_bytes", "Reserved").minor(5),
-        Column::mib("resident_peak_bytes", "Resident peak").minor(6),
-        Column::mib("allocated_bytes", "After the step").minor(6),
-        Column::mib("estimate_bytes", "Estimate").minor(5),
+            .drop_rank(4),
+        Column::number("mfu_percent", "MFU", "%", 1).drop_rank(4),
+        Column::mib("peak_bytes", "Peak").drop_rank(1),
+        Column::mib("reserved_peak_bytes", "Reserved").drop_rank(5),
+        Column::mib("resident_peak_bytes", "Resident peak").drop_rank(6),
+        Column::mib("allocated_bytes", "After the step").drop_rank(6),
+        Column::mib("estimate_bytes", "Estimate").drop_rank(5),
     ]
 }
 
@@ -369,19 +369,19 @@ fn phase_columns(time: &str) -> Vec<Column> {
 fn wide_columns(is_about_warmup: bool) -> Vec<Column> {
     let mut columns = Vec::new();
     for Time(title, _, _, minor) in TIMES {
-        columns.push(Column::ms(title, title).minor(minor));
+        columns.push(Column::ms(title, title).drop_rank(minor));
         if title == "F+B" {
             columns.push(Column::number("Ratio", "Ratio", "", 2));
         }
     }
     let first_step = if is_about_warmup { 0 } else { 6 };
     columns.extend([
-        Column::ms("first_step_ms", "First step").minor(first_step),
-        Column::mib("peak_bytes", "Peak").minor(3),
-        Column::mib("reserved_peak_bytes", "Reserved").minor(4),
-        Column::count("tokens_per_s", "Tokens/s").minor(6),
-        Column::number("mfu_percent", "MFU", "%", 1).minor(7),
-        Column::mib("allocated_bytes", "After the step").minor(8),
+        Column::ms("first_step_ms", "First step").drop_rank(first_step),
+        Column::mib("peak_bytes", "Peak").drop_rank(3),
+        Column::mib("reserved_peak_bytes", "Reserved").drop_rank(4),
+        Column::count("tokens_per_s", "Tokens/s").drop_rank(6),
+        Column::number("mfu_percent", "MFU", "%", 1).drop_rank(7),
+        Column::mib("allocated_bytes", "After the step").drop_rank(8),
     ]);
     columns
 }

@@ -144,7 +144,7 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
         .filter(|run| [1, 2].contains(&run.row.warmup_steps));
     let means = few.filter_map(|run| {
         let verdict = match verdict(&run.over(longest)?) {
-            Verdict::AsFast => "no difference",
+            Verdict::Equal => "no difference",
             Verdict::Unclear => "undecided",
             Verdict::Faster => "longer",
             Verdict::Slower => "shorter",
@@ -175,7 +175,7 @@ pub fn enough(runs: &[Measured]) -> Option<String> {
     let agrees = others
         .iter()
         .rev()
-        .take_while(|(_, ratio)| verdict(ratio) == Verdict::AsFast);
+        .take_while(|(_, ratio)| verdict(ratio) == Verdict::Equal);
     let (differing, agreeing) = others.split_at(others.len() - agrees.count());
     let words = differing.iter().map(|(steps, ratio)| match verdict(ratio) {
         Verdict::Unclear => format!("after {steps} undecided ({ratio})"),

@@ -13,23 +13,23 @@ use tallow::report::{Column, Fields, Report, format_mib};
 pub fn columns(device: &Device) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
-        Column::text("status", "Status").minor(5),
+        Column::text("status", "Status").drop_rank(5),
         Column::mib("peak", "Peak"),
         Column::text("than_f32", "Than f32"),
     ]);
     if !device.is_cpu() {
         columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
     }
-    columns.push(Column::text("peak_phase", "Highest in").minor(1));
+    columns.push(Column::text("peak_phase", "Highest in").drop_rank(1));
     for phase in ["forward", "backward", "optimizer"] {
         let key = format!("{phase}_peak_bytes");
-        columns.push(Column::mib(key, phase).under("Peak in").minor(2));
+        columns.push(Column::mib(key, phase).group("Peak in").drop_rank(2));
     }
     columns.extend([
-        Column::mib("estimate_bytes", "Predicted").minor(3),
-        Column::number("estimate_error_percent", "Error", "%", 1).minor(3),
-        Column::mib("saved_for_backward_bytes", "Saved for backward").minor(4),
-        Column::count("allocations", "Allocations").minor(5),
+        Column::mib("estimate_bytes", "Predicted").drop_rank(3),
+        Column::number("estimate_error_percent", "Error", "%", 1).drop_rank(3),
+        Column::mib("saved_for_backward_bytes", "Saved for backward").drop_rank(4),
+        Column::count("allocations", "Allocations").drop_rank(5),
     ]);
     columns
 }
@@ -159,15 +159,15 @@ impl Details {
     /// The tables that have rows.
     pub fn into_tables(self) -> Vec<Report> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
-        let phase = |key: &str, title: &str| mib(key, title).under("At the peak of").minor(1);
+        let phase = |key: &str, title: &str| mib(key, title).group("At the peak of").drop_rank(1);
         let columns = vec![
             Column::text("holds", "Holds"),
             phase("forward_bytes", "forward"),
             phase("backward_bytes", "backward"),
             phase("optimizer_bytes", "optimizer"),
-            mib("measured_bytes", "measured").under("At the highest peak"),
-            mib("estimate_bytes", "predicted").under("At the highest peak"),
-            mib("difference_bytes", "Difference").minor(2),
+            mib("measured_bytes", "measured").group("At the highest peak"),
+            mib("estimate_bytes", "predicted").group("At the highest peak"),
+            mib("difference_bytes", "Difference").drop_rank(2),
         ];
         let kinds = Report {
             columns,

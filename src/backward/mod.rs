@@ -50,8 +50,13 @@ pub fn backward(loss: Tensor) -> Result<GradStore> {
             ),
         );
     }
-    let seed = loss.ones_like()?;
-    run(loss, seed)
+    backward_from_ones(loss)
+}
+
+/// Computes the gradients from a gradient of ones, which is freed as soon as it is read.
+pub(crate) fn backward_from_ones(output: Tensor) -> Result<GradStore> {
+    let seed = output.ones_like()?;
+    run(output, seed)
 }
 
 /// Computes the gradients from a given gradient of `output` (a vector-Jacobian product).

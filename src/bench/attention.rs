@@ -4,9 +4,10 @@ use super::row::PhaseTime;
 use super::stopwatch::settled_meter;
 use super::{Execution, LapTimings, Step, Stopwatch};
 use crate::attention::{Algorithm, flash};
+use crate::backward::backward_from_ones;
 use crate::memory::{AttentionWorkload, MemoryBreakdown, smallest_not_fitting};
 use crate::report::{Fields, format_mib};
-use crate::{Error, Result, backward};
+use crate::{Error, Result};
 use candle_core::Device;
 
 mod workload;
@@ -265,7 +266,7 @@ impl AttentionRun {
                         let output = lap.time(FORWARD, forward)?;
                         (alive.forward_peak, alive.before_backward) = (peak(), grown(now()));
                         meter.reset_peak();
-                        Some(lap.time(BACKWARD, move || backward(output))?)
+                        Some(lap.time(BACKWARD, move || backward_from_ones(output))?)
                     }
                     Pass::Planned(step, batch, d_output) => {
                         step.forward_backward_from(&*batch, d_output)?;

@@ -6,7 +6,7 @@ use super::stopwatch::settled_meter;
 use super::update::Update;
 use super::{EndToEndRow, Lap, LapTimings, Step, Stopwatch, Timing, alternate};
 use crate::attention::Algorithm;
-use crate::memory::{self, Estimate, Kernels, Mode, Workload, system};
+use crate::memory::{self, Estimate, Mode, Target, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::nn::{self, Checkpointing};
 use crate::optim::AdamWConfig;
@@ -243,7 +243,7 @@ impl EndToEnd {
             attention: self.attention,
             precision: self.precision,
             checkpointing: self.checkpointing,
-            kernels: Kernels::of(device),
+            kernels: Target::of(device),
             moments: self.optimizer.moments,
         }
     }

@@ -126,7 +126,7 @@ impl PhaseTime {
         let flops_per_s = flops.map(|flops| flops / seconds);
         let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
         Ok(Self {
-            noisy: statistics.noisy(),
+            noisy: statistics.is_noisy(),
             tokens_per_s: tokens.map(|tokens| tokens / seconds),
             flops,
             flops_per_s,

@@ -7,6 +7,7 @@
 //! | `nn.Module`, `state_dict()`, `parameters()` | [`Layer`], [`Layer::weights`], [`Layer::parameters`] |
 //! | `nn.Parameter`, `nn.Linear`, `nn.RMSNorm`, ... | [`nn::Parameter`](crate::nn::Parameter), [`nn`](crate::nn) |
 //! | `torch.nn.functional` | [`ops`](crate::ops), [`attention`](crate::attention) |
+//! | `sum(dim)`, `mean(dim, keepdim=True)` | [`ops::sum_over`], [`ops::mean_keepdim`] |
 //! | `loss.backward()`, `.grad` | [`backward`](crate::backward()), which returns the gradients |
 //! | `tensor.backward(gradient)` | [`backward_from`](crate::backward_from) |
 //! | `torch.no_grad()` | [`no_grad`](crate::no_grad()) |
@@ -155,9 +156,11 @@
 //!
 //! **What is missing**
 //!
-//! Convolutions, a key/value cache, class weights in the cross-entropy, sums over some dimensions, optimizers other
-//! than AdamW, tensor and pipeline parallelism. candle's own ops cover some of these, eagerly.
+//! Convolutions, a key/value cache, class weights in the cross-entropy, optimizers other than AdamW, tensor and pipeline
+//! parallelism. candle's own ops cover some of these, eagerly.
 //!
+//! [`ops::sum_over`]: crate::ops::sum_over
+//! [`ops::mean_keepdim`]: crate::ops::mean_keepdim
 //! [`attention::flash`]: crate::attention::flash()
 //! [`attention::naive`]: crate::attention::naive()
 //! [`profile::Profiler`]: crate::profile::Profiler

@@ -37,9 +37,15 @@ pub(crate) fn bias_backward(rows: usize, width: usize) -> usize {
     bias_parts(rows) * width
 }
 
-/// Returns the number of partial sums, f64, of a sum over a buffer.
-pub(crate) fn sum_parts(elements: usize) -> usize {
-    elements.div_ceil(8192).clamp(1, 1024)
+/// Returns the number of chunks into which sums along n of (outer, n, inner) are divided, so that few sums of many
+/// elements occupy a device. Each chunk is summed separately, in f64.
+pub(crate) fn sum_chunks([outer, n, inner]: [usize; 3]) -> usize {
+    const BLOCKS: usize = 1024;
+    let (blocks, fewest) = match inner {
+        0 | 1 => (outer, 8192),
+        _ => (outer.saturating_mul(inner.div_ceil(32)), 256), // a block sums 32 columns
+    };
+    (BLOCKS / blocks.max(1)).clamp(1, n.div_ceil(fewest).max(1))
 }
 
 /// Returns the lengths, in words, of the four buffers of the embedding's backward: the count of each id and two

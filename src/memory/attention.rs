@@ -3,7 +3,7 @@
 
 use super::letters::{Letter, Letters, other_head_dim};
 use super::lifetimes::{Buffer, Lifetimes, elements};
-use super::{Kernels, MemoryBreakdown, MemoryKind, Mode};
+use super::{MemoryBreakdown, MemoryKind, Mode, Target};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::grad::with_grad;
 use crate::graph::{self, Graph};
@@ -180,11 +180,11 @@ impl AttentionWorkload {
 /// A GPU has no kernels in f64. Naive is then composed of candle's ops, which use more than twice what this counts.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
+/// use tallow::memory::{AttentionWorkload, Target, attention_breakdown};
 ///
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
-/// let cpu = attention_breakdown(&workload, Kernels::Cpu)?;
-/// let gpu = attention_breakdown(&workload, Kernels::Cuda)?;
+/// let cpu = attention_breakdown(&workload, Target::Cpu)?;
+/// let gpu = attention_breakdown(&workload, Target::Cuda)?;
 /// assert_eq!(cpu.before_backward_bytes, gpu.before_backward_bytes);
 /// assert!(gpu.peak_bytes() > gpu.before_backward_bytes + (1 << 30));
 /// # Ok::<(), tallow::Error>(())
@@ -194,7 +194,7 @@ impl AttentionWorkload {
 /// Sizes that the algorithm does not support: heads too wide for flash, a Dh of 0, a dtype that is not a float.
 pub fn attention_breakdown(
     workload: &AttentionWorkload,
-    kernels: Kernels,
+    kernels: Target,
 ) -> Result<MemoryBreakdown> {
     let w = workload;
     let shape @ [b, h, t, dh] = w.shape();
@@ -355,7 +355,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     breakdown(LayerEstimate {
         workload: w,
         forward: SelfAttentionWorkload::forward,
-        kernels: Kernels::Cpu,
+        kernels: Target::Cpu,
         residents: vec![
             resident(MemoryKind::Weights, "weights", "4D^2", weights),
             resident(MemoryKind::Inputs, "x", "BTD", x),
@@ -382,7 +382,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
 struct LayerEstimate<'a, W> {
     workload: &'a W,
     forward: fn(&W) -> Result<Tensor>,
-    kernels: Kernels,
+    kernels: Target,
     residents: Vec<Buffer>,
     largest: f64,
     letters: Vec<Letter>,
@@ -423,7 +423,7 @@ const MOST_SCALED: f64 = 2100.0;
 
 /// Returns the graph of `forward` on these kernels, whatever autocast region or kernel policy the caller is in.
 pub(super) fn traced(
-    kernels: Kernels,
+    kernels: Target,
     keeps_graph: bool,
     forward: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Graph> {

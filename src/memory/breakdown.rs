@@ -74,10 +74,10 @@ impl fmt::Display for MemoryKind {
 /// terms in place of times.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
+/// use tallow::memory::{AttentionWorkload, Target, attention_breakdown};
 ///
 /// let workload = AttentionWorkload { sequence_length: 16_384, ..Default::default() };
-/// let breakdown = attention_breakdown(&workload, Kernels::Cpu)?;
+/// let breakdown = attention_breakdown(&workload, Target::Cpu)?;
 /// assert!(breakdown.to_string().contains("probabilities BHT^2 8,192.0 MiB"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -138,9 +138,9 @@ impl MemoryBreakdown {
         vec![
             Column::text("holds", "Holds"),
             Column::text("what", "What"),
-            Column::count("count", "Count").minor(2),
-            Column::text("formula", "Elements of each").minor(1),
-            Column::number("element_bytes", "Bytes an element", "", 0).minor(3),
+            Column::count("count", "Count").drop_rank(2),
+            Column::text("formula", "Elements of each").drop_rank(1),
+            Column::number("element_bytes", "Bytes an element", "", 0).drop_rank(3),
             Column::mib("bytes", "Memory"),
         ]
     }
@@ -210,11 +210,11 @@ impl fmt::Display for MemoryBreakdown {
 /// smaller powers of two fit.
 ///
 /// ```
-/// use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown, smallest_not_fitting};
+/// use tallow::memory::{AttentionWorkload, Target, attention_breakdown, smallest_not_fitting};
 ///
 /// let breakdown = |sequence_length| {
 ///     let workload = AttentionWorkload { sequence_length, ..Default::default() };
-///     attention_breakdown(&workload, Kernels::Cuda).ok()
+///     attention_breakdown(&workload, Target::Cuda).ok()
 /// };
 /// let (sequence_length, breakdown) = smallest_not_fitting(16 << 30, breakdown).unwrap();
 /// assert_eq!(sequence_length, 32_768);

@@ -37,7 +37,7 @@ use std::fmt;
 /// For [GPT-2](crate::nn::Architecture::Gpt2) in f32 the formula is `L (14 N D + 2 N F + S + 4 N) + 3 N D + 2 N`. For
 /// [Gemma 2](crate::nn::Architecture::Gemma2) there is no formula, only the trace.
 ///
-/// On a GPU ([`Kernels`](super::Kernels)) S of naive attention has the dtype of q, and matmuls need no packing buffers.
+/// On a GPU ([`Target`](super::Target)) S of naive attention has the dtype of q, and matmuls need no packing buffers.
 ///
 /// These formulas are of the whole graph. With [checkpointing](crate::nn::Checkpointing), a segment that is recomputed
 /// saves only its input, `N D`. Its graph, as above with a copy of its input, is alive in forward until the segment is

@@ -2,7 +2,7 @@
 //!
 //! - Predicted: [`estimate`] for a model, [`estimate_graph`] for any traced function; [`attention_breakdown`],
 //!   [`self_attention_breakdown`] and [`planned_attention_breakdown`] for attention on the kernels of the CPU or of a
-//!   GPU ([`Kernels`]); [`planned_breakdown`] for any plan; [`saved_tensors`] for what forward saves for backward.
+//!   GPU ([`Target`]); [`planned_breakdown`] for any plan; [`saved_tensors`] for what forward saves for backward.
 //!   [`largest_batch_size`], [`smallest_sequence_not_fitting`], [`recommend`] and [`least_memory_checkpointing`] use
 //!   these.
 //! - Measured: [`tracker`] counts allocations, [`measure()`] returns a step's peak by these counts, [`Meter`] reads the
@@ -56,4 +56,4 @@ pub use record::{
     record_on, timeline,
 };
 pub use saved::{SavedTensor, SavedTensors, saved_tensors};
-pub use workload::{Kernels, Mode, Workload};
+pub use workload::{Mode, Target, Workload};

@@ -1,7 +1,7 @@
 //! The memory of plans: of any plan, and of plans of attention or a self-attention layer.
 
 use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
-use super::{AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, Term};
+use super::{AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, Term};
 use crate::attention::Algorithm;
 use crate::compile::buffer::{Buffer, Category};
 use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig};
@@ -19,11 +19,11 @@ use candle_core::Device;
 ///
 /// ```
 /// use tallow::attention::Algorithm;
-/// use tallow::memory::{AttentionWorkload, Kernels, planned_attention_breakdown};
+/// use tallow::memory::{AttentionWorkload, Target, planned_attention_breakdown};
 ///
 /// let naive = AttentionWorkload { sequence_length: 512, ..Default::default() };
 /// let flash = AttentionWorkload { algorithm: Algorithm::Flash, ..naive };
-/// let [naive, flash] = [naive, flash].map(|workload| planned_attention_breakdown(&workload, Kernels::Cpu));
+/// let [naive, flash] = [naive, flash].map(|workload| planned_attention_breakdown(&workload, Target::Cpu));
 /// assert!(flash?.before_backward_bytes < naive?.before_backward_bytes);
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -32,7 +32,7 @@ use candle_core::Device;
 /// Those of [`Step::plan_for`]; [`Error::OutOfMemory`] for a tensor larger than the address space.
 pub fn planned_attention_breakdown(
     workload: &AttentionWorkload,
-    kernels: Kernels,
+    kernels: Target,
 ) -> Result<MemoryBreakdown> {
     let w = workload;
     check_addressable(w.dtype.size_in_bytes() as f64 * w.largest(), &Device::Cpu)?;
@@ -51,12 +51,12 @@ pub fn planned_attention_breakdown(
     let kept_buffer = buffers.find(|buffer| buffer.category == Category::Activation);
     let kept_width = kept_buffer.map_or(width, |buffer| buffer.dtype.size_in_bytes());
     let (kept_name, kept_formula, rest_name) = match (w.algorithm, kernels) {
-        (Algorithm::Naive, Kernels::Cpu) => (
+        (Algorithm::Naive, Target::Cpu) => (
             "probabilities",
             "BHT^2",
             "the rest of the arena: dq, dk, dv",
         ),
-        (Algorithm::Naive, Kernels::Cuda) => (
+        (Algorithm::Naive, Target::Cuda) => (
             "probabilities",
             "BHT^2",
             "the rest of the arena: dq, dk, dv, gradients of scores",
@@ -81,7 +81,7 @@ pub fn planned_attention_breakdown(
         ),
         Term::new(Scratch, rest_name, "3BHTDh + ..", elements(rest), width),
     ];
-    if kernels == Kernels::Cpu {
+    if kernels == Target::Cpu {
         terms.extend(plan.kernel_workspace().map(|workspace| {
             let (elements, width) = (workspace.elements, workspace.element_bytes);
             Term::new(Scratch, workspace.what, workspace.formula, elements, width)

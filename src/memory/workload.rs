@@ -1,7 +1,7 @@
 //! The workload of an estimate: how much of a step, sizes and kernels; its trace, its residents and the letters of its
 //! sizes.
 
-pub use crate::graph::Target as Kernels;
+pub use crate::graph::Target;
 
 use super::MemoryKind::{Inputs, Optimizer, Weights};
 use super::attention::traced;
@@ -71,7 +71,7 @@ pub struct Workload {
     pub checkpointing: Checkpointing,
     /// The kernels that compute it. The serialized default is the CPU's.
     #[serde(default)]
-    pub kernels: Kernels,
+    pub kernels: Target,
     /// The storage of AdamW's moments. The serialized default is f32.
     #[serde(default)]
     pub moments: Moments,
@@ -204,10 +204,10 @@ pub(super) fn optimizer_state(
 }
 
 /// Returns where the workload runs: the number of threads on the CPU, or a GPU.
-pub(super) fn place(kernels: Kernels) -> String {
+pub(super) fn place(kernels: Target) -> String {
     match kernels {
-        Kernels::Cpu => format!("{} threads", rayon::current_num_threads()),
-        Kernels::Cuda => "on a GPU".into(),
+        Target::Cpu => format!("{} threads", rayon::current_num_threads()),
+        Target::Cuda => "on a GPU".into(),
     }
 }
 

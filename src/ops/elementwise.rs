@@ -175,7 +175,8 @@ pub(super) fn in_f32(
     with_attributes(op, x, shape, Vec::new(), f)
 }
 
-fn with_attributes(
+/// Does the same with attributes, which the lowering needs.
+pub(super) fn with_attributes(
     op: &'static OpInfo,
     x: &Tensor,
     shape: impl Into<Shape>,

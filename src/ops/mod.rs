@@ -21,8 +21,8 @@
 //! ```
 //!
 //! The ops are tested with the samples of PyTorch's own operator tests, in f64, f32 and bf16.
-//! `fixtures/opinfo/README.md` lists the samples that they cannot express: a cross-entropy with class weights, a sum
-//! over some of the dimensions.
+//! `fixtures/opinfo/README.md` lists the samples that they cannot express, for example a cross-entropy with class
+//! weights.
 //!
 //! Shapes are written as in the crate's legend; `...` stands for any leading dimensions. Every op accepts any strides
 //! and returns a contiguous tensor. Mixed devices are an error, and so are mixed dtypes unless an op documents them.
@@ -109,7 +109,7 @@ pub(crate) use operand::{
     check_fits_memory, check_float, check_granted, check_granted_on, check_size, inside_storage,
     try_contiguous, variable_of, zeros,
 };
-pub use reduce::{log_softmax, mean, sum};
+pub use reduce::{log_softmax, mean, mean_keepdim, mean_over, sum, sum_keepdim, sum_over};
 pub use relu::relu;
 pub use repeat_heads::repeat_heads;
 pub use rms_norm::{offset_rms_norm, rms_norm};

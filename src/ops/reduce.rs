@@ -1,21 +1,23 @@
-//! Sums and means over all elements, and log-softmax.
+//! Sums and means, of all elements or over some dimensions, and log-softmax.
 
-use super::elementwise::in_f32;
+use super::elementwise::{in_f32, with_attributes};
 use super::info::{OpInfo, per_element};
-use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
-use crate::graph::{Attribute, Target};
-use crate::kernels::cpu::{parallel, rows::log_softmax as log_softmax_kernel};
+use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
+use super::operand::{check_size, check_supported, zeros_of};
+use crate::graph::Attribute;
+use crate::kernels::cpu::{rows::log_softmax as log_softmax_kernel, sums as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{log_softmax as log_softmax_on_gpu, reduce as cuda_kernel};
 use crate::kernels::workspace;
 use crate::{Error, Result};
-use candle_core::{D, DType, Tensor, WithDType};
-use std::ops::Range;
+use candle_core::shape::Dims;
+use candle_core::{D, DType, Tensor};
 
 /// Computes the sum of all elements, a scalar.
 ///
-/// Half precision is summed in f32 and rounded once; candle's own sum of ones in bf16 stops growing at 256. Backward:
-/// dx is dy everywhere. Saved for backward: nothing. Under CUDA's autocast policy the sum is f32.
+/// Half precision is summed in at least f32 and rounded once; candle's own sum of ones in bf16 stops growing at 256.
+/// Backward: dx is dy everywhere. Saved for backward: nothing. Under CUDA's autocast policy the sum is f32.
+/// [`sum_over`] sums over some dimensions.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -27,7 +29,55 @@ use std::ops::Range;
 /// # Errors
 /// A dtype that is not a float.
 pub fn sum(x: &Tensor) -> Result<Tensor> {
-    in_f32(&SUM_INFO, x, (), Tensor::sum_all)
+    reduced(&SUM_INFO, x, &all_dims(x), false)
+}
+
+/// Computes the sums over the dimensions `dims`, which the output lacks: x (B, T, D) over 1 is (B, D), over (0, 1) it
+/// is (D). PyTorch's and candle's `sum(dim)`.
+///
+/// `dims` is a dimension, a tuple or an array of them, or a slice, counted from 0; [`D::Minus1`] is the last one. The
+/// following also holds for [`sum_keepdim`], [`mean_over`] and [`mean_keepdim`]. Half precision is summed in at least
+/// f32 and rounded once, and the bits do not depend on the number of threads. Dimensions that are not adjacent are
+/// summed from a copy of x. Sums over a dimension of size 0 are zeros. Backward: dx is dy, repeated along `dims`. Saved
+/// for backward: nothing. Autocast: as [`sum`] and [`mean`].
+///
+/// ```
+/// use candle_core::{D, Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[[1f32, 2.0, 3.0], [4.0, 5.0, 6.0]], &Device::Cpu)?; // (2, 3)
+/// assert_eq!(ops::sum_over(&x, 0)?.to_vec1::<f32>()?, [5.0, 7.0, 9.0]);
+/// let y = ops::sum_over(&x, D::Minus1)?; // (2)
+/// assert_eq!(y.to_vec1::<f32>()?, [6.0, 15.0]);
+/// let gradients = tallow::backward(ops::sum(&ops::mul(&y, &y)?)?)?;
+/// let dx = gradients.get(&x).unwrap().to_vec2::<f32>()?;
+/// assert_eq!(dx, [[12.0, 12.0, 12.0], [30.0, 30.0, 30.0]]); // 2 y
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// A dtype that is not a float; a dimension that x does not have or that is given twice; no dimension.
+pub fn sum_over(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
+    reduced(&SUM_INFO, x, &some_dims("sum", x, dims)?, false)
+}
+
+/// Computes [`sum_over`] with the dimensions `dims` kept, of size 1, so that the sums broadcast to x: (B, T, D) over 1
+/// is (B, 1, D).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let counts = Tensor::new(&[[1f32, 3.0], [2.0, 2.0]], &Device::Cpu)?;
+/// let shares = ops::div(&counts, &ops::sum_keepdim(&counts, 1)?)?;
+/// assert_eq!(shares.to_vec2::<f32>()?, [[0.25, 0.75], [0.5, 0.5]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`sum_over`].
+pub fn sum_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
+    reduced(&SUM_INFO, x, &some_dims("sum", x, dims)?, true)
 }
 
 /// Computes the mean of all elements, a scalar. It is summed in at least f32 and returned in x's dtype under both of
@@ -48,11 +98,49 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// A dtype that is not a float; an empty tensor.
 pub fn mean(x: &Tensor) -> Result<Tensor> {
-    if x.dims().contains(&0) {
-        return Err(Error::shape("mean", format!("{:?}", x.dims()))
-            .must_be("at least one element", "the mean of an empty tensor is NaN"));
-    }
-    in_f32(&MEAN_INFO, x, (), Tensor::mean_all)
+    reduced(&MEAN_INFO, x, &all_dims(x), false)
+}
+
+/// Computes the means over the dimensions `dims`, which the output lacks: x (B, T, D) over 1 is (B, D). PyTorch's and
+/// candle's `mean(dim)`.
+///
+/// `dims`, precision and errors are those of [`sum_over`]. Backward: dx is dy / n, repeated along `dims`, with n
+/// elements in each mean. Saved for backward: nothing.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let h = Var::new(&[[[1f32, 2.0], [3.0, 6.0]]], &Device::Cpu)?; // (B, T, D) = (1, 2, 2)
+/// let pooled = ops::mean_over(&h, 1)?; // (B, D)
+/// assert_eq!(pooled.to_vec2::<f32>()?, [[2.0, 4.0]]);
+/// let gradients = tallow::backward(ops::sum(&pooled)?)?;
+/// assert_eq!(gradients.get(&h).unwrap().to_vec3::<f32>()?, [[[0.5, 0.5], [0.5, 0.5]]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`sum_over`]; a dimension of size 0 among `dims`.
+pub fn mean_over(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
+    reduced(&MEAN_INFO, x, &some_dims("mean", x, dims)?, false)
+}
+
+/// Computes [`mean_over`] with the dimensions `dims` kept, of size 1, so that the means broadcast to x.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops;
+///
+/// let x = Tensor::new(&[[1f32, 3.0], [2.0, 6.0]], &Device::Cpu)?;
+/// let centred = ops::sub(&x, &ops::mean_keepdim(&x, 1)?)?;
+/// assert_eq!(centred.to_vec2::<f32>()?, [[-1.0, 1.0], [-2.0, 2.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`mean_over`].
+pub fn mean_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
+    reduced(&MEAN_INFO, x, &some_dims("mean", x, dims)?, true)
 }
 
 /// Computes `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in
@@ -82,6 +170,87 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
             return log_probabilities(&row)?.reshape(());
         }
         log_probabilities(x)
+    })
+}
+
+fn all_dims(x: &Tensor) -> Vec<usize> {
+    (0..x.rank()).collect()
+}
+
+/// Returns the indices of the dimensions `dims` of x.
+fn some_dims(op: &'static str, x: &Tensor, dims: impl Dims) -> Result<Vec<usize>> {
+    let refuse = |got: String, hint| {
+        Err(Error::shape(op, got).must_be(
+            format!("dimensions of {:?}, each given once", x.dims()),
+            hint,
+        ))
+    };
+    match dims.to_indexes(x.shape(), op) {
+        Ok(dims) if dims.is_empty() => refuse(
+            "none".into(),
+            "the function without dims reduces all elements",
+        ),
+        Ok(dims) => Ok(dims),
+        Err(error) => refuse(
+            innermost(&error),
+            "they are counted from 0; D::Minus1 is the last one",
+        ),
+    }
+}
+
+/// Returns the text of candle's error without its backtrace.
+fn innermost(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => innermost(inner),
+        error => error.to_string(),
+    }
+}
+
+/// Sums x over `dims`, or computes the means, and keeps these dimensions as 1 if `keeps`.
+fn reduced(op: &'static OpInfo, x: &Tensor, dims: &[usize], keeps: bool) -> Result<Tensor> {
+    check_supported(op.op, x)?;
+    check_size(op.op, x.dims(), x.dtype(), x.device())?; // so that no product of dimensions overflows
+    let sizes = x.dims();
+    let n = dims.iter().map(|dim| sizes[*dim]).product::<usize>();
+    let is_mean = op.op == MEAN_INFO.op;
+    if is_mean && n == 0 {
+        return Err(Error::shape(op.op, format!("{sizes:?}")).must_be(
+            "at least one element in each mean",
+            "the mean of nothing is NaN",
+        ));
+    }
+    let is_reduced = |dim: &usize| dims.contains(dim);
+    let (reduced, kept): (Vec<usize>, Vec<usize>) = (0..sizes.len()).partition(is_reduced);
+    // Dimensions of size 1 do not separate others.
+    let long: Vec<usize> = (0..sizes.len()).filter(|dim| sizes[*dim] != 1).collect();
+    let first = long.iter().position(is_reduced).unwrap_or(long.len());
+    let end = long
+        .iter()
+        .rposition(is_reduced)
+        .map_or(long.len(), |last| last + 1);
+    let (x, inner) = match long[first..end].iter().all(is_reduced) {
+        true => (
+            x.clone(),
+            long[end..].iter().map(|dim| sizes[*dim]).product(),
+        ),
+        false => (x.permute([&kept[..], &reduced].concat())?, 1),
+    };
+    let kept_size = |dim| match is_reduced(&dim) {
+        true => keeps.then_some(1),
+        false => Some(sizes[dim]),
+    };
+    let shape: Vec<usize> = (0..sizes.len()).filter_map(kept_size).collect();
+    let attributes = vec![
+        ("n", Attribute::Count(n)),
+        ("inner", Attribute::Count(inner)),
+    ];
+    with_attributes(op, &x, shape.as_slice(), attributes, |x| {
+        if x.elem_count() == 0 {
+            return zeros_of(op.op, shape.as_slice(), x.dtype(), &[x]);
+        }
+        let x = x.reshape((x.elem_count() / (n * inner), n, inner))?;
+        let y = if is_mean { x.mean(1) } else { x.sum(1) };
+        y?.reshape(shape.as_slice())
     })
 }
 
@@ -118,12 +287,12 @@ pub(super) const INFOS: &[OpInfo] = &[SUM_INFO, MEAN_INFO, LOG_SOFTMAX_INFO];
 
 const SUM: Lowering = Lowering {
     forward: |signature| total(signature, 1.0),
-    backward: |_| spread(1.0),
+    backward: |signature| spread(signature, 1.0),
 };
 
 const MEAN: Lowering = Lowering {
-    forward: |signature| total(signature, reciprocal_of_elements(signature)),
-    backward: |signature| spread(reciprocal_of_elements(signature)),
+    forward: |signature| total(signature, reciprocal(signature)),
+    backward: |signature| spread(signature, reciprocal(signature)),
 };
 
 const LOG_SOFTMAX: Lowering = Lowering {
@@ -158,48 +327,70 @@ fn width(signature: &Signature<'_>) -> usize {
     signature.output.dims.last().copied().unwrap_or(1)
 }
 
-fn reciprocal_of_elements(signature: &Signature<'_>) -> f64 {
-    let elements: usize = signature.inputs[0].dims.iter().product();
-    1.0 / elements as f64
+/// Returns n and inner of x (outer, n, inner), which is summed along n.
+fn sizes(signature: &Signature<'_>) -> [usize; 2] {
+    ["n", "inner"].map(|name| match signature.attribute(name) {
+        Some(Attribute::Count(count)) => count,
+        _ => 1,
+    })
 }
 
-/// Plans the sum of x, in f64, times `factor`; on a GPU with scratch for partial sums.
+fn reciprocal(signature: &Signature<'_>) -> f64 {
+    let [n, _] = sizes(signature);
+    1.0 / n as f64
+}
+
+/// Plans sums of x, in f64, times `factor`; with scratch for partial sums where few sums have many terms.
 fn total(signature: &Signature<'_>, factor: f64) -> Calls {
     let kernel = kernel!("sum", |T, k, s| {
-        let x = s.x::<T>("x")?;
-        let of_range = |range: Range<usize>| x[range].iter().map(|x| x.to_f64()).sum::<f64>();
-        let total = parallel::sum_ranges(x.len(), of_range) * k.number("factor")?;
-        s.y::<T>("y")?[0] = WithDType::from_f64(total);
+        let (sizes, factor) = ([k.count("n")?, k.count("inner")?], k.number("factor")?);
+        kernel::forward(s.x::<T>("x")?, sizes, factor, s.y("y")?, s.some_y("parts")?);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        let (x, factor) = (l.x("x")?, k.number("factor")?);
-        cuda_kernel::sum(l.gpu, x, factor, l.y("y")?, l.y("parts")?)
+        let (sizes, factor) = ([k.count("n")?, k.count("inner")?], k.number("factor")?);
+        cuda_kernel::sum(
+            l.gpu,
+            l.x("x")?,
+            sizes,
+            factor,
+            l.y("y")?,
+            l.some_y("parts"),
+        )
     });
     let (mut calls, mut writes) = (Calls::default(), vec![("y", Slot::Output)]);
-    if signature.target == Target::Cuda {
-        let elements = signature.inputs[0].dims.iter().product();
-        let parts = calls.scratch(&[workspace::sum_parts(elements)], DType::F64);
-        writes.push(("parts", parts));
+    let [n, inner] = sizes(signature);
+    let outer = signature.output.dims.iter().product::<usize>() / inner.max(1);
+    let chunks = workspace::sum_chunks([outer, n, inner]);
+    if chunks > 1 {
+        writes.push(("parts", calls.scratch(&[outer, chunks, inner], DType::F64)));
     }
-    let kernel = kernel.with("factor", Attribute::Number(factor));
-    calls.call(kernel, [("x", Slot::Input(0))], writes)
+    calls.call(
+        scaled(kernel, signature, factor),
+        [("x", Slot::Input(0))],
+        writes,
+    )
 }
 
-/// Plans its backward: every element of dx is dy times `factor`.
-fn spread(factor: f64) -> Calls {
+/// Plans its backward: dx is dy times `factor`, repeated along n.
+fn spread(signature: &Signature<'_>, factor: f64) -> Calls {
     let kernel = kernel!("sum_backward", |T, k, s| {
-        let dy = s.x::<T>("dy")?[0].to_f64() * k.number("factor")?;
-        s.y::<T>("dx")?.fill(WithDType::from_f64(dy));
+        let (sizes, factor) = ([k.count("n")?, k.count("inner")?], k.number("factor")?);
+        kernel::backward(s.x::<T>("dy")?, sizes, factor, s.y("dx")?);
     });
     let kernel = on_gpu!(kernel, |k, l| {
-        cuda_kernel::spread(l.gpu, l.x("dy")?, k.number("factor")?, l.y("dx")?)
+        let (sizes, factor) = ([k.count("n")?, k.count("inner")?], k.number("factor")?);
+        cuda_kernel::spread(l.gpu, l.x("dy")?, sizes, factor, l.y("dx")?)
     });
-    let kernel = kernel.with("factor", Attribute::Number(factor));
     Calls::default().call(
-        kernel,
+        scaled(kernel, signature, factor),
         [("dy", Slot::OutputGradient)],
         [("dx", Slot::Gradient(0))],
     )
+}
+
+fn scaled(kernel: Kernel, signature: &Signature<'_>, factor: f64) -> Kernel {
+    let kernel = kernel.with_all(signature.attributes);
+    kernel.with("factor", Attribute::Number(factor))
 }
 
 fn log_probabilities(x: &Tensor) -> candle_core::Result<Tensor> {

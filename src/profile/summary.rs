@@ -190,13 +190,13 @@ impl ProfileReport {
 
     /// Returns the columns of [`table`](Self::table) for ops.
     pub fn columns() -> Vec<Column> {
-        let ms = |key, title, minor| Column::ms(key, title).minor(minor);
-        let rate = |key, title, unit| Column::number(key, title, unit, 1).scaled(1e9).minor(2);
+        let ms = |key, title, rank| Column::ms(key, title).drop_rank(rank);
+        let rate = |key, title, unit| Column::number(key, title, unit, 1).scaled(1e9).drop_rank(2);
         vec![
             Column::text("name", "Op"),
             Column::number("time_percent", "Time", "%", 1),
             ms("total_ms", "Total", 3),
-            Column::count("instances", "Instances").minor(5),
+            Column::count("instances", "Instances").drop_rank(5),
             Column::number("instances_per_step", "A step", "", 1),
             ms("mean_ms", "Mean", 0),
             ms("median_ms", "Median", 4),
@@ -221,7 +221,7 @@ impl ProfileReport {
             Column::text("grid", "Grid"),
             Column::text("block", "Block"),
             Column::text("ops", "Launched by"),
-            Column::text("places", "Places").minor(5),
+            Column::text("places", "Places").drop_rank(5),
         ]);
         columns
     }

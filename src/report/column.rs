@@ -36,10 +36,10 @@ pub struct Column {
     /// Whether thousands are separated by commas.
     pub grouped: bool,
     /// The heading above `title`, shared by neighbouring columns that have the same one; empty if there is none.
-    pub under: String,
+    pub group: String,
     /// The rank for leaving columns out of a narrow text table. The highest is left out first, and the last column
     /// among equals. 0 marks the columns that a reader needs.
-    pub minor: u8,
+    pub drop_rank: u8,
 }
 
 impl Column {
@@ -99,21 +99,21 @@ impl Column {
     }
 
     /// Sets the heading above the title, which neighbours may share: `Forward` above `eager` and `planned`.
-    pub fn under(mut self, heading: impl Into<String>) -> Self {
-        self.under = heading.into();
+    pub fn group(mut self, heading: impl Into<String>) -> Self {
+        self.group = heading.into();
         self
     }
 
-    /// Sets [`minor`](Self::minor), the rank for leaving columns out of a narrow text table.
-    pub fn minor(self, minor: u8) -> Self {
-        Self { minor, ..self }
+    /// Sets [`drop_rank`](Self::drop_rank), the rank for leaving columns out of a narrow text table.
+    pub fn drop_rank(self, drop_rank: u8) -> Self {
+        Self { drop_rank, ..self }
     }
 
     /// Returns the full heading: the shared heading, the title and the unit, as in `Mean (ms)` or `Forward eager (ms)`.
     pub fn heading(&self) -> String {
-        match self.under.is_empty() {
+        match self.group.is_empty() {
             true => self.own_heading(),
-            false => format!("{} {}", self.under, self.own_heading()),
+            false => format!("{} {}", self.group, self.own_heading()),
         }
     }
 
@@ -127,8 +127,8 @@ impl Column {
     /// Returns whether `name` is the key, the title or the heading, or the shared heading with or without unit,
     /// ignoring case.
     pub(super) fn is_called(&self, name: &str) -> bool {
-        let over = format!("{} ({})", self.under, self.unit);
-        let names = [&self.key, &self.title, &self.heading(), &self.under, &over];
+        let over = format!("{} ({})", self.group, self.unit);
+        let names = [&self.key, &self.title, &self.heading(), &self.group, &over];
         names.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
 

@@ -3,15 +3,16 @@
 use serde::Serialize;
 use serde_json::Value;
 
-use super::text::Strip;
+use super::text::ColumnText;
 use super::{Column, Fields};
 use crate::{Error, Result};
 
 /// A benchmark's results, which can be written in five formats.
 ///
-/// Columns show some of the fields of the rows. Markdown shows all columns. Text leaves out minor columns that do not
-/// fit the [`Layout`](super::Layout), and LaTeX those beyond [`LATEX_COLUMNS`](super::LATEX_COLUMNS). CSV and JSON have
-/// every field of every row, unrounded: first the fields of the columns, then the others (such as `samples_ms`).
+/// Columns show some of the fields of the rows. Markdown shows all columns. Text leaves out columns with a drop rank
+/// that do not fit the [`Layout`](super::Layout), and LaTeX those beyond
+/// [`LATEX_COLUMNS`](super::LATEX_COLUMNS). CSV and JSON have every field of every row, unrounded: first the fields of
+/// the columns, then the others (such as `samples_ms`).
 ///
 /// The JSON document is
 /// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`. If there are
@@ -48,7 +49,7 @@ pub struct Report {
     pub rows: Vec<Fields>,
     /// Rows that the tables show instead of `rows`, for example one for several rows; empty if they show
     /// `rows`. CSV and JSON always have `rows`.
-    pub lines: Vec<Fields>,
+    pub shown_rows: Vec<Fields>,
     /// Answers to the questions that the report was made for.
     pub answers: Vec<Answer>,
     /// Notes that help to judge the numbers, such as formulas and warnings. Text, Markdown and LaTeX number them.
@@ -56,8 +57,8 @@ pub struct Report {
     /// The line above the table; the caption in LaTeX.
     pub title: String,
     /// Detail tables, each with its title, which share this report's environment. A CSV file holds one table, so
-    /// [`save`](Self::save) writes each detail to its own file. CSV leaves out details that have `lines` but no `rows`:
-    /// these show this report's rows in another arrangement.
+    /// [`save`](Self::save) writes each detail to its own file. CSV leaves out details that have `shown_rows` but no
+    /// `rows`: these show this report's rows in another arrangement.
     pub details: Vec<Report>,
 }
 
@@ -161,10 +162,10 @@ impl Report {
     }
 
     /// Returns the columns with their formatted cells, unescaped.
-    pub(super) fn strips(&self) -> Vec<Strip<'_>> {
+    pub(super) fn column_texts(&self) -> Vec<ColumnText<'_>> {
         let strips = self.columns.iter().map(|column| {
             let values = || self.shown().iter().map(|row| row.get(&column.key));
-            Strip {
+            ColumnText {
                 column,
                 cells: values().map(|value| column.cell(value)).collect(),
                 right: column.aligns_right(values().flatten()),
@@ -174,11 +175,11 @@ impl Report {
     }
 
     /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. If the
-    /// tables show `lines`, keys of columns that no row has are left out.
+    /// tables show `shown_rows`, keys of columns that no row has are left out.
     pub(super) fn keys(&self) -> Vec<&str> {
         let mut keys: Vec<&str> = Vec::new();
         let of_rows = |key: &&str| {
-            self.lines.is_empty() || self.rows.iter().any(|row| row.get(key).is_some())
+            self.shown_rows.is_empty() || self.rows.iter().any(|row| row.get(key).is_some())
         };
         let shown = self.columns.iter().map(|column| column.key.as_str());
         let held = self
@@ -204,9 +205,9 @@ impl Report {
     }
 
     pub(super) fn shown(&self) -> &[Fields] {
-        match self.lines.is_empty() {
+        match self.shown_rows.is_empty() {
             true => &self.rows,
-            false => &self.lines,
+            false => &self.shown_rows,
         }
     }
 }

@@ -47,7 +47,7 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
 
 /// Writes the table with its source aligned too, because people read Markdown before it is rendered.
 fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let columns = report.strips().into_iter().map(|strip| {
+    let columns = report.column_texts().into_iter().map(|strip| {
         let texts = once(strip.column.heading()).chain(strip.cells);
         let texts: Vec<String> = texts.map(|text| escape_markdown(&text)).collect();
         let width = texts.iter().map(|text| text.chars().count()).max();
@@ -98,10 +98,10 @@ fn escape_markdown(text: &str) -> String {
     escaped
 }
 
-/// The largest number of columns in a LaTeX table, which is what fits on a page. More minor columns are left out first
-/// ([`Column::minor`]).
+/// The largest number of columns in a LaTeX table, which is what fits on a page. Columns of a higher drop rank are left
+/// out first ([`Column::drop_rank`]).
 ///
-/// [`Column::minor`]: super::Column::minor
+/// [`Column::drop_rank`]: super::Column::drop_rank
 pub const LATEX_COLUMNS: usize = 8;
 
 /// Writes a table to include in a paper, with its answers and notes as text below it. Environment and configuration are
@@ -148,7 +148,7 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
 
 /// Writes the table, and returns the headings of the columns that were left out.
 fn write_latex_table(report: &Report, out: &mut dyn Write) -> io::Result<Vec<String>> {
-    let mut strips = report.strips();
+    let mut strips = report.column_texts();
     let mut left_out = Vec::new();
     while strips.len() > LATEX_COLUMNS {
         left_out.splice(0..0, leave_out(&mut strips));

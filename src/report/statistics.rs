@@ -100,7 +100,7 @@ impl Statistics {
     }
 
     /// Returns whether the interquartile range exceeds 10% of the median: the machine was not quiet.
-    pub fn noisy(&self) -> bool {
+    pub fn is_noisy(&self) -> bool {
         self.iqr_ms > NOISY_IQR_SHARE * self.median_ms.abs()
     }
 
@@ -156,7 +156,7 @@ pub enum Verdict {
     /// The ratio is clear, and its interval is entirely below 1.
     Slower,
     /// The ratio is clear, and its interval contains 1.
-    AsFast,
+    Equal,
     /// The ratio is not [clear](Speedup::is_clear): one outlier is enough for that. More steps or a quieter machine
     /// help.
     Unclear,
@@ -187,7 +187,7 @@ impl Speedup {
         match self.is_clear() {
             true if low > 1.0 => Verdict::Faster,
             true if high < 1.0 => Verdict::Slower,
-            true => Verdict::AsFast,
+            true => Verdict::Equal,
             false => Verdict::Unclear,
         }
     }

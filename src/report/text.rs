@@ -8,8 +8,8 @@ use std::iter::once;
 /// The layout of a [`Report`](super::Report) as text.
 ///
 /// A column of names whose cells are all equal moves into the header, and a column of quantities without any value is
-/// left out. If the table is still wider than `width`, columns are left out, the most minor first, and a note lists
-/// them. Text in a cell is never wrapped.
+/// left out. If the table is still wider than `width`, columns are left out, the highest drop rank first, and a note
+/// lists them. Text in a cell is never wrapped.
 ///
 /// [`Report::to_text`] has an example.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -119,13 +119,13 @@ fn in_a_sentence(title: &str) -> String {
 
 /// Returns the lines of the table, the columns that moved into the header, and a note on those that were left out.
 fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<String>) {
-    let mut strips = report.strips();
+    let mut strips = report.column_texts();
     let cells = strips.iter_mut().flat_map(|strip| &mut strip.cells);
     cells.for_each(|cell| *cell = one_line(cell));
     let mut same = Fields::new();
     let mut left_out = Vec::new();
     if !layout.every_column {
-        move_what_agrees(&mut strips, &mut same);
+        move_constant_columns(&mut strips, &mut same);
         if let Some(width) = layout.width {
             left_out = fit(&mut strips, width);
         }
@@ -142,11 +142,11 @@ fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<Str
 }
 
 /// Moves columns of equal names into `same`, and drops empty columns. The first one stays if none tells the rows apart.
-fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
+fn move_constant_columns(strips: &mut Vec<ColumnText<'_>>, same: &mut Fields) {
     if strips.first().is_none_or(|first| first.cells.is_empty()) {
         return;
     }
-    let tells_apart = |strip: &Strip<'_>| strip.is_of_names() && !strip.agrees();
+    let tells_apart = |strip: &ColumnText<'_>| strip.is_of_names() && !strip.agrees();
     let is_any_telling = strips.iter().any(tells_apart);
     let mut index = 0;
     strips.retain(|strip| {
@@ -162,7 +162,7 @@ fn move_what_agrees(strips: &mut Vec<Strip<'_>>, same: &mut Fields) {
     });
 }
 
-fn draw(strips: &[Strip<'_>]) -> Vec<String> {
+fn draw(strips: &[ColumnText<'_>]) -> Vec<String> {
     if strips.is_empty() {
         return Vec::new();
     }
@@ -179,7 +179,7 @@ fn draw(strips: &[Strip<'_>]) -> Vec<String> {
         padded.join(&gap).trim_end().to_string()
     };
     let mut lines = Vec::new();
-    if strips.iter().any(|strip| !strip.column.under.is_empty()) {
+    if strips.iter().any(|strip| !strip.column.group.is_empty()) {
         let spans = spans(strips).into_iter().map(|(first, end)| {
             let (width, over) = (total(&widths[first..end]), over(&strips[first..end]));
             match over.is_empty() {
@@ -217,12 +217,16 @@ fn fill(over: String, width: usize) -> String {
 
 const LEAST_WORDS: usize = 20;
 
-/// Leaves out columns until the others fit `width`, and returns their headings. The most minor column goes first, and
-/// the last one among equals. If all remaining columns are needed, long words are cut before a column is left out.
-fn fit(strips: &mut Vec<Strip<'_>>, width: usize) -> Vec<String> {
+/// Leaves out columns until the others fit `width`, and returns their headings. The column of the highest drop rank
+/// goes first, and the last one among equals. If all remaining columns are needed, long words are cut before a column is
+/// left out.
+fn fit(strips: &mut Vec<ColumnText<'_>>, width: usize) -> Vec<String> {
     let mut left_out = Vec::new();
     while total(&widths(strips)) > width {
-        let is_needed = strips.iter().skip(1).all(|strip| strip.column.minor == 0);
+        let is_needed = strips
+            .iter()
+            .skip(1)
+            .all(|strip| strip.column.drop_rank == 0);
         if is_needed && cut_words(strips, width) {
             continue;
         }
@@ -235,23 +239,23 @@ fn fit(strips: &mut Vec<Strip<'_>>, width: usize) -> Vec<String> {
     left_out
 }
 
-/// Leaves out the most minor column, or the last one among equals. Columns with the same rank and the same shared
-/// heading are left out too, because half of a comparison is useless. Returns their headings, or the shared one if all
-/// columns under it are left out; returns none if only the first column remains.
-pub(super) fn leave_out(strips: &mut Vec<Strip<'_>>) -> Vec<String> {
-    let Some(most) = (1..strips.len()).max_by_key(|i| (strips[*i].column.minor, *i)) else {
+/// Leaves out the column of the highest drop rank, or the last one among equals. Columns with the same rank and the same
+/// shared heading are left out too, because half of a comparison is useless. Returns their headings, or the shared one
+/// if all columns under it are left out; returns none if only the first column remains.
+pub(super) fn leave_out(strips: &mut Vec<ColumnText<'_>>) -> Vec<String> {
+    let Some(most) = (1..strips.len()).max_by_key(|i| (strips[*i].column.drop_rank, *i)) else {
         return Vec::new();
     };
     let span = spans(strips).into_iter().find(|(_, end)| *end > most);
     let (first, end) = span.unwrap_or((most, most + 1));
-    let minor = strips[most].column.minor;
-    let goes = |i: usize, strip: &Strip<'_>| {
-        (first.max(1)..end).contains(&i) && strip.column.minor == minor
+    let rank = strips[most].column.drop_rank;
+    let goes = |i: usize, strip: &ColumnText<'_>| {
+        (first.max(1)..end).contains(&i) && strip.column.drop_rank == rank
     };
     let all = std::mem::take(strips).into_iter().enumerate();
     let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
     *strips = kept.into_iter().map(|(_, strip)| strip).collect();
-    let gone: Vec<Strip<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
+    let gone: Vec<ColumnText<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
     match gone.len() > 1 && gone.len() == end - first {
         true => vec![over(&gone)],
         false => gone.iter().map(|strip| strip.column.heading()).collect(),
@@ -259,7 +263,7 @@ pub(super) fn leave_out(strips: &mut Vec<Strip<'_>>) -> Vec<String> {
 }
 
 /// Cuts the widest column of words by the excess width, and returns whether there was one to cut.
-fn cut_words(strips: &mut [Strip<'_>], width: usize) -> bool {
+fn cut_words(strips: &mut [ColumnText<'_>], width: usize) -> bool {
     let widths = widths(strips);
     let too_much = total(&widths) - width;
     let least = |i: usize| {
@@ -301,14 +305,14 @@ fn cut(text: &mut String, room: usize) {
 const GAP: usize = 2;
 
 /// A column with its cells.
-pub(super) struct Strip<'a> {
+pub(super) struct ColumnText<'a> {
     pub column: &'a Column,
     pub cells: Vec<String>,
     /// Whether the cells are right-aligned.
     pub right: bool,
 }
 
-impl Strip<'_> {
+impl ColumnText<'_> {
     /// Returns whether the column holds names, as opposed to quantities.
     fn is_of_names(&self) -> bool {
         self.column.decimals.is_none()
@@ -328,12 +332,12 @@ fn total(widths: &[usize]) -> usize {
 }
 
 /// Returns the ranges (first, end) of neighbours that share a heading; a column without one is its own range.
-fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
+fn spans(strips: &[ColumnText<'_>]) -> Vec<(usize, usize)> {
     let mut spans: Vec<(usize, usize)> = Vec::new();
     for (i, strip) in strips.iter().enumerate() {
-        let under = &strip.column.under;
+        let under = &strip.column.group;
         match spans.last_mut() {
-            Some((first, end)) if !under.is_empty() && strips[*first].column.under == *under => {
+            Some((first, end)) if !under.is_empty() && strips[*first].column.group == *under => {
                 *end = i + 1;
             }
             _ => spans.push((i, i + 1)),
@@ -343,8 +347,8 @@ fn spans(strips: &[Strip<'_>]) -> Vec<(usize, usize)> {
 }
 
 /// Returns the heading above a span, with the unit if its columns have only one.
-fn over(strips: &[Strip<'_>]) -> String {
-    let under = &strips[0].column.under;
+fn over(strips: &[ColumnText<'_>]) -> String {
+    let under = &strips[0].column.group;
     match shared_unit(strips) {
         Some(unit) => format!("{under} ({unit})"),
         None => under.clone(),
@@ -352,16 +356,16 @@ fn over(strips: &[Strip<'_>]) -> String {
 }
 
 /// Returns the unit of the columns under one heading, if all that have a unit agree.
-fn shared_unit<'s>(strips: &'s [Strip<'_>]) -> Option<&'s str> {
+fn shared_unit<'s>(strips: &'s [ColumnText<'_>]) -> Option<&'s str> {
     let mut units = strips.iter().map(|s| s.column.unit.as_str());
     let mut units = units.by_ref().filter(|unit| !unit.is_empty());
     let first = units.next()?;
-    let is_shared = !strips[0].column.under.is_empty() && units.all(|unit| unit == first);
+    let is_shared = !strips[0].column.group.is_empty() && units.all(|unit| unit == first);
     is_shared.then_some(first)
 }
 
 /// Returns the heading directly above each column, below the shared headings.
-fn headings(strips: &[Strip<'_>]) -> Vec<String> {
+fn headings(strips: &[ColumnText<'_>]) -> Vec<String> {
     let spans = spans(strips).into_iter();
     let headings = spans.flat_map(|(first, end)| {
         let span = &strips[first..end];
@@ -374,7 +378,7 @@ fn headings(strips: &[Strip<'_>]) -> Vec<String> {
     headings.collect()
 }
 
-fn widths(strips: &[Strip<'_>]) -> Vec<usize> {
+fn widths(strips: &[ColumnText<'_>]) -> Vec<usize> {
     let mut widths: Vec<usize> = strips
         .iter()
         .zip(headings(strips))

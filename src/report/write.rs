@@ -106,7 +106,7 @@ impl Report {
     ///         Column::text("precision", "Precision"),
     ///         Column::text("context_length", "T"),
     ///         Column::number("mean_ms", "Mean", "ms", 1),
-    ///         Column::number("cv_percent", "CV", "%", 1).minor(1),
+    ///         Column::number("cv_percent", "CV", "%", 1).drop_rank(1),
     ///     ],
     ///     rows: vec![row(256, 12.3), row(1024, 98.7)],
     ///     ..Default::default()

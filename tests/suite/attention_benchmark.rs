@@ -9,7 +9,7 @@ use rstest::rstest;
 use serde_json::Value;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
-use tallow::memory::{AttentionWorkload, Kernels, SelfAttentionWorkload, attention_breakdown};
+use tallow::memory::{AttentionWorkload, SelfAttentionWorkload, Target, attention_breakdown};
 use tallow::report::Fields;
 
 fn quick() -> Sampling {
@@ -216,7 +216,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
 
     // Flash attention needs far less.
     alone(&mut run).algorithm = Algorithm::Flash;
-    let flash = attention_breakdown(alone(&mut run), Kernels::Cpu)
+    let flash = attention_breakdown(alone(&mut run), Target::Cpu)
         .unwrap()
         .peak_bytes();
     assert!(50 * flash < sum as u64, "{flash}");

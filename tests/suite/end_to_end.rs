@@ -36,7 +36,7 @@ fn within(width: usize) -> Layout {
 fn time(warmup_ms: &[f64], samples_ms: &[f64]) -> Option<PhaseTime> {
     let statistics = Statistics::new(samples_ms).unwrap();
     Some(PhaseTime {
-        noisy: statistics.noisy(),
+        noisy: statistics.is_noisy(),
         statistics,
         samples_ms: samples_ms.to_vec(),
         warmup_ms: warmup_ms.to_vec(),
@@ -185,7 +185,7 @@ fn what_did_not_run_says_so_in_its_place() {
     refused.row.status = Status::OutOfMemory;
     refused.row.time = None;
     rows.push(refused);
-    let lines = compared(&[Execution::Eager]).lines(&rows);
+    let lines = compared(&[Execution::Eager]).shown_rows(&rows);
     assert_eq!(lines.len(), 2);
     assert_eq!(lines[1].get("Forward"), Some(&json!("OOM")));
     assert_eq!(lines[1].get("Ratio"), Some(&json!(null)));
@@ -380,7 +380,7 @@ fn precisions_are_compared_with_f32() {
     assert_eq!(forward.outcome(), "ok");
     let ratio = |own: &table::Comparison| own.speedup("f32", "bf16").unwrap().ratio;
     assert_eq!([ratio(forward), ratio(both)], [0.75, 1.5]);
-    let line = &compared.lines(&rows)[0];
+    let line = &compared.shown_rows(&rows)[0];
     assert_eq!(line.get("change bf16"), Some(&"12.5% more".into()));
     assert_eq!(
         line.get("change bf16-dropping-casts"),
@@ -455,7 +455,7 @@ fn what_fits_in_one_precision_only_is_said(
 #[test]
 fn rows_without_f32_are_shown_and_not_compared() {
     let rows = [row(Precision::BF16, Mode::Forward, Some(1.0), MIB)];
-    let line = &Compared::new(vec!["eager"], vec!["f32", "bf16"], false).lines(&rows)[0];
+    let line = &Compared::new(vec!["eager"], vec!["f32", "bf16"], false).shown_rows(&rows)[0];
     assert_eq!(line.get("change bf16"), Some(&json!(null)));
     assert!(answers_of(&rows).is_empty());
     assert!(of_values(&[], &[], By::Precision, &[]).is_empty());

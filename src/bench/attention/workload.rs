@@ -5,7 +5,7 @@ use crate::attention::{AttentionConfig, Mask};
 use crate::bench::Execution;
 use crate::compile::{self, Batch, StepConfig};
 use crate::memory::{
-    AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, attention_breakdown,
+    AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, attention_breakdown,
     planned_attention_breakdown, planned_self_attention_breakdown, self_attention_breakdown,
 };
 use crate::nn::{CausalSelfAttention, Layer, seeded};
@@ -104,7 +104,7 @@ impl AttentionTask {
         execution: Execution,
         device: &Device,
     ) -> Result<MemoryBreakdown> {
-        let kernels = Kernels::of(device);
+        let kernels = Target::of(device);
         let breakdown = match (self, execution) {
             (Self::Alone(own), Execution::Eager) => attention_breakdown(own, kernels),
             (Self::Alone(own), Execution::Planned) => planned_attention_breakdown(own, kernels),

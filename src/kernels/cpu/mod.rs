@@ -26,6 +26,7 @@ pub mod rope;
 pub mod rows;
 pub mod simd;
 pub mod soft_cap;
+pub mod sums;
 pub mod unscale;
 
 use simd::Blocks;

@@ -34,7 +34,9 @@ impl MemoryRecording {
         ];
         columns.extend((1..).zip(&kinds).map(|(minor, kind)| {
             let key = format!("{}_bytes", kind.name().replace(' ', "_"));
-            Column::mib(key, kind.name()).under("By kind").minor(minor)
+            Column::mib(key, kind.name())
+                .group("By kind")
+                .drop_rank(minor)
         }));
         let rows = self.phases.iter().zip(&by_kind).map(|(phase, held)| {
             let mut row = vec![json!(phase.name), json!(self.peak_bytes_in(phase))];

@@ -16,7 +16,7 @@ use measured::Measured;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::Limit;
-use tallow::memory::{AttentionWorkload, Kernels, attention_breakdown};
+use tallow::memory::{AttentionWorkload, Target, attention_breakdown};
 use tallow::report::{Fields, Statistics};
 
 const QUIET: f64 = 0.01;
@@ -83,7 +83,7 @@ fn limit() -> (String, Limit) {
         implementation: "naive",
         attention: workload,
         width: 64,
-        breakdown: attention_breakdown(&workload, Kernels::Cuda).unwrap(),
+        breakdown: attention_breakdown(&workload, Target::Cuda).unwrap(),
         available_bytes: 4 << 30,
     };
     ("naive".into(), limit)
@@ -290,7 +290,7 @@ fn rows_become_lines_with_speedups() {
     assert_eq!(all[0].times, grid()[0].times);
     let tables = measured::tables(&all, false);
     assert_eq!(tables.len(), 1);
-    let cell = |line: usize, key: &str| tables[0].lines[line].get(key).cloned().unwrap();
+    let cell = |line: usize, key: &str| tables[0].shown_rows[line].get(key).cloned().unwrap();
     assert_eq!(cell(0, "speedup"), 1.0);
     assert_eq!(cell(1, "speedup_forward"), 2.0);
     assert_relative_eq!(

@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
 use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
 use tallow::memory::{
-    AttentionWorkload, Kernels, MemoryBreakdown, SelfAttentionWorkload, attention_breakdown,
+    AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, attention_breakdown,
     self_attention_breakdown, smallest_not_fitting, tracker,
 };
 use tallow::ops::{KernelPolicy, with_kernel_policy};
@@ -98,7 +98,7 @@ fn attention_takes_what_its_account_says() {
                         ..Default::default()
                     };
                     let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
-                    let breakdown = || attention_breakdown(&workload, Kernels::Cpu).unwrap();
+                    let breakdown = || attention_breakdown(&workload, Target::Cpu).unwrap();
                     check(&rows, &format!("{workload:?}"), breakdown, PACKING_BYTES);
                 }
             }
@@ -125,7 +125,7 @@ fn flash_without_a_kernel_takes_what_its_account_says() {
             dtype: DType::F64,
             ..Default::default()
         };
-        let breakdown = attention_breakdown(&workload, Kernels::Cuda).unwrap();
+        let breakdown = attention_breakdown(&workload, Target::Cuda).unwrap();
         let measured = || {
             let start = tracker::current_bytes().unwrap();
             let [q, k, v] = [0; 3].map(|_| Var::zeros(shape, DType::F64, &Device::Cpu).unwrap());
@@ -278,7 +278,7 @@ fn the_account_grows_as_its_algorithm_does() {
             sequence_length,
             ..Default::default()
         };
-        attention_breakdown(&workload, Kernels::Cpu)
+        attention_breakdown(&workload, Target::Cpu)
             .unwrap()
             .peak_bytes() as f64
     };
@@ -303,7 +303,7 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 mask: Mask::Causal,
                 dtype,
             };
-            for kernels in [Kernels::Cpu, Kernels::Cuda] {
+            for kernels in [Target::Cpu, Target::Cuda] {
                 let breakdown = attention_breakdown(&workload, kernels).unwrap();
                 assert_eq!(breakdown.peak_bytes(), u64::MAX);
             }
@@ -336,7 +336,7 @@ fn the_limit_is_the_first_that_does_not_fit() {
             ..workload
         };
         let peak = |length| {
-            attention_breakdown(&at(length), Kernels::Cpu)
+            attention_breakdown(&at(length), Target::Cpu)
                 .unwrap()
                 .peak_bytes()
         };

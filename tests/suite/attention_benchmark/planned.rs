@@ -8,7 +8,7 @@ use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
 use tallow::bench::{AttentionRun, AttentionTask, Execution};
 use tallow::memory::{
-    AttentionWorkload, Kernels, attention_breakdown, planned_attention_breakdown,
+    AttentionWorkload, Target, attention_breakdown, planned_attention_breakdown,
     planned_self_attention_breakdown,
 };
 use tallow::precision::{Precision, Regime};
@@ -125,7 +125,7 @@ fn it_takes_what_its_account_says() {
 
 /// Checks the memory in its rows against its breakdown.
 fn check_memory(run: &mut AttentionRun) {
-    let breakdown = planned_attention_breakdown(alone(run), Kernels::Cpu).unwrap();
+    let breakdown = planned_attention_breakdown(alone(run), Target::Cpu).unwrap();
     let (before, peak) = (breakdown.before_backward_bytes, breakdown.peak_bytes());
     let w = *alone(run);
     let width = w.dtype.size_in_bytes();
@@ -237,7 +237,7 @@ fn on_a_gpu_too() {
     for (algorithm, dtype) in ways.into_iter().flatten() {
         let mut run = planned_by(algorithm);
         (alone(&mut run).sequence_length, alone(&mut run).dtype) = (700, dtype);
-        let breakdown = planned_attention_breakdown(alone(&mut run), Kernels::Cuda).unwrap();
+        let breakdown = planned_attention_breakdown(alone(&mut run), Target::Cuda).unwrap();
         let peak = |row: &Fields| number(row, "peak_bytes");
         for row in run.run(&gpu, |_, _| ()).unwrap() {
             assert_eq!(text(&row, "status"), "ok");
@@ -258,7 +258,7 @@ fn on_a_gpu_too() {
                 algorithm,
                 ..*alone(&mut run)
             };
-            let breakdown = attention_breakdown(alone(&mut eager), Kernels::Cuda).unwrap();
+            let breakdown = attention_breakdown(alone(&mut eager), Target::Cuda).unwrap();
             let rows = eager.run(&gpu, |_, _| ()).unwrap();
             let before_backward = number(&rows[2], "before_backward_bytes");
             for (predicted, measured) in [
@@ -295,13 +295,13 @@ fn a_gpu_need_not_be_there() {
                 ..Default::default()
             };
             let (heads, scores) = (8 * length * 64 * width, length * length * width);
-            let eager = attention_breakdown(&workload, Kernels::Cuda).unwrap();
+            let eager = attention_breakdown(&workload, Target::Cuda).unwrap();
             assert_eq!(eager.before_backward_bytes, 4 * heads + 8 * scores);
             assert_eq!(
                 eager.peak_bytes(),
                 8 * heads + (8 + gradients * at_once) * scores
             );
-            let planned = planned_attention_breakdown(&workload, Kernels::Cuda).unwrap();
+            let planned = planned_attention_breakdown(&workload, Target::Cuda).unwrap();
             // Only the plan has a cuBLASLt workspace.
             let beside = planned.peak_bytes() - eager.peak_bytes();
             assert_eq!(beside, 32 << 20, "{planned}");

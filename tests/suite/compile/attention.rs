@@ -13,7 +13,7 @@ use tallow::compile::{Batch, Plan, PlanKind, Step, StepConfig, Target};
 use tallow::graph;
 use tallow::internals::ALIGNMENT_BYTES;
 use tallow::internals::Category;
-use tallow::memory::{AttentionWorkload, Kernels, planned_attention_breakdown, tracker};
+use tallow::memory::{AttentionWorkload, planned_attention_breakdown, tracker};
 
 /// Plans attention alone; q, k and v are its parameters.
 pub fn planned(
@@ -368,7 +368,7 @@ fn memory_is_the_arena() {
         sequence_length: 700,
         ..Default::default()
     };
-    let predicted = planned_attention_breakdown(&workload, Kernels::Cpu).unwrap();
+    let predicted = planned_attention_breakdown(&workload, Target::Cpu).unwrap();
     let own = predicted.terms.iter();
     let own = own.filter(|part| part.name.starts_with("keys, values"));
     let own: u64 = own.map(|part| part.bytes).sum();

@@ -509,6 +509,8 @@ pub fn elementwise_ops() -> Case {
             let h = ops::concat(&[&ops::mul(&p, &log_p)?, &h.narrow(2, 1, 3)?], 2)?; // (3, 4, 11)
             let h = ops::concat(&[&h, &h.narrow(1, 0, 2)?], 1)?; // (3, 6, 11)
             let h = ops::concat(&[&h.narrow(0, 1, 1)?, &h], 0)?; // (4, 6, 11)
+            let h = ops::sub(&h, &ops::mean_keepdim(&h, 1)?)?;
+            let h = ops::add(&h, &ops::sum_over(&h, (0, 2))?.unsqueeze(1)?)?;
             let turned = ops::log(&ops::add(&ops::mul(&h, &h)?, &ops::exp(&h)?)?)?;
             let turned = ops::contiguous(&turned.transpose(0, 2)?)?; // (11, 6, 4)
             let sums = ops::sum(&ops::mul(

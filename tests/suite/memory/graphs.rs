@@ -12,8 +12,8 @@ use tallow::distributed::Shard;
 use tallow::graph::{self, Target};
 use tallow::internals::gemm;
 use tallow::memory::{
-    AttentionWorkload, Estimate, Kernels, MemoryKind, Mode, Workload, attention_breakdown,
-    estimate, estimate_graph, planned_breakdown, tracker,
+    AttentionWorkload, Estimate, MemoryKind, Mode, Workload, attention_breakdown, estimate,
+    estimate_graph, planned_breakdown, tracker,
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{Architecture, Checkpointing, DropoutRates, ForwardContext};
@@ -76,7 +76,7 @@ fn figures_stay_what_they_were(
         attention,
         precision,
         checkpointing,
-        kernels: Kernels::Cuda,
+        kernels: Target::Cuda,
         ..Default::default()
     };
     let plan = estimate(&TransformerConfig::preset(preset).unwrap(), &workload).unwrap();
@@ -306,7 +306,7 @@ fn a_plans_memory_by_kind() {
 fn attention_of_nothing_takes_nothing() {
     for algorithm in Algorithm::ALL {
         for (batch_size, sequence_length) in [(0, 8), (2, 0)] {
-            for (kernels, documents) in [(Kernels::Cpu, 1), (Kernels::Cuda, 1), (Kernels::Cpu, 2)] {
+            for (kernels, documents) in [(Target::Cpu, 1), (Target::Cuda, 1), (Target::Cpu, 2)] {
                 let workload = AttentionWorkload {
                     algorithm,
                     batch_size,

@@ -2,7 +2,7 @@
 
 use super::{MODES, config};
 use tallow::attention::Algorithm;
-use tallow::memory::{Kernels, Mode, Workload, estimate};
+use tallow::memory::{Mode, Target, Workload, estimate};
 use tallow::model::TransformerConfig;
 use tallow::precision::Precision;
 
@@ -16,7 +16,7 @@ fn what_attention_keeps_on_a_gpu() {
             mode,
             attention,
             precision,
-            kernels: Kernels::Cuda,
+            kernels: Target::Cuda,
             ..Default::default()
         };
         estimate(config, &workload).unwrap()
@@ -81,7 +81,7 @@ fn a_gpus_peaks_are_predicted() {
                 mode,
                 attention,
                 precision,
-                kernels: Kernels::Cuda,
+                kernels: Target::Cuda,
                 ..Default::default()
             };
             let predicted_bytes = estimate(&config, &workload).unwrap().peak_bytes;
@@ -124,7 +124,7 @@ fn presets_peaks_on_a_gpu_are_predicted() {
             mode: Mode::TrainStep,
             attention,
             precision,
-            kernels: Kernels::Cuda,
+            kernels: Target::Cuda,
             ..Default::default()
         };
         let predicted_bytes = estimate(&config, &workload).unwrap().peak_bytes;

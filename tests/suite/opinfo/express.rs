@@ -57,8 +57,22 @@ pub fn implementations(operator: &str) -> Vec<(&'static str, Implementation)> {
         "log_softmax" | "log_softmax_with_dtype" => {
             vec![("log_softmax", |c| along(c, ops::log_softmax))]
         }
-        "sum" => vec![("sum", |c| Ok(ops::sum(&c.operands[0])?.reshape(c.out)?))],
-        "mean" => vec![("mean", |c| Ok(ops::mean(&c.operands[0])?.reshape(c.out)?))],
+        "sum" => vec![("sum", |c| {
+            let (x, over) = (&c.operands[0], c.settings.over.clone());
+            match (over.is_empty(), c.settings.keepdim) {
+                (true, _) => Ok(ops::sum(x)?.reshape(c.out)?),
+                (false, true) => ops::sum_keepdim(x, over),
+                (false, false) => ops::sum_over(x, over),
+            }
+        })],
+        "mean" => vec![("mean", |c| {
+            let (x, over) = (&c.operands[0], c.settings.over.clone());
+            match (over.is_empty(), c.settings.keepdim) {
+                (true, _) => Ok(ops::mean(x)?.reshape(c.out)?),
+                (false, true) => ops::mean_keepdim(x, over),
+                (false, false) => ops::mean_over(x, over),
+            }
+        })],
         "matmul" | "bmm" | "bmm_triton_optimized" | "mm" | "mv" | "dot" => vec![
             ("matmul", |c| matmul(c, ops::matmul)),
             ("matmul_transposed", |c| {

@@ -82,6 +82,8 @@ pub struct Settings {
     pub alpha: Option<f64>,
     pub approximate: Option<String>,
     pub dim: Option<i64>,
+    pub over: Vec<usize>,
+    pub keepdim: bool,
     pub dtype: Option<String>,
     pub dims: Option<usize>,
     pub eps: Option<f64>,

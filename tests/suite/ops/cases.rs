@@ -95,6 +95,26 @@ pub fn activations(dims: &[usize], seed: u64) -> Vec<Case> {
     .collect()
 }
 
+type Reduction = fn(&Tensor, Vec<usize>) -> Result<Tensor>;
+
+/// Sums and means over dimensions, removed or kept.
+pub const REDUCTIONS: [(&str, Reduction); 4] = [
+    ("sum_over", |x, over| ops::sum_over(x, over)),
+    ("sum_keepdim", |x, over| ops::sum_keepdim(x, over)),
+    ("mean_over", |x, over| ops::mean_over(x, over)),
+    ("mean_keepdim", |x, over| ops::mean_keepdim(x, over)),
+];
+
+pub fn reductions(dims: &[usize], over: &[usize], seed: u64) -> Vec<Case> {
+    let all = REDUCTIONS.into_iter();
+    all.map(|(name, apply)| {
+        let (inputs, over) = (vec![Input::new("x", normal(dims, seed))], over.to_vec());
+        let name = format!("{name} {over:?} of {dims:?}");
+        Case::new(name, inputs, move |x| apply(&x[0], over.clone()))
+    })
+    .collect()
+}
+
 pub fn add_scaled(dims: &[usize], other: &[usize], scale: f64, seed: u64) -> Case {
     let inputs = vec![
         Input::new("a", normal(dims, seed)),

@@ -85,6 +85,18 @@ fn with_kernels() -> Vec<Case> {
             cases.push(cases::cross_entropy(&[rows], width, 2.0, ignoring, 12));
         }
     }
+    for (dims, over) in [
+        (&[3, 1031][..], &[1][..]),
+        (&[40_001, 7], &[1]),
+        (&[3, 100_003], &[1]), // each row in chunks
+        (&[257, 4096], &[0]),
+        (&[100_003, 5], &[0]), // columns in chunks
+        (&[33, 41, 65], &[1]),
+        (&[33, 41, 65], &[0, 2]),
+        (&[33, 41, 65], &[0, 1, 2]),
+    ] {
+        cases.extend(cases::reductions(dims, over, 40));
+    }
     for mask in MASKS {
         for sizes in [
             (1, 1),
@@ -250,6 +262,8 @@ const PLAIN: [(&str, Elementwise); 17] = [
     ("rsqrt", |a, _| ops::rsqrt(&ops::exp(a)?)),
     ("sum", |a, _| ops::sum(a)),
     ("mean", |a, _| ops::mean(a)),
+    ("sum over rows", |a, _| ops::sum_over(a, 0)),
+    ("mean over columns", |a, _| ops::mean_keepdim(a, 1)),
     ("log_softmax", |a, _| ops::log_softmax(a)),
     ("relu and concat", |a, b| {
         ops::concat(&[&ops::relu(a)?, b, a], 1)

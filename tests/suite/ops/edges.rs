@@ -150,13 +150,32 @@ fn softmax_of_scalars_and_of_nothing_is_pytorchs() {
     }
 }
 
+/// Equal to `torch.sum(x, dim)` and `torch.mean(x, dim)`.
+#[test]
+fn sums_over_nothing_are_zeros() {
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            for dtype in [DType::F32, DType::F64, DType::BF16] {
+                let x = Var::zeros((2, 0, 3), dtype, &Device::Cpu).unwrap();
+                let y = ops::sum_over(&x, 1).unwrap();
+                assert_eq!((y.dims(), y.dtype()), (&[2, 3][..], dtype));
+                assert_eq!(elements(&y), [0.0; 6]);
+                assert_eq!(y.backward().unwrap().get(&x).unwrap().dims(), [2, 0, 3]);
+                let means = ops::mean_keepdim(&x, (0, 2)).unwrap();
+                assert_eq!(means.dims(), [1, 0, 1]);
+                assert_eq!(means.backward().unwrap().get(&x).unwrap().dims(), [2, 0, 3]);
+            }
+        });
+    }
+}
+
 /// Sizes whose element count overflows 64 bits or exceeds the memory are refused.
 #[test]
 fn elements_that_nothing_can_hold() {
     let huge = 1usize << 40;
     let repeated = |dims: &[usize]| zeros(&[1]).broadcast_as(dims).unwrap();
     let ids = Tensor::zeros(1, DType::U32, &Device::Cpu).unwrap();
-    let refusals: [(&str, Result<Tensor>); 17] = [
+    let refusals: [(&str, Result<Tensor>); 18] = [
         ("gelu", ops::gelu(&repeated(&[huge, huge]), Gelu::Erf)),
         ("contiguous", ops::contiguous(&repeated(&[huge, huge]))),
         (
@@ -211,6 +230,7 @@ fn elements_that_nothing_can_hold() {
         ),
         ("relu", ops::relu(&repeated(&[huge, huge, 0]))),
         ("log_softmax", ops::log_softmax(&repeated(&[huge, huge]))),
+        ("sum", ops::sum_over(&repeated(&[huge, 0, huge]), 1)),
     ];
     for (op, refusal) in refusals {
         let text = refusal.expect_err(op).to_string();

@@ -32,6 +32,9 @@ pub fn small() -> Vec<Case> {
         cases::repeated_heads(&[2, 3, 4, 2], 3, 240),
     ];
     cases.extend(cases::activations(&[2, 3, 5], 250));
+    for over in [&[0][..], &[1], &[2], &[0, 1], &[2, 0]] {
+        cases.extend(cases::reductions(&[2, 3, 5], over, 260));
+    }
     for (i, mask) in MASKS.into_iter().enumerate() {
         let seed = 300 + 10 * i as u64;
         cases.push(cases::softmax(&[2], (3, 5), (0.7, 2.0), mask, seed));
@@ -88,6 +91,11 @@ pub fn large() -> Vec<Case> {
         cases::add_scaled(&[257, 323], &[257, 323], 0.3, 24),
     ];
     cases.extend(cases::activations(&[257, 323], 25));
+    for over in [&[0][..], &[1], &[2], &[0, 1], &[2, 0]] {
+        cases.extend(cases::reductions(&[7, 123, 257], over, 26));
+    }
+    cases.extend(cases::reductions(&[20_011, 3], &[0], 27)); // few sums of many elements
+    cases.extend(cases::reductions(&[3, 20_011], &[1], 28));
     for mask in MASKS {
         cases.push(cases::softmax(&[2, 2], (123, 257), (0.3, 3.0), mask, 19));
         cases.push(cases::attention(&[2, 3], (123, 257), 24, (None, mask), 20));

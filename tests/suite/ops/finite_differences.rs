@@ -144,6 +144,9 @@ fn directions_through_odd_sizes(#[case] policy: KernelPolicy) {
         cases::concat(&[7, 123, 5], 1, [123, 1, 33], 20),
     ];
     every.extend(cases::activations(&[123, 33], 21));
+    for over in [&[0][..], &[1], &[2], &[0, 2]] {
+        every.extend(cases::reductions(&[7, 41, 33], over, 22));
+    }
     for mask in MASKS {
         every.push(cases::softmax(&[2], (33, 65), (0.5, 3.0), mask, 14));
         every.push(cases::attention(&[2, 1], (65, 33), 24, (None, mask), 15));

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 use rstest::rstest;
 use tallow::attention::{self, Algorithm, AttentionConfig, Mask, reference};
-use tallow::memory::{AttentionWorkload, Kernels, MemoryKind, attention_breakdown};
+use tallow::memory::{AttentionWorkload, MemoryKind, Target, attention_breakdown};
 use tallow::nn::seeded;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
@@ -131,7 +131,7 @@ fn heads_in_turns(#[values(Mask::Full, Mask::Causal)] mask: Mask) {
         ..Default::default()
     };
     let of_scores = 4 * 8100 * 8100;
-    let scratch = attention_breakdown(&workload, Kernels::Cuda)
+    let scratch = attention_breakdown(&workload, Target::Cuda)
         .unwrap()
         .bytes_of(MemoryKind::Scratch);
     assert!(

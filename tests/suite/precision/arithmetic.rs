@@ -171,6 +171,12 @@ fn sums_and_means_of_half_precision_keep_their_digits(
     let total = ops::sum(&ones).unwrap();
     assert_eq!((total.dtype(), elements(&total)), (dtype, vec![4096.0]));
     assert_eq!(elements(&ops::mean(&ones).unwrap()), [1.0]);
+    let rows = ones.reshape((2048, 2)).unwrap();
+    let totals = ops::sum_over(&rows, 0).unwrap();
+    assert_eq!(
+        (totals.dtype(), elements(&totals)),
+        (dtype, vec![2048.0; 2])
+    );
     // A total that only f32 can hold: CUDA's policy computes sums in f32.
     let hundreds = (ones * 100.0).unwrap();
     let total = autocast(Autocast::cuda(dtype), || ops::sum(&hundreds)).unwrap();
@@ -245,6 +251,17 @@ fn bad_input_is_refused_in_words() {
     }
     let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
     refusal(ops::mean(&empty), &["mean", "at least one element"]);
+    refusal(ops::mean_over(&empty, 1), &["mean", "at least one element"]);
+    refusal(
+        ops::sum_over(&x, 2),
+        &["sum", "dimensions of [2, 3]", "out of range"],
+    );
+    refusal(ops::mean_over(&x, (0, 0)), &["mean", "each given once"]);
+    refusal(
+        ops::sum_keepdim(&x, ()),
+        &["sum", "none", "without dims reduces all"],
+    );
+    refusal(ops::sum_over(&ids, 0), &["sum", "floating-point", "u32"]);
     refusal(
         ops::cast(&x, DType::U32),
         &["cast", "floating-point dtype", "u32"],

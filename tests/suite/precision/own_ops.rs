@@ -102,6 +102,12 @@ fn all() -> Vec<Op> {
         }),
         ("rsqrt", vec![3, 6], vec![], F32OnCuda, |x, _| ops::rsqrt(x)),
         ("sum", vec![3, 6], vec![], F32OnCuda, |x, _| ops::sum(x)),
+        ("sum_over", vec![3, 6], vec![], F32OnCuda, |x, _| {
+            ops::sum_over(x, 0)
+        }),
+        ("mean_keepdim", vec![3, 6], vec![], Follow, |x, _| {
+            ops::mean_keepdim(x, 1)
+        }),
         ("cross_entropy", vec![2, 3, 5], vec![], F32, |x, _| {
             ops::cross_entropy(x, &ids(&[2, 3]))
         }),

@@ -185,7 +185,7 @@ proptest! {
                 0 => Column::text(i.to_string(), format!("Words {i}")),
                 _ => Column::number(i.to_string(), format!("Figures {i}"), "ms", 1),
             };
-            column.minor(minors[i]).under(groups[i].as_str())
+            column.drop_rank(minors[i]).group(groups[i].as_str())
         };
         let row = |row: &Vec<String>| row.iter().enumerate().map(|(i, c)| (i.to_string(), c.as_str())).collect();
         let report = Report {

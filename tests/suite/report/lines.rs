@@ -41,7 +41,7 @@ fn report() -> Report {
             Column::text("status", "Status"),
         ],
         rows: rows(),
-        lines: vec![
+        shown_rows: vec![
             line(
                 256,
                 &[

@@ -46,9 +46,9 @@ fn statistics_of_nothing(#[case] samples: &[f64], #[case] text: &str) {
 fn noisy_beyond_ten_percent() {
     // The quartiles of five samples are the second and the fourth.
     let with_iqr = |iqr: f64| Statistics::new(&[90.0, 95.0, 100.0, 95.0 + iqr, 200.0]).unwrap();
-    assert!(!with_iqr(10.0).noisy());
-    assert!(with_iqr(10.5).noisy());
-    assert!(!Statistics::new(&[0.0, 0.0]).unwrap().noisy());
+    assert!(!with_iqr(10.0).is_noisy());
+    assert!(with_iqr(10.5).is_noisy());
+    assert!(!Statistics::new(&[0.0, 0.0]).unwrap().is_noisy());
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! a gradient. A single `-` is a scalar; an empty template is any shape.
 
 use super::draw::Draw;
-use candle_core::Tensor;
+use candle_core::{D, Tensor};
 use tallow::attention;
 use tallow::nn;
 use tallow::ops::{Gelu, RotaryPairs};
@@ -47,6 +47,11 @@ pub const OPS: &[Op] = &[
     op("rsqrt", &["."], ".", |x, _| ops::rsqrt(&x[0])),
     op("sum", &["."], "-", |x, _| ops::sum(&x[0])),
     op("mean", &["."], "-", |x, _| ops::mean(&x[0])),
+    op("sum_over", &["abc"], "ac", |x, _| ops::sum_over(&x[0], 1)),
+    op("sum_over of any", &["."], "", |x, d| ops::sum_over(&x[0], [d.size(), d.size()])),
+    op("sum_keepdim", &[".ab"], ".a1", |x, _| ops::sum_keepdim(&x[0], D::Minus1)),
+    op("mean_over", &["abc"], "b", |x, _| ops::mean_over(&x[0], (0, 2))),
+    op("mean_keepdim of any", &["."], "", |x, d| ops::mean_keepdim(&x[0], d.size())),
     op("log_softmax", &["."], ".", |x, _| ops::log_softmax(&x[0])),
     op("softmax", &["."], ".", |x, d| ops::softmax(&x[0], d.number(), d.mask())),
     op("softmax::reference", &["."], ".", |x, d| ops::reference::softmax(&x[0], d.number(), d.mask())),
