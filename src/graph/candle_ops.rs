@@ -38,7 +38,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["map1"],
         "an op with a number (`x * 2.0`), sum or mean",
-        "call ops::mul with a tensor, ops::add_scaled, ops::sum or ops::mean",
+        "call ops::sum, ops::mean, ops::sum_over or ops::mean_over, or ops::mul with a tensor",
     ),
     op(
         &["map1any"],
@@ -113,7 +113,9 @@ pub(super) fn failed_on_meta_tensor(error: &Error) -> Option<(&'static str, &'st
         }
         Candle::UnsupportedDTypeForOp(DType::F4, op) => find(&|name| name == *op),
         Candle::UnexpectedDType { got: DType::F4, .. } => find(&|name| name == READ),
-        Candle::Msg(text) if text.contains("F4") => find(&|name| text.contains(name)),
+        Candle::Msg(text) if text.starts_with("unsupported dtype") && text.contains("F4") => {
+            find(&|name| text.contains(name))
+        }
         _ => return None,
     };
     Some(found.map_or(("an op", ANY), |op| (op.calls, op.instead)))
@@ -123,7 +125,7 @@ pub(super) fn failed_on_meta_tensor(error: &Error) -> Option<(&'static str, &'st
 const READ: &str = "to_vec";
 
 /// The hint for an op that is not in [`OPS`].
-const ANY: &str = "call functions of tallow::ops; views such as narrow and transpose are candle's";
+const ANY: &str = "views such as narrow and transpose may be candle's";
 
 /// Returns the error inside candle's context, paths and backtraces.
 fn innermost(error: &Candle) -> &Candle {

@@ -340,7 +340,7 @@ fn with_op_path(error: Error) -> Error {
         None => "before the first op".into(),
     };
     let problem = format!("{place}, {calls} of candle was called on a meta tensor");
-    let hint = format!("{instead}; a trace records only ops of tallow");
+    let hint = format!("{instead}; a trace records only functions of tallow::ops");
     Error::order("graph::trace", problem, hint)
 }
 

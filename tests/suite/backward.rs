@@ -1,6 +1,6 @@
 //! `tallow::backward` against candle's own backward.
 
-use crate::check::elements;
+use crate::check::{elements, refusal};
 use crate::settings::with_weights;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result as CandleResult, Tensor, Var};
@@ -139,10 +139,20 @@ fn gelu(x: &Tensor) -> Result<Tensor> {
     ops::sum(&ops::mul(&x, &ops::relu(&v[1])?.detach())?)
 })]
 #[case::nothing(|v: &[Var]| ops::sum(&ops::relu(&v[0].narrow(0, 0, 0)?)?))]
-#[case::a_variable(|v: &[Var]| Ok(v[2].as_tensor().clone()))]
 fn functions_have_candles_gradients(#[case] f: Function) {
     let vars = [var(&[4, 6], 1), var(&[4, 6], 2), var(&[6], 3)];
     same(|| f(&vars), &vars);
+}
+
+#[test]
+fn a_loss_has_one_element() {
+    let one = [var(&[1, 1], 1)];
+    same(|| Ok(one[0].as_tensor().clone()), &one); // the variable itself
+    for loss in [var(&[4, 6], 1), var(&[0], 1)] {
+        let got = format!("{:?}", loss.dims());
+        let parts = ["backward", "a loss of one element", &got, "backward_from"];
+        refusal(tallow::backward(loss.as_tensor().clone()), &parts);
+    }
 }
 
 #[test]

@@ -784,6 +784,7 @@ fn refusals() {
         (vec![], "no tensor for the input \"x\""),
         (vec![("y", &good)], "no tensor for the input \"x\""),
         (vec![("x", &good), ("y", &good)], "\"y\" is not an input"),
+        (vec![("x", &good), ("x", &good)], "two inputs called \"x\""),
         (vec![("x", &wide)], "linear"),
         (vec![("x", &meta)], "meta"),
     ] {

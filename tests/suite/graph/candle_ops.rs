@@ -75,7 +75,7 @@ const CASES: [(Candles, &str, &str, Ours); 14] = [
         |x, _, i| x.embedding(i),
         "a lookup by index",
         "ops::embedding",
-        |x, _, i| ops::embedding(x, i),
+        |x, _, i| ops::embedding(i, x),
     ),
 ];
 
