@@ -81,7 +81,7 @@
 //! | pack documents into one sequence | [`attention::FirstKeys`], [`TrainConfig::separator`][separator] |
 //! | train in bf16 or f16 | [`autocast`], [`optim::GradScaler`]; planned: [`compile::StepConfig::precision`] |
 //! | plan the steps of a `TransformerLM` | [`compile::Step::for_model`] |
-//! | plan my own model and loss | [`compile::Step::new`], `examples/custom_model.rs` |
+//! | plan my own model and loss | [the guide](guide::own_model), [`compile::Step::new`], `examples/custom_model.rs` |
 //! | predict the memory of a `TransformerLM` | [`memory::estimate`], planned: [`compile::Step::plan_for_model`] |
 //! | predict the memory of my own model | [`memory::estimate_graph`], planned: [`compile::Step::plan_for`] |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
