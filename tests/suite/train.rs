@@ -17,8 +17,10 @@ mod writers;
 use crate::check::{self, refusal};
 use std::path::{Path, PathBuf};
 
+use tallow::attention::Algorithm;
 use tallow::data::Tokens;
 use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::nn::Checkpointing;
 use tallow::optim::Schedule;
 use tallow::train::{StepReport, TrainConfig, Trainer};
 use tallow::{Error, Result};
@@ -50,6 +52,8 @@ fn settings() -> TrainConfig {
             warmup_steps: 3,
             total_steps: 12,
         },
+        attention: Some(Algorithm::Naive),
+        checkpointing: Some(Checkpointing::None),
         evaluate_every: 5,
         seed: 7,
         ..Default::default()

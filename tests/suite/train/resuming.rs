@@ -128,13 +128,17 @@ fn flash_attention_goes_on_as_it_was() {
     let (_folder, path) = checkpoint();
     trainer.save(&path).unwrap();
     let saved = Checkpoint::read(&path).unwrap().train;
-    let expected = TrainConfig {
-        checkpointing: Some(Checkpointing::None),
-        ..flash.clone()
-    };
-    assert_eq!(saved, expected);
+    assert_eq!(saved, flash);
     resume(&path, flash).unwrap();
-    let mut resumed = resume(&path, settings()).unwrap(); // of no attention: the saved one
+    let unset = TrainConfig {
+        attention: None,
+        checkpointing: None,
+        ..settings()
+    };
+    let mut resumed = resume(&path, unset.clone()).unwrap();
+    let flash = model().with_attention(Algorithm::Flash).unwrap();
+    let of_flash = Trainer::new(flash, unset, training(), validation()).unwrap();
+    assert_eq!(of_flash.model().attention(), Algorithm::Flash);
     assert_eq!(resumed.model().attention(), Algorithm::Flash);
     assert_eq!(take(&mut resumed, 8), take(&mut trainer, 8));
     assert_eq!(bits(&resumed), bits(&trainer));
