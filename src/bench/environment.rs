@@ -44,7 +44,7 @@ pub fn environment(on: &Device) -> Fields {
     }
     if on.is_cuda() {
         let products = if hardware::tf32(on) { "TF32" } else { "exact" };
-        fields.insert("f32 products", products);
+        fields.insert("f32 matmuls", products);
     }
     fields.insert("threads", rayon::current_num_threads());
     fields.insert("tallow", env!("CARGO_PKG_VERSION"));
@@ -62,6 +62,6 @@ fn half_arithmetic() -> String {
     let names = names.join(", ");
     match hardware::bf16_matmul_unit() {
         None => format!("{names}; unused, kernels compute in f32"),
-        Some(unit) => format!("{names}; bf16 products by {unit}, all else in f32"),
+        Some(unit) => format!("{names}; bf16 matmuls by {unit}, all else in f32"),
     }
 }

@@ -41,10 +41,10 @@ impl EndToEnd {
     /// memory ([`Error::is_out_of_memory`]).
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
-            let got = Error::config("end-to-end benchmark", "execution", "planned");
+            let got = Error::config("bench::EndToEnd", "execution", "planned");
             return Err(got.must_be(
                 "eager, where every block of memory is recorded",
-                "a planned step is one block, which compile::Plan::explain and memory_map cut up",
+                "a planned step allocates one arena: Plan::explain and Plan::memory_map show its buffers",
             ));
         }
         self.check_execution(device)?;

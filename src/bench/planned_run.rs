@@ -29,7 +29,7 @@ impl EndToEnd {
         } else {
             return Ok(());
         };
-        Err(Error::config("end-to-end benchmark", "execution", got)
+        Err(Error::config("bench::EndToEnd", "execution", got)
             .must_be(format!("eager, where {expected}"), hint))
     }
 
@@ -45,7 +45,7 @@ impl EndToEnd {
         };
         let mode = self.mode.name();
         Err(Error::Config {
-            config: "end-to-end benchmark",
+            config: "bench::EndToEnd",
             field,
             expected: format!("{expected}, but for a training step that is planned"),
             got: format!("{got}, with {} {mode}", self.execution.name()),

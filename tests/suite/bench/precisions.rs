@@ -160,7 +160,7 @@ fn the_header_says_what_half_arithmetic_there_is() {
     match tallow::hardware::bf16_matmul_unit() {
         None => assert!(header.contains("compute in f32"), "{header}"),
         Some(unit) => assert!(
-            header.contains(&format!("bf16 products by {unit}")),
+            header.contains(&format!("bf16 matmuls by {unit}")),
             "{header}"
         ),
     }

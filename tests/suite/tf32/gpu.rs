@@ -39,7 +39,7 @@ fn products_follow_the_switch() {
     }
     let gpu = crate::gpu();
     let wanted = product(&Device::Cpu, DType::F64);
-    let header = || environment(&gpu).get("f32 products").cloned().unwrap();
+    let header = || environment(&gpu).get("f32 matmuls").cloned().unwrap();
     let errors = || {
         let found = product(&gpu, DType::F32);
         [0, 1, 2].map(|i| distance(&found[i], &wanted[i]))
