@@ -102,7 +102,9 @@ impl AreaChart {
             |problem: String| Err(Error::Plot(format!("chart {:?}: {problem}", self.title)));
         let ascending = self.x.iter().all(|x| x.is_finite()) && self.x.is_sorted();
         if !ascending || self.x.first() == self.x.last() {
-            return refuse("x must be two values or more, in ascending order and not all equal".into());
+            return refuse(
+                "x must be two values or more, in ascending order and not all equal".into(),
+            );
         }
         for layer in &self.layers {
             if layer.values.len() != self.x.len() {

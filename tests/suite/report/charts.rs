@@ -348,8 +348,8 @@ fn areas_that_cannot_be_stacked_are_refused() {
     let svg = chart(&[0.0, 1.0, 2.0], &[0.0, 0.0, 0.0]).to_svg().unwrap();
     assert!(svg.contains("weights") && svg.contains("forward"));
     for (x, values, problem) in [
-        (&[0.0][..], &[1.0][..], "two moments"),
-        (&[], &[], "two moments"),
+        (&[0.0][..], &[1.0][..], "two values or more"),
+        (&[], &[], "two values or more"),
         (&[1.0, 0.0], &[1.0, 1.0], "in order"),
         (&[0.0, 1.0], &[1.0], "1 values for 2 moments"),
         (&[0.0, 1.0], &[1.0, -2.0], "the value -2"),
