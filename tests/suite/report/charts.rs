@@ -350,7 +350,7 @@ fn areas_that_cannot_be_stacked_are_refused() {
     for (x, values, problem) in [
         (&[0.0][..], &[1.0][..], "two values or more"),
         (&[], &[], "two values or more"),
-        (&[1.0, 0.0], &[1.0, 1.0], "in order"),
+        (&[1.0, 0.0], &[1.0, 1.0], "in ascending order"),
         (&[0.0, 1.0], &[1.0], "1 values for 2 moments"),
         (&[0.0, 1.0], &[1.0, -2.0], "the value -2"),
         (&[0.0, 1.0], &[1.0, f64::NAN], "the value NaN"),
