@@ -8,6 +8,8 @@
 //! | `nn.Parameter`, `nn.Linear`, `nn.RMSNorm`, ... | [`nn::Parameter`](crate::nn::Parameter), [`nn`](crate::nn) |
 //! | `torch.nn.functional` | [`ops`](crate::ops), [`attention`](crate::attention) |
 //! | `sum(dim)`, `mean(dim, keepdim=True)` | [`ops::sum_over`], [`ops::mean_keepdim`] |
+//! | `max(dim).values`, `logsumexp(dim)`, `var(dim)` | [`ops::max_over`], [`ops::logsumexp`], [`ops::var`] |
+//! | `2 * x + 1`, `sqrt`, `abs`, `clamp` | [`ops::affine`], [`ops::sqrt`], [`ops::abs`], [`ops::clamp`] |
 //! | `loss.backward()`, `.grad` | [`backward`](crate::backward()), which returns the gradients |
 //! | `tensor.backward(gradient)` | [`backward_from`](crate::backward_from) |
 //! | `torch.no_grad()` | [`no_grad`](crate::no_grad()) |
@@ -161,6 +163,13 @@
 //!
 //! [`ops::sum_over`]: crate::ops::sum_over
 //! [`ops::mean_keepdim`]: crate::ops::mean_keepdim
+//! [`ops::max_over`]: crate::ops::max_over
+//! [`ops::logsumexp`]: crate::ops::logsumexp
+//! [`ops::var`]: crate::ops::var
+//! [`ops::affine`]: crate::ops::affine
+//! [`ops::sqrt`]: crate::ops::sqrt
+//! [`ops::abs`]: crate::ops::abs
+//! [`ops::clamp`]: crate::ops::clamp
 //! [`attention::flash`]: crate::attention::flash()
 //! [`attention::naive`]: crate::attention::naive()
 //! [`profile::Profiler`]: crate::profile::Profiler

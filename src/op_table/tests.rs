@@ -27,6 +27,11 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     h = ops::add_scaled(&h, &ops::sub(&x, &h)?, 0.5)?;
     h = ops::cast(&h, dtype)?;
     h = ops::log(&ops::exp(&ops::rsqrt(&ops::pow(&h, 2.0)?)?)?)?;
+    h = ops::clamp(
+        &ops::affine(&ops::sqrt(&ops::abs(&h)?)?, 2.0, 1.0)?,
+        0.0,
+        9.0,
+    )?;
     h = ops::relu(&ops::tanh(&ops::sigmoid(&ops::silu(&h)?)?)?)?;
     let key = ops::DropoutKey::input("dropout")?;
     let probability = 0.1;
@@ -49,6 +54,7 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     let p = ops::softmax(&scores, 1.0, Mask::Causal)?;
     h = ops::matmul(&p, &ops::contiguous(&h.transpose(0, 1)?.transpose(0, 1)?)?)?;
     h = ops::concat(&[&h, &ops::log_softmax(&h)?], 1)?.narrow(1, 0, 3)?;
+    let h = ops::sub(&ops::max_keepdim(&h, 1)?, &ops::min_keepdim(&h, 2)?)?; // (2, 3, 8)
     let h = ops::contiguous(&h)?;
     let losses = [
         ops::linear_cross_entropy(&h, &w1, &ids)?,

@@ -1,6 +1,6 @@
-//! Exponentials, logarithms and powers, which CUDA's autocast policy computes in f32.
+//! Elementwise functions of one input: exponentials, logarithms, powers and roots, absolute values, bounds and scaling.
 
-use super::arithmetic::lowering::{div, mul};
+use super::arithmetic::lowering::{div, mul, scale};
 use super::cast::{cast, cast_for};
 use super::dispatch::{Path, choose};
 use super::info::{OpInfo, per_element};
@@ -9,16 +9,17 @@ use super::lowering::{
 };
 use super::operand::check_supported;
 use super::record::{CallSpec, by_kernels, composed_as, input};
-use crate::Result;
 use crate::graph::Attribute;
 use crate::kernels::cpu::arithmetic as kernel;
+use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 
 /// Computes `y = exp(x)`, elementwise.
 ///
-/// The following also holds for [`log()`], [`pow()`] and [`rsqrt()`]. Half precision is computed in f32 and rounded
-/// once, forward and backward, unless an autocast policy demands an f32 output, as CUDA's does. Saved for backward: y
-/// for `exp`, x for the others.
+/// The following also holds for the other functions of one input: [`log()`], [`pow()`], [`rsqrt()`], [`sqrt()`],
+/// [`abs()`], [`clamp()`] and [`affine()`]. Half precision is computed in f32 and rounded once, forward and backward.
+/// Under CUDA's autocast policy `exp`, `log`, `pow` and `rsqrt` return f32, as in PyTorch; the others follow x. Saved
+/// for backward: y for `exp`, nothing for `affine`, x for the others.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -88,10 +89,127 @@ pub fn rsqrt(x: &Tensor) -> Result<Tensor> {
     in_f32(&RSQRT_INFO, x, x.shape(), |x| x.sqrt()?.recip())
 }
 
+/// Computes `y = sqrt(x)`, elementwise; otherwise like [`exp`]. Backward: `dx = dy / (2 sqrt(x))`, infinite at 0.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let x = Tensor::new(&[0.25f32, 1.0, 9.0], &Device::Cpu)?;
+/// assert_eq!(tallow::ops::sqrt(&x)?.to_vec1::<f32>()?, [0.5, 1.0, 3.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`exp`].
+pub fn sqrt(x: &Tensor) -> Result<Tensor> {
+    in_f32(&SQRT_INFO, x, x.shape(), Tensor::sqrt)
+}
+
+/// Computes `y = |x|`, elementwise; otherwise like [`exp`]. Backward: `dx = dy sign(x)`, 0 at 0.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[-2f32, 0.0, 3.0], &Device::Cpu)?;
+/// let y = ops::abs(&x)?;
+/// assert_eq!(y.to_vec1::<f32>()?, [2.0, 0.0, 3.0]);
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [-1.0, 0.0, 1.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`exp`].
+pub fn abs(x: &Tensor) -> Result<Tensor> {
+    // candle's own gradient at 0 is 1.
+    in_f32(&ABS_INFO, x, x.shape(), |x| x * x.detach().sign()?)
+}
+
+/// Computes `y = min(max(x, lowest), highest)`, elementwise; otherwise like [`exp`]. NaN stays NaN. An infinite bound
+/// is no bound. Backward: dx is dy where `lowest < x < highest`, else 0, as in PyTorch 2.15.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[-2f32, 0.5, 1.0, 3.0], &Device::Cpu)?;
+/// let y = ops::clamp(&x, f64::NEG_INFINITY, 1.0)?;
+/// assert_eq!(y.to_vec1::<f32>()?, [-2.0, 0.5, 1.0, 1.0]);
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [1.0, 1.0, 0.0, 0.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`exp`]; a bound that is NaN, or a lowest value above the highest.
+pub fn clamp(x: &Tensor, lowest: f64, highest: f64) -> Result<Tensor> {
+    if lowest.is_nan() || highest.is_nan() || lowest > highest {
+        return Err(
+            Error::config("clamp", "lowest, highest", format!("{lowest}, {highest}")).must_be(
+                "two numbers in ascending order",
+                "an infinite bound is no bound",
+            ),
+        );
+    }
+    let attributes = vec![
+        ("lowest", Attribute::Number(lowest)),
+        ("highest", Attribute::Number(highest)),
+    ];
+    with_attributes(&CLAMP_INFO, x, x.shape(), attributes, |x| {
+        let filled = |value: f64| Tensor::full(value, x.shape(), x.device())?.to_dtype(x.dtype());
+        let (lowest, highest) = (filled(lowest)?, filled(highest)?);
+        let (below, above) = (x.lt(&lowest)?, x.gt(&highest)?);
+        let bounded = above.where_cond(&highest, &x.detach())?;
+        let bounded = below.where_cond(&lowest, &bounded)?;
+        let is_inside = (x.gt(&lowest)? * x.lt(&highest)?)?;
+        is_inside.where_cond(x, &bounded)
+    })
+}
+
+/// Computes `y = scale x + summand`, elementwise; otherwise like [`exp`]. Backward: `dx = scale dy`.
+///
+/// The product is rounded before the sum. In f64 both numbers are used as they are; in f32 and half precision they are
+/// rounded to f32. [`add`](super::add) and [`mul`](super::mul) with a tensor without dimensions have gradients for both.
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use tallow::ops;
+///
+/// let x = Var::new(&[1f32, -2.0], &Device::Cpu)?;
+/// let y = ops::affine(&x, -1.0, 1.0)?; // 1 - x
+/// assert_eq!(y.to_vec1::<f32>()?, [0.0, 3.0]);
+/// let gradients = tallow::backward(ops::sum(&y)?)?;
+/// assert_eq!(gradients.get(&x).unwrap().to_vec1::<f32>()?, [-1.0, -1.0]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`exp`].
+pub fn affine(x: &Tensor, scale: f64, summand: f64) -> Result<Tensor> {
+    let attributes = vec![
+        ("scale", Attribute::Number(scale)),
+        ("summand", Attribute::Number(summand)),
+    ];
+    with_attributes(&AFFINE_INFO, x, x.shape(), attributes, |x| match scale {
+        0.0 => (x * x.zeros_like()?)? + summand, // candle drops the graph of a product with the number 0
+        _ => x.affine(scale, summand),
+    })
+}
+
 const EXP_INFO: OpInfo = per_element!(map_info("exp", EXP), 1, 2, MAP_BYTES);
 const LOG_INFO: OpInfo = per_element!(map_info("log", LOG), 1, 2, MAP_BYTES);
 const POW_INFO: OpInfo = per_element!(map_info("pow", POW), 1, 2, MAP_BYTES);
 const RSQRT_INFO: OpInfo = per_element!(map_info("rsqrt", RSQRT), 2, 3, MAP_BYTES);
+
+const SQRT_INFO: OpInfo = per_element!(map_info("sqrt", SQRT), 1, 3, MAP_BYTES);
+const ABS_INFO: OpInfo = per_element!(map_info("abs", ABS), 1, 1, MAP_BYTES);
+const CLAMP_INFO: OpInfo = per_element!(map_info("clamp", CLAMP), 2, 2, MAP_BYTES);
+const AFFINE_INFO: OpInfo = map_info("affine", AFFINE).costing(
+    "2 an element, backward 1",
+    "x, y; backward dy, dx",
+    |o| o.elementwise(2.0),
+    Some(|o| o.moved_back(1.0)),
+);
 
 const MAP_BYTES: &str = "x, y; backward x or y, dy, dx";
 
@@ -101,7 +219,16 @@ const fn map_info(op: &'static str, lowering: Lowering) -> OpInfo {
         .planned_composed(lowering)
 }
 
-pub(super) const INFOS: &[OpInfo] = &[EXP_INFO, LOG_INFO, POW_INFO, RSQRT_INFO];
+pub(super) const INFOS: &[OpInfo] = &[
+    EXP_INFO,
+    LOG_INFO,
+    POW_INFO,
+    RSQRT_INFO,
+    SQRT_INFO,
+    ABS_INFO,
+    CLAMP_INFO,
+    AFFINE_INFO,
+];
 
 const EXP: Lowering = Lowering {
     forward: |_| {
@@ -162,6 +289,69 @@ const RSQRT: Lowering = Lowering {
             kernel::rsqrt_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
         });
         backward(kernel, ("x", Slot::Input(0)))
+    },
+};
+
+const SQRT: Lowering = Lowering {
+    forward: |_| {
+        forward(kernel!("sqrt", |T, _, s| kernel::sqrt(
+            s.x::<T>("x")?,
+            s.y("y")?
+        )))
+    },
+    backward: |_| {
+        let kernel = kernel!("sqrt_backward", |T, _, s| {
+            kernel::sqrt_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
+        });
+        backward(kernel, ("x", Slot::Input(0)))
+    },
+};
+
+const ABS: Lowering = Lowering {
+    forward: |_| {
+        forward(kernel!("abs", |T, _, s| kernel::abs(
+            s.x::<T>("x")?,
+            s.y("y")?
+        )))
+    },
+    backward: |_| {
+        let kernel = kernel!("abs_backward", |T, _, s| {
+            kernel::abs_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
+        });
+        backward(kernel, ("x", Slot::Input(0)))
+    },
+};
+
+const CLAMP: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!("clamp", |T, k, s| {
+            let bounds = [k.number("lowest")?, k.number("highest")?];
+            kernel::clamp(s.x::<T>("x")?, bounds, s.y("y")?)
+        });
+        forward(kernel.with_all(signature.attributes))
+    },
+    backward: |signature| {
+        let kernel = kernel!("clamp_backward", |T, k, s| {
+            let bounds = [k.number("lowest")?, k.number("highest")?];
+            kernel::clamp_backward(s.x::<T>("dy")?, s.x("x")?, bounds, s.y("dx")?)
+        });
+        let kernel = kernel.with_all(signature.attributes);
+        backward(kernel, ("x", Slot::Input(0)))
+    },
+};
+
+const AFFINE: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = kernel!("affine", |T, k, s| {
+            let numbers = [k.number("scale")?, k.number("summand")?];
+            kernel::affine(s.x::<T>("x")?, numbers, s.y("y")?)
+        });
+        forward(kernel.with_all(signature.attributes))
+    },
+    backward: |signature| {
+        let kernel = scale().with_all(signature.attributes);
+        let dy = Slot::OutputGradient;
+        Calls::default().call(kernel, [("a", dy)], [("y", Slot::Gradient(0))])
     },
 };
 

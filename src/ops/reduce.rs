@@ -29,7 +29,7 @@ use candle_core::{D, DType, Tensor};
 /// # Errors
 /// A dtype that is not a float.
 pub fn sum(x: &Tensor) -> Result<Tensor> {
-    reduced(&SUM_INFO, x, &all_dims(x), false)
+    SUMMED.over_all(x)
 }
 
 /// Computes the sums over the dimensions `dims`, which the output lacks: x (B, T, D) over 1 is (B, D), over (0, 1) it
@@ -58,7 +58,7 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// A dtype that is not a float; a dimension that x does not have or that is given twice; no dimension.
 pub fn sum_over(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
-    reduced(&SUM_INFO, x, &some_dims("sum", x, dims)?, false)
+    SUMMED.over(x, dims)
 }
 
 /// Computes [`sum_over`] with the dimensions `dims` kept, of size 1, so that the sums broadcast to x: (B, T, D) over 1
@@ -77,7 +77,7 @@ pub fn sum_over(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
 /// # Errors
 /// As [`sum_over`].
 pub fn sum_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
-    reduced(&SUM_INFO, x, &some_dims("sum", x, dims)?, true)
+    SUMMED.keeping(x, dims)
 }
 
 /// Computes the mean of all elements, a scalar. It is summed in at least f32 and returned in x's dtype under both of
@@ -98,7 +98,7 @@ pub fn sum_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
 /// # Errors
 /// A dtype that is not a float; an empty tensor.
 pub fn mean(x: &Tensor) -> Result<Tensor> {
-    reduced(&MEAN_INFO, x, &all_dims(x), false)
+    AVERAGED.over_all(x)
 }
 
 /// Computes the means over the dimensions `dims`, which the output lacks: x (B, T, D) over 1 is (B, D). PyTorch's and
@@ -122,7 +122,7 @@ pub fn mean(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`sum_over`]; a dimension of size 0 among `dims`.
 pub fn mean_over(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
-    reduced(&MEAN_INFO, x, &some_dims("mean", x, dims)?, false)
+    AVERAGED.over(x, dims)
 }
 
 /// Computes [`mean_over`] with the dimensions `dims` kept, of size 1, so that the means broadcast to x.
@@ -140,7 +140,7 @@ pub fn mean_over(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
 /// # Errors
 /// As [`mean_over`].
 pub fn mean_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
-    reduced(&MEAN_INFO, x, &some_dims("mean", x, dims)?, true)
+    AVERAGED.keeping(x, dims)
 }
 
 /// Computes `y = x - log(sum(exp(x)))` along the last dimension: x and y (..., V). A scalar is one element, as in
@@ -173,12 +173,89 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-fn all_dims(x: &Tensor) -> Vec<usize> {
-    (0..x.rank()).collect()
+/// An op that reduces dimensions.
+pub(super) struct Reduction {
+    pub info: &'static OpInfo,
+    /// Reduces dimension 1 of x (outer, n, inner) in plain candle ops.
+    pub plain: fn(&Tensor) -> candle_core::Result<Tensor>,
+    /// The reason why dimensions of size 0 are refused; `None` if the result is zeros.
+    pub of_nothing: Option<&'static str>,
+}
+
+const SUMMED: Reduction = Reduction {
+    info: &SUM_INFO,
+    plain: |x| x.sum(1),
+    of_nothing: None,
+};
+
+const AVERAGED: Reduction = Reduction {
+    info: &MEAN_INFO,
+    plain: |x| x.mean(1),
+    of_nothing: Some("the mean of nothing is NaN"),
+};
+
+impl Reduction {
+    fn over_all(&self, x: &Tensor) -> Result<Tensor> {
+        self.apply(x, &(0..x.rank()).collect::<Vec<_>>(), false)
+    }
+
+    /// Reduces `dims`, which the output lacks.
+    pub fn over(&self, x: &Tensor, dims: impl Dims) -> Result<Tensor> {
+        self.apply(x, &some_dims(self.info.op, x, dims)?, false)
+    }
+
+    /// Reduces `dims`, which the output has with size 1.
+    pub fn keeping(&self, x: &Tensor, dims: impl Dims) -> Result<Tensor> {
+        self.apply(x, &some_dims(self.info.op, x, dims)?, true)
+    }
+
+    fn apply(&self, x: &Tensor, dims: &[usize], keeps: bool) -> Result<Tensor> {
+        let op = self.info;
+        check_supported(op.op, x)?;
+        check_size(op.op, x.dims(), x.dtype(), x.device())?; // so that no product of dimensions overflows
+        let sizes = x.dims();
+        let n = dims.iter().map(|dim| sizes[*dim]).product::<usize>();
+        if let Some(reason) = self.of_nothing.filter(|_| n == 0) {
+            return Err(Error::shape(op.op, format!("{sizes:?}"))
+                .must_be("at least one element in each result", reason));
+        }
+        let is_reduced = |dim: &usize| dims.contains(dim);
+        let (reduced, kept): (Vec<usize>, Vec<usize>) = (0..sizes.len()).partition(is_reduced);
+        // Dimensions of size 1 do not separate others.
+        let long: Vec<usize> = (0..sizes.len()).filter(|dim| sizes[*dim] != 1).collect();
+        let first = long.iter().position(is_reduced).unwrap_or(long.len());
+        let end = long
+            .iter()
+            .rposition(is_reduced)
+            .map_or(long.len(), |last| last + 1);
+        let (x, inner) = match long[first..end].iter().all(is_reduced) {
+            true => (
+                x.clone(),
+                long[end..].iter().map(|dim| sizes[*dim]).product(),
+            ),
+            false => (x.permute([&kept[..], &reduced].concat())?, 1),
+        };
+        let kept_size = |dim| match is_reduced(&dim) {
+            true => keeps.then_some(1),
+            false => Some(sizes[dim]),
+        };
+        let shape: Vec<usize> = (0..sizes.len()).filter_map(kept_size).collect();
+        let attributes = vec![
+            ("n", Attribute::Count(n)),
+            ("inner", Attribute::Count(inner)),
+        ];
+        with_attributes(op, &x, shape.as_slice(), attributes, |x| {
+            if x.elem_count() == 0 {
+                return zeros_of(op.op, shape.as_slice(), x.dtype(), &[x]);
+            }
+            let x = x.reshape((x.elem_count() / (n * inner), n, inner))?;
+            (self.plain)(&x)?.reshape(shape.as_slice())
+        })
+    }
 }
 
 /// Returns the indices of the dimensions `dims` of x.
-fn some_dims(op: &'static str, x: &Tensor, dims: impl Dims) -> Result<Vec<usize>> {
+pub(super) fn some_dims(op: &'static str, x: &Tensor, dims: impl Dims) -> Result<Vec<usize>> {
     let refuse = |got: String, hint| {
         Err(Error::shape(op, got).must_be(
             format!("dimensions of {:?}, each given once", x.dims()),
@@ -204,54 +281,6 @@ fn innermost(error: &candle_core::Error) -> String {
         candle_core::Error::WithBacktrace { inner, .. } => innermost(inner),
         error => error.to_string(),
     }
-}
-
-/// Sums x over `dims`, or computes the means, and keeps these dimensions as 1 if `keeps`.
-fn reduced(op: &'static OpInfo, x: &Tensor, dims: &[usize], keeps: bool) -> Result<Tensor> {
-    check_supported(op.op, x)?;
-    check_size(op.op, x.dims(), x.dtype(), x.device())?; // so that no product of dimensions overflows
-    let sizes = x.dims();
-    let n = dims.iter().map(|dim| sizes[*dim]).product::<usize>();
-    let is_mean = op.op == MEAN_INFO.op;
-    if is_mean && n == 0 {
-        return Err(Error::shape(op.op, format!("{sizes:?}")).must_be(
-            "at least one element in each mean",
-            "the mean of nothing is NaN",
-        ));
-    }
-    let is_reduced = |dim: &usize| dims.contains(dim);
-    let (reduced, kept): (Vec<usize>, Vec<usize>) = (0..sizes.len()).partition(is_reduced);
-    // Dimensions of size 1 do not separate others.
-    let long: Vec<usize> = (0..sizes.len()).filter(|dim| sizes[*dim] != 1).collect();
-    let first = long.iter().position(is_reduced).unwrap_or(long.len());
-    let end = long
-        .iter()
-        .rposition(is_reduced)
-        .map_or(long.len(), |last| last + 1);
-    let (x, inner) = match long[first..end].iter().all(is_reduced) {
-        true => (
-            x.clone(),
-            long[end..].iter().map(|dim| sizes[*dim]).product(),
-        ),
-        false => (x.permute([&kept[..], &reduced].concat())?, 1),
-    };
-    let kept_size = |dim| match is_reduced(&dim) {
-        true => keeps.then_some(1),
-        false => Some(sizes[dim]),
-    };
-    let shape: Vec<usize> = (0..sizes.len()).filter_map(kept_size).collect();
-    let attributes = vec![
-        ("n", Attribute::Count(n)),
-        ("inner", Attribute::Count(inner)),
-    ];
-    with_attributes(op, &x, shape.as_slice(), attributes, |x| {
-        if x.elem_count() == 0 {
-            return zeros_of(op.op, shape.as_slice(), x.dtype(), &[x]);
-        }
-        let x = x.reshape((x.elem_count() / (n * inner), n, inner))?;
-        let y = if is_mean { x.mean(1) } else { x.sum(1) };
-        y?.reshape(shape.as_slice())
-    })
 }
 
 const SUM_INFO: OpInfo = OpInfo::new("sum")
@@ -327,8 +356,8 @@ fn width(signature: &Signature<'_>) -> usize {
     signature.output.dims.last().copied().unwrap_or(1)
 }
 
-/// Returns n and inner of x (outer, n, inner), which is summed along n.
-fn sizes(signature: &Signature<'_>) -> [usize; 2] {
+/// Returns n and inner of x (outer, n, inner), which is reduced along n.
+pub(super) fn sizes(signature: &Signature<'_>) -> [usize; 2] {
     ["n", "inner"].map(|name| match signature.attribute(name) {
         Some(Attribute::Count(count)) => count,
         _ => 1,

@@ -4,6 +4,7 @@ use super::activation;
 use super::cast::cast_for;
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Kernel, Lowering, Slot, kernel, on_gpu};
+use super::operand::check_size;
 use super::record::{CallSpec, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Activation;
@@ -58,6 +59,7 @@ fn composed(x: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
 /// As [`soft_cap()`].
 pub fn reference(x: &Tensor, cap: f64) -> Result<Tensor> {
     check_cap("ops::soft_cap", "cap", cap)?;
+    check_size("soft_cap", x.dims(), x.dtype(), x.device())?;
     composed(x, 1.0, cap)
 }
 

@@ -15,6 +15,7 @@ pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
         super::arithmetic::INFOS,
         super::elementwise::INFOS,
         super::reduce::INFOS,
+        super::extremes::INFOS,
         super::record::INFOS,
     ];
     let single = [

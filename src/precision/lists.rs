@@ -62,8 +62,8 @@ const OWN_AS: [(&str, &str); 12] = [
 
 /// This crate's ops that are looked up by their own names.
 const OWN: &str = "\
-    add div dropout embedding exp geglu gelu layer_norm linear log log_softmax matmul mean merge_heads mul pow \
-    relu repeat_heads rms_norm rope rsqrt sigmoid silu soft_cap softmax split_heads sub sum swiglu tanh";
+    abs add affine clamp div dropout embedding exp geglu gelu layer_norm linear log log_softmax matmul max mean merge_heads min mul pow \
+    relu repeat_heads rms_norm rope rsqrt sigmoid silu soft_cap softmax split_heads sqrt sub sum swiglu tanh";
 
 /// Returns this crate's ops with their names on the lists.
 pub(super) fn own() -> impl Iterator<Item = (&'static str, &'static str)> {

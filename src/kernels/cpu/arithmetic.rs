@@ -124,3 +124,59 @@ pub fn rsqrt_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
         minus_half * dy * y * y * y
     });
 }
+
+/// `y = sqrt(a)`.
+pub fn sqrt<T: Stored>(a: &[T], y: &mut [T]) {
+    each([a], y, |[a]| a.square_root());
+}
+
+/// `dx = dy / (2 sqrt(x))`.
+pub fn sqrt_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
+    let half = T::Wide::real(0.5);
+    each([dy, x], dx, |[dy, x]| half * dy / x.square_root());
+}
+
+/// `y = |a|`.
+pub fn abs<T: Stored>(a: &[T], y: &mut [T]) {
+    let zero = T::Wide::ZERO;
+    each([a], y, |[a]| if a <= zero { zero - a } else { a });
+}
+
+/// `dx = dy sign(x)`, 0 where x is 0.
+pub fn abs_backward<T: Stored>(dy: &[T], x: &[T], dx: &mut [T]) {
+    let zero = T::Wide::ZERO;
+    each([dy, x], dx, |[dy, x]| {
+        let (above, below) = (
+            if x > zero { dy } else { zero },
+            if x < zero { dy } else { zero },
+        );
+        above - below
+    });
+}
+
+/// `y = min(max(a, lowest), highest)`; NaN stays NaN.
+pub fn clamp<T: Stored>(a: &[T], bounds: [f64; 2], y: &mut [T]) {
+    let [lowest, highest] = bounds.map(T::Wide::real);
+    each([a], y, |[a]| {
+        let a = if a < lowest { lowest } else { a };
+        if a > highest { highest } else { a }
+    });
+}
+
+/// dx is dy where x is strictly between the bounds, else 0.
+pub fn clamp_backward<T: Stored>(dy: &[T], x: &[T], bounds: [f64; 2], dx: &mut [T]) {
+    let [lowest, highest] = bounds.map(T::Wide::real);
+    each([dy, x], dx, |[dy, x]| {
+        if x > lowest && x < highest {
+            dy
+        } else {
+            T::Wide::ZERO
+        }
+    });
+}
+
+/// `y = scale a + summand`, rounded once in half precision.
+pub fn affine<T: Stored>(a: &[T], numbers: [f64; 2], y: &mut [T]) {
+    let [scale, summand] = numbers.map(T::Wide::real);
+    each([a], y, |[a]| scale * a + summand);
+}

@@ -13,6 +13,7 @@ pub mod attention;
 pub mod cast;
 pub mod dropout;
 mod elementwise;
+pub mod extremes;
 pub mod gated;
 pub mod gemm;
 pub mod half_arithmetic;

@@ -11,15 +11,15 @@ const SOURCE: Source = Source {
     parts: &[PRELUDE, include_str!("elementwise.cu")],
 };
 
-/// Computes `y = f(a, b)`, where `f` names a map of the source, a is the first of `reads` and b the last. `factor` is
-/// used by maps with a number. All (n), in f32, f16 or bf16. y may be the buffer of a or b.
+/// Computes `y = f(a, b)`, where `f` names a map of the source, a is the first of `reads` and b the last. `numbers`
+/// are those of maps that have one or two. All (n), in f32, f16 or bf16. y may be the buffer of a or b.
 ///
 /// # Errors
 /// Other lengths or dtypes; driver errors.
 pub(crate) fn map(
     gpu: &CudaDevice,
     f: &'static str,
-    factor: f64,
+    numbers: [f64; 2],
     reads: &[View],
     y: View,
 ) -> Result<()> {
@@ -31,10 +31,10 @@ pub(crate) fn map(
         return Ok(());
     }
     let kernel = SOURCE.kernel(gpu, f, suffix(y.dtype))?;
-    let (n, factor) = (y.len as i64, factor as f32);
+    let (n, [p, q]) = (y.len as i64, numbers.map(|number| number as f32));
     let mut launch = kernel.builder();
     launch.arg(&a.pointer).arg(&b.pointer).arg(&y.pointer);
-    launch.arg(&n).arg(&factor);
+    launch.arg(&n).arg(&p).arg(&q);
     let config = flat_config(y.len.div_ceil(in_vector(y.dtype)));
     // SAFETY: the arguments are those of the kernel, buffers of n elements each.
     unsafe { launch.launch(config) }.w()?;

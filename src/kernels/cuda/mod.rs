@@ -22,6 +22,7 @@ pub(crate) mod cublas;
 pub(crate) mod dropout;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;
+pub(crate) mod extremes;
 pub(crate) mod flash_attention;
 pub(crate) mod gated;
 pub(crate) mod heads;

@@ -39,11 +39,8 @@ pub(super) const ADD_SCALED: Lowering = Lowering {
     backward: |signature| {
         let mut backward = Backward::new(signature);
         backward.pass_on(0);
-        let kernel = kernel!("scale", |T, k, s| {
-            kernel::scaled(s.x::<T>("a")?, k.number("scale")?, s.y("y")?);
-        });
         let dy = backward.dy;
-        let kernel = map(kernel).with_all(signature.attributes);
+        let kernel = scale().with_all(signature.attributes);
         backward.gradient(1, kernel, [dy, dy]);
         backward.calls
     },
@@ -211,6 +208,13 @@ impl<'a> Backward<'a> {
         let (dy, dx) = (gradient, Slot::Gradient(input));
         self.calls.push(kernel, [("dy", dy)], [("dx", dx)]);
     }
+}
+
+/// Reads a; writes y = `scale` a, of one dtype.
+pub(crate) fn scale() -> Kernel {
+    map(kernel!("scale", |T, k, s| {
+        kernel::scaled(s.x::<T>("a")?, k.number("scale")?, s.y("y")?);
+    }))
 }
 
 /// Reads a and b; writes y = a b, of one shape and dtype.

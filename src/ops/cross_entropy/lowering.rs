@@ -336,7 +336,13 @@ pub(crate) fn gradient_of_mean(divisor: usize) -> Kernel {
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let share = 1.0 / k.count("divisor")? as f64;
-        elementwise::map(l.gpu, "scale", share, &[l.loss_gradient], l.y("dloss")?)
+        elementwise::map(
+            l.gpu,
+            "scale",
+            [share, 0.0],
+            &[l.loss_gradient],
+            l.y("dloss")?,
+        )
     });
     kernel.sized([("divisor", divisor)])
 }

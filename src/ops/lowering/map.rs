@@ -15,7 +15,8 @@ pub(in crate::ops) fn map_backward(kernel: Kernel, extra: (&'static str, Slot)) 
     Calls::default().call(map(kernel), reads, [("dx", Slot::Gradient(0))])
 }
 
-/// Adds the GPU's elementwise kernel of the same name, with the first number among the parameters, if there is one.
+/// Adds the GPU's elementwise kernel of the same name, with the first two numbers among the parameters, 0 if there are
+/// none.
 pub(in crate::ops) fn map(kernel: Kernel) -> Kernel {
     on_gpu!(kernel, |k, l| {
         let numbers = k.attributes().iter();
@@ -23,11 +24,11 @@ pub(in crate::ops) fn map(kernel: Kernel) -> Kernel {
             Attribute::Number(number) => Some(*number),
             _ => None,
         });
-        let factor = numbers.next().unwrap_or_default();
+        let numbers = [(); 2].map(|()| numbers.next().unwrap_or_default());
         let reads: Vec<_> = l.reads.iter().copied().collect();
         let Some(y) = l.writes.first() else {
             candle_core::bail!("{}: nothing is written", k.name());
         };
-        cuda_kernel::map(l.gpu, k.name(), factor, &reads, *y)
+        cuda_kernel::map(l.gpu, k.name(), numbers, &reads, *y)
     })
 }

@@ -510,6 +510,12 @@ pub fn elementwise_ops() -> Case {
             let h = ops::concat(&[&h, &h.narrow(1, 0, 2)?], 1)?; // (3, 6, 11)
             let h = ops::concat(&[&h.narrow(0, 1, 1)?, &h], 0)?; // (4, 6, 11)
             let h = ops::sub(&h, &ops::mean_keepdim(&h, 1)?)?;
+            let h = ops::sub(&h, &ops::max_keepdim(&h, (0, 2))?)?;
+            let h = ops::div(&h, &ops::affine(&ops::var_keepdim(&h, 1, 1)?, 1.0, 1.0)?)?;
+            let h = ops::add(&h, &ops::logsumexp(&h, 2)?.unsqueeze(2)?)?;
+            let h = ops::sub(&h, &ops::min_over(&h, 0)?)?;
+            let h = ops::affine(&ops::clamp(&h, -2.0, 0.9)?, 1.5, 0.25)?;
+            let h = ops::sqrt(&ops::affine(&ops::abs(&h)?, 1.0, 0.5)?)?;
             let h = ops::add(&h, &ops::sum_over(&h, (0, 2))?.unsqueeze(1)?)?;
             let turned = ops::log(&ops::add(&ops::mul(&h, &h)?, &ops::exp(&h)?)?)?;
             let turned = ops::contiguous(&turned.transpose(0, 2)?)?; // (11, 6, 4)

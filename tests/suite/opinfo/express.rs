@@ -34,6 +34,8 @@ pub fn implementations(operator: &str) -> Vec<(&'static str, Implementation)> {
             ops::pow(&c.operands[0], c.settings.exponent.expect("an exponent"))
         })],
         "rsqrt" => vec![("rsqrt", |c| ops::rsqrt(&c.operands[0]))],
+        "sqrt" => vec![("sqrt", |c| ops::sqrt(&c.operands[0]))],
+        "abs" => vec![("abs", |c| ops::abs(&c.operands[0]))],
         "relu" => vec![("relu", |c| ops::relu(&c.operands[0]))],
         "tanh" => vec![("tanh", |c| ops::tanh(&c.operands[0]))],
         "sigmoid" => vec![("sigmoid", |c| ops::sigmoid(&c.operands[0]))],
@@ -57,21 +59,26 @@ pub fn implementations(operator: &str) -> Vec<(&'static str, Implementation)> {
         "log_softmax" | "log_softmax_with_dtype" => {
             vec![("log_softmax", |c| along(c, ops::log_softmax))]
         }
-        "sum" => vec![("sum", |c| {
-            let (x, over) = (&c.operands[0], c.settings.over.clone());
-            match (over.is_empty(), c.settings.keepdim) {
-                (true, _) => Ok(ops::sum(x)?.reshape(c.out)?),
-                (false, true) => ops::sum_keepdim(x, over),
-                (false, false) => ops::sum_over(x, over),
-            }
+        "sum" => vec![("sum", |c| match c.settings.over.is_empty() {
+            true => Ok(ops::sum(&c.operands[0])?.reshape(c.out)?),
+            false => reduce(c, ops::sum_over, ops::sum_keepdim),
         })],
-        "mean" => vec![("mean", |c| {
-            let (x, over) = (&c.operands[0], c.settings.over.clone());
-            match (over.is_empty(), c.settings.keepdim) {
-                (true, _) => Ok(ops::mean(x)?.reshape(c.out)?),
-                (false, true) => ops::mean_keepdim(x, over),
-                (false, false) => ops::mean_over(x, over),
-            }
+        "mean" => vec![("mean", |c| match c.settings.over.is_empty() {
+            true => Ok(ops::mean(&c.operands[0])?.reshape(c.out)?),
+            false => reduce(c, ops::mean_over, ops::mean_keepdim),
+        })],
+        "max" => vec![("max", |c| reduce(c, ops::max_over, ops::max_keepdim))],
+        "min" => vec![("min", |c| reduce(c, ops::min_over, ops::min_keepdim))],
+        "logsumexp" => vec![("logsumexp", |c| {
+            reduce(c, ops::logsumexp, ops::logsumexp_keepdim)
+        })],
+        "var" => vec![("var", |c| {
+            let correction = c.settings.correction;
+            reduce(
+                c,
+                |x, over| ops::var(x, over, correction),
+                |x, over| ops::var_keepdim(x, over, correction),
+            )
         })],
         "matmul" | "bmm" | "bmm_triton_optimized" | "mm" | "mv" | "dot" => vec![
             ("matmul", |c| matmul(c, ops::matmul)),
@@ -119,6 +126,19 @@ fn along(call: &Call, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let dim = call.settings.dim.expect("a dimension");
     let dim = dim.rem_euclid(x.rank() as i64) as usize;
     Ok(f(&x.transpose(dim, D::Minus1)?)?.transpose(dim, D::Minus1)?)
+}
+
+/// Reduces the dimensions of the settings, which are removed or kept.
+fn reduce(
+    call: &Call,
+    over: impl Fn(&Tensor, Vec<usize>) -> Result<Tensor>,
+    keeping: impl Fn(&Tensor, Vec<usize>) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let (x, dims) = (&call.operands[0], call.settings.over.clone());
+    match call.settings.keepdim {
+        true => keeping(x, dims),
+        false => over(x, dims),
+    }
 }
 
 /// Multiplies matrices or vectors whose leading dimensions broadcast.

@@ -84,6 +84,7 @@ pub struct Settings {
     pub dim: Option<i64>,
     pub over: Vec<usize>,
     pub keepdim: bool,
+    pub correction: usize,
     pub dtype: Option<String>,
     pub dims: Option<usize>,
     pub eps: Option<f64>,

@@ -95,14 +95,41 @@ pub fn activations(dims: &[usize], seed: u64) -> Vec<Case> {
     .collect()
 }
 
+/// Roots, absolute values, bounds and scaling. Elements keep away from 0 and from the bounds, where slopes are
+/// discontinuous.
+pub fn maps(dims: &[usize], seed: u64) -> Vec<Case> {
+    let x = (normal(dims, seed) * 8.0).unwrap().round().unwrap();
+    let x = x.affine(0.125, 0.0625).unwrap(); // exact in every dtype
+    let all: [(&str, Activation); 4] = [
+        ("sqrt", |x| ops::sqrt(&ops::abs(x)?)),
+        ("abs", ops::abs),
+        ("clamp", |x| ops::clamp(x, -0.5, 1.0)),
+        ("affine", |x| ops::affine(x, -1.5, 0.3)),
+    ];
+    all.into_iter()
+        .map(|(name, apply)| {
+            let inputs = vec![Input::new("x", x.clone())];
+            Case::new(name, inputs, move |x| apply(&x[0]))
+        })
+        .collect()
+}
+
 type Reduction = fn(&Tensor, Vec<usize>) -> Result<Tensor>;
 
-/// Sums and means over dimensions, removed or kept.
-pub const REDUCTIONS: [(&str, Reduction); 4] = [
+/// Reductions of dimensions, removed or kept.
+pub const REDUCTIONS: [(&str, Reduction); 10] = [
     ("sum_over", |x, over| ops::sum_over(x, over)),
     ("sum_keepdim", |x, over| ops::sum_keepdim(x, over)),
     ("mean_over", |x, over| ops::mean_over(x, over)),
     ("mean_keepdim", |x, over| ops::mean_keepdim(x, over)),
+    ("max_over", |x, over| ops::max_over(x, over)),
+    ("min_keepdim", |x, over| ops::min_keepdim(x, over)),
+    ("logsumexp", |x, over| ops::logsumexp(x, over)),
+    ("logsumexp_keepdim", |x, over| {
+        ops::logsumexp_keepdim(x, over)
+    }),
+    ("var", |x, over| ops::var(x, over, 1)),
+    ("var_keepdim", |x, over| ops::var_keepdim(x, over, 0)),
 ];
 
 pub fn reductions(dims: &[usize], over: &[usize], seed: u64) -> Vec<Case> {

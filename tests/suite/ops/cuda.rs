@@ -243,7 +243,7 @@ fn the_gated_maps() {
 type Elementwise = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
 /// Ops and compositions of two inputs (37, 65) each.
-const PLAIN: [(&str, Elementwise); 17] = [
+const PLAIN: [(&str, Elementwise); 27] = [
     ("add", |a, b| ops::add(a, b)),
     ("sub", |a, b| ops::sub(a, b)),
     ("mul", |a, b| ops::mul(a, b)),
@@ -260,9 +260,17 @@ const PLAIN: [(&str, Elementwise); 17] = [
     ("log", |a, _| ops::log(&ops::exp(a)?)),
     ("pow", |a, _| ops::pow(&ops::exp(a)?, 1.7)),
     ("rsqrt", |a, _| ops::rsqrt(&ops::exp(a)?)),
+    ("sqrt", |a, _| ops::sqrt(&ops::exp(a)?)),
+    ("abs", |a, _| ops::abs(a)),
+    ("clamp", |a, _| ops::clamp(a, -0.5, 1.0)),
+    ("affine", |a, _| ops::affine(a, -1.5, 0.3)),
     ("sum", |a, _| ops::sum(a)),
     ("mean", |a, _| ops::mean(a)),
     ("sum over rows", |a, _| ops::sum_over(a, 0)),
+    ("max over rows", |a, _| ops::max_over(a, 0)),
+    ("min over columns", |a, _| ops::min_keepdim(a, 1)),
+    ("logsumexp", |a, _| ops::logsumexp(a, 1)),
+    ("var", |a, _| ops::var(a, 0, 1)),
     ("mean over columns", |a, _| ops::mean_keepdim(a, 1)),
     ("log_softmax", |a, _| ops::log_softmax(a)),
     ("relu and concat", |a, b| {

@@ -169,6 +169,40 @@ fn sums_over_nothing_are_zeros() {
     }
 }
 
+/// Equal to `torch.max(x, 1)` and `torch.logsumexp(x, 1)`.
+#[test]
+fn extremes_and_sums_of_infinities_and_nan() {
+    let (nan, infinite) = (f64::NAN, f64::INFINITY);
+    let rows = [
+        [1.0, infinite, 2.0],
+        [-infinite; 3],
+        [nan, infinite, nan],
+        [3.0, nan, 1.0],
+    ];
+    let same = |a: &[f64], b: &[f64]| {
+        let mut pairs = a.iter().zip(b);
+        pairs.all(|(a, b)| a == b || a.is_nan() && b.is_nan())
+    };
+    for policy in POLICIES {
+        with_kernel_policy(policy, || {
+            for dtype in [DType::F32, DType::F64, DType::BF16] {
+                let x = cast(&Tensor::new(&rows, &Device::Cpu).unwrap(), dtype);
+                let x = Var::from_tensor(&x).unwrap();
+                let y = ops::max_over(&x, 1).unwrap();
+                let found = elements(&y);
+                assert!(same(&found, &[infinite, -infinite, nan, nan]), "{found:?}");
+                let dx = y.backward().unwrap().remove(&x).unwrap();
+                let wanted = [0., 1., 0., 1., 0., 0., 1., 0., 0., 0., 1., 0.];
+                assert_eq!(elements(&dx), wanted);
+                let lowest = elements(&ops::min_over(&x, 1).unwrap());
+                assert!(same(&lowest, &[1.0, -infinite, nan, nan]), "{lowest:?}");
+                let sums = elements(&ops::logsumexp(&x, 1).unwrap());
+                assert!(same(&sums, &[infinite, -infinite, nan, nan]), "{sums:?}");
+            }
+        });
+    }
+}
+
 /// Sizes whose element count overflows 64 bits or exceeds the memory are refused.
 #[test]
 fn elements_that_nothing_can_hold() {

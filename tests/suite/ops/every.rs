@@ -32,9 +32,6 @@ pub fn small() -> Vec<Case> {
         cases::repeated_heads(&[2, 3, 4, 2], 3, 240),
     ];
     cases.extend(cases::activations(&[2, 3, 5], 250));
-    for over in [&[0][..], &[1], &[2], &[0, 1], &[2, 0]] {
-        cases.extend(cases::reductions(&[2, 3, 5], over, 260));
-    }
     for (i, mask) in MASKS.into_iter().enumerate() {
         let seed = 300 + 10 * i as u64;
         cases.push(cases::softmax(&[2], (3, 5), (0.7, 2.0), mask, seed));
@@ -91,6 +88,7 @@ pub fn large() -> Vec<Case> {
         cases::add_scaled(&[257, 323], &[257, 323], 0.3, 24),
     ];
     cases.extend(cases::activations(&[257, 323], 25));
+    cases.extend(cases::maps(&[257, 323], 29));
     for over in [&[0][..], &[1], &[2], &[0, 1], &[2, 0]] {
         cases.extend(cases::reductions(&[7, 123, 257], over, 26));
     }

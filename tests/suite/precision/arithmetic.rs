@@ -3,6 +3,7 @@
 use super::*;
 use crate::check::refusal;
 use rstest::rstest;
+use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::{Error, Result, autocast, no_grad, ops};
 
 type Binary = fn(&Tensor, &Tensor) -> Result<Tensor>;
@@ -190,11 +191,15 @@ fn sums_and_means_of_half_precision_keep_their_digits(
 fn functions_and_their_derivatives() {
     type Unary = fn(&Tensor) -> Result<Tensor>;
     type Real = fn(f64) -> f64;
-    let table: [(Unary, Real, Real); 4] = [
+    let table: [(Unary, Real, Real); 8] = [
         (ops::exp, f64::exp, f64::exp),
         (ops::log, f64::ln, f64::recip),
         (|x| ops::pow(x, 2.5), |x| x.powf(2.5), |x| 2.5 * x.powf(1.5)),
         (ops::rsqrt, |x| x.sqrt().recip(), |x| -0.5 * x.powf(-1.5)),
+        (ops::sqrt, f64::sqrt, |x| 0.5 / x.sqrt()),
+        (ops::abs, f64::abs, f64::signum),
+        (|x| ops::clamp(x, -9.0, 9.0), |x| x, |_| 1.0),
+        (|x| ops::affine(x, 1.5, 0.25), |x| 1.5 * x + 0.25, |_| 1.5),
     ];
     for (f, value, derivative) in table {
         for (dtype, bound) in [
@@ -229,6 +234,72 @@ fn functions_and_their_derivatives() {
     assert!((elements(&picked.mean_all().unwrap())[0] + loss).abs() < 1e-14);
 }
 
+/// The values and gradients are PyTorch's.
+#[test]
+fn roots_absolute_values_and_bounds_of_special_numbers() {
+    let x = [
+        f64::NAN,
+        f64::NEG_INFINITY,
+        -1.0,
+        -0.0,
+        0.0,
+        1.0,
+        f64::INFINITY,
+    ];
+    let nan = f64::NAN;
+    let infinite = f64::INFINITY;
+    type Row = (fn(&Tensor) -> Result<Tensor>, [f64; 7], [f64; 7]);
+    let table: [Row; 4] = [
+        (
+            ops::sqrt,
+            [nan, nan, nan, 0.0, 0.0, 1.0, infinite],
+            [nan, nan, nan, -infinite, infinite, 0.5, 0.0],
+        ),
+        (
+            ops::abs,
+            [nan, infinite, 1.0, 0.0, 0.0, 1.0, infinite],
+            [0.0, -1.0, -1.0, 0.0, 0.0, 1.0, 1.0],
+        ),
+        (
+            |x| ops::clamp(x, -1.0, f64::INFINITY),
+            [nan, -1.0, -1.0, 0.0, 0.0, 1.0, infinite],
+            [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0],
+        ),
+        (
+            |x| ops::affine(x, 0.0, 2.0),
+            [nan, nan, 2.0, 2.0, 2.0, 2.0, nan],
+            [0.0; 7],
+        ),
+    ];
+    for policy in [KernelPolicy::Strict, KernelPolicy::Reference] {
+        for dtype in [DType::F64, DType::F32, DType::BF16] {
+            for (f, value, gradient) in &table {
+                let x = Tensor::new(&x, &Device::Cpu).unwrap();
+                let x = Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
+                let y = with_kernel_policy(policy, || f(&x)).unwrap();
+                let found = elements(&y);
+                let dx = elements(y.backward().unwrap().get(&x).unwrap());
+                let same = |a: &[f64], b: &[f64; 7]| {
+                    let mut pairs = a.iter().zip(b);
+                    pairs.all(|(a, b)| a == b || a.is_nan() && b.is_nan())
+                };
+                assert!(same(&found, value), "{dtype:?}: {found:?} for {value:?}");
+                assert!(same(&dx, gradient), "{dtype:?}: {dx:?} for {gradient:?}");
+            }
+        }
+    }
+}
+
+/// In f64 the numbers of `affine` are not rounded to f32.
+#[test]
+fn affine_is_exact_in_f64() {
+    let x = numbers(&[3, 5], DType::F64, 1);
+    let y = elements(&ops::affine(&x, 0.1, 1e-9).unwrap());
+    for (x, y) in elements(&x).into_iter().zip(y) {
+        assert_eq!(y, 0.1 * x + 1e-9);
+    }
+}
+
 #[test]
 fn bad_input_is_refused_in_words() {
     let x = numbers(&[2, 3], DType::F32, 1);
@@ -244,6 +315,8 @@ fn bad_input_is_refused_in_words() {
     for (name, result) in [
         ("exp", ops::exp(&ids)),
         ("pow", ops::pow(&ids, 2.0)),
+        ("abs", ops::abs(&ids)),
+        ("clamp", ops::clamp(&ids, 0.0, 1.0)),
         ("sum", ops::sum(&ids)),
         ("log_softmax", ops::log_softmax(&ids)),
     ] {
@@ -252,6 +325,18 @@ fn bad_input_is_refused_in_words() {
     let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu).unwrap();
     refusal(ops::mean(&empty), &["mean", "at least one element"]);
     refusal(ops::mean_over(&empty, 1), &["mean", "at least one element"]);
+    for (name, result) in [
+        ("max", ops::max_over(&empty, 1)),
+        ("min", ops::min_keepdim(&empty, 1)),
+    ] {
+        refusal(result, &[name, "at least one element in each"]);
+    }
+    refusal(ops::var(&x, 0, 2), &["var", "more than 2 elements"]);
+    refusal(
+        ops::logsumexp(&x, 2),
+        &["logsumexp", "dimensions of [2, 3]"],
+    );
+    refusal(ops::var(&ids, 0, 1), &["var", "floating-point", "u32"]);
     refusal(
         ops::sum_over(&x, 2),
         &["sum", "dimensions of [2, 3]", "out of range"],
@@ -262,6 +347,12 @@ fn bad_input_is_refused_in_words() {
         &["sum", "none", "without dims reduces all"],
     );
     refusal(ops::sum_over(&ids, 0), &["sum", "floating-point", "u32"]);
+    for (lowest, highest) in [(1.0, 0.0), (f64::NAN, 0.0), (0.0, f64::NAN)] {
+        refusal(
+            ops::clamp(&x, lowest, highest),
+            &["clamp", "ascending order", "an infinite bound is no bound"],
+        );
+    }
     refusal(
         ops::cast(&x, DType::U32),
         &["cast", "floating-point dtype", "u32"],

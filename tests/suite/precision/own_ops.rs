@@ -105,6 +105,26 @@ fn all() -> Vec<Op> {
         ("sum_over", vec![3, 6], vec![], F32OnCuda, |x, _| {
             ops::sum_over(x, 0)
         }),
+        ("sqrt", vec![3, 6], vec![], Follow, |x, _| {
+            ops::sqrt(&ops::abs(x)?)
+        }),
+        ("abs", vec![3, 6], vec![], Follow, |x, _| ops::abs(x)),
+        ("clamp", vec![3, 6], vec![], Follow, |x, _| {
+            ops::clamp(x, -0.5, 1.0)
+        }),
+        ("affine", vec![3, 6], vec![], Follow, |x, _| {
+            ops::affine(x, -1.5, 0.3)
+        }),
+        ("max_over", vec![3, 6], vec![], Follow, |x, _| {
+            ops::max_over(x, 0)
+        }),
+        ("min_keepdim", vec![3, 6], vec![], Follow, |x, _| {
+            ops::min_keepdim(x, 1)
+        }),
+        ("logsumexp", vec![3, 6], vec![], F32OnCuda, |x, _| {
+            ops::logsumexp(x, 1)
+        }),
+        ("var", vec![3, 6], vec![], Follow, |x, _| ops::var(x, 0, 1)),
         ("mean_keepdim", vec![3, 6], vec![], Follow, |x, _| {
             ops::mean_keepdim(x, 1)
         }),

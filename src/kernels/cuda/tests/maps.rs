@@ -9,40 +9,68 @@ use half::{bf16, f16};
 /// Less than a pack, full packs, not a multiple of a block.
 const SIZES: [usize; 6] = [0, 1, 7, 4096, 4099, 100_003];
 
-/// A map's name, its factor, whether its bits must be the CPU's, and the CPU's function.
-type Map<T> = (&'static str, f64, bool, fn(&[T], &[T], f64, &mut [T]));
+/// A map's name, its numbers, whether its bits must be the CPU's, and the CPU's function.
+type Map<T> = (
+    &'static str,
+    [f64; 2],
+    bool,
+    fn(&[T], &[T], [f64; 2], &mut [T]),
+);
 
 fn maps<T: Stored>() -> Vec<Map<T>> {
     vec![
-        ("sub", 0.0, true, |a, b, _, y| on_cpu::sub(a, b, y)),
-        ("mul", 0.0, true, |a, b, _, y| on_cpu::mul(a, b, y)),
-        ("div", 0.0, true, |a, b, _, y| on_cpu::div(a, b, y)),
-        ("negated_div", 0.0, true, |a, b, _, y| {
+        ("sub", [0.0, 0.0], true, |a, b, _, y| on_cpu::sub(a, b, y)),
+        ("mul", [0.0, 0.0], true, |a, b, _, y| on_cpu::mul(a, b, y)),
+        ("div", [0.0, 0.0], true, |a, b, _, y| on_cpu::div(a, b, y)),
+        ("negated_div", [0.0, 0.0], true, |a, b, _, y| {
             on_cpu::negated_div(a, b, y)
         }),
-        ("add_scaled", 0.3, true, |a, b, s, y| {
-            on_cpu::add_scaled(a, b, s, y)
+        ("add_scaled", [0.3, 0.0], true, |a, b, s, y| {
+            on_cpu::add_scaled(a, b, s[0], y)
         }),
-        ("relu_backward", 0.0, true, |a, b, _, y| {
+        ("relu_backward", [0.0, 0.0], true, |a, b, _, y| {
             relu::backward(a, b, y)
         }),
-        ("neg", 0.0, true, |a, _, _, y| on_cpu::negated(a, a, y)),
-        ("scale", -1.7, true, |a, _, s, y| on_cpu::scaled(a, s, y)),
-        ("relu", 0.0, true, |a, _, _, y| relu::forward(a, y)),
-        ("exp", 0.0, false, |a, _, _, y| on_cpu::exp(a, y)),
+        ("neg", [0.0, 0.0], true, |a, _, _, y| {
+            on_cpu::negated(a, a, y)
+        }),
+        ("scale", [-1.7, 0.0], true, |a, _, s, y| {
+            on_cpu::scaled(a, s[0], y)
+        }),
+        ("relu", [0.0, 0.0], true, |a, _, _, y| relu::forward(a, y)),
+        ("abs", [0.0, 0.0], true, |a, _, _, y| on_cpu::abs(a, y)),
+        ("abs_backward", [0.0, 0.0], true, |a, b, _, y| {
+            on_cpu::abs_backward(a, b, y)
+        }),
+        ("clamp", [-0.4, 0.3], true, |a, _, s, y| {
+            on_cpu::clamp(a, s, y)
+        }),
+        ("clamp_backward", [-0.4, 0.3], true, |a, b, s, y| {
+            on_cpu::clamp_backward(a, b, s, y)
+        }),
+        ("affine", [-1.7, 0.3], true, |a, _, s, y| {
+            on_cpu::affine(a, s, y)
+        }),
+        ("exp", [0.0, 0.0], false, |a, _, _, y| on_cpu::exp(a, y)),
     ]
 }
 
 /// Maps of positive numbers.
 fn maps_above_zero<T: Stored>() -> Vec<Map<T>> {
     vec![
-        ("log", 0.0, false, |a, _, _, y| on_cpu::log(a, y)),
-        ("pow", 2.3, false, |a, _, s, y| on_cpu::pow(a, s, y)),
-        ("pow_backward", 2.3, false, |a, b, s, y| {
-            on_cpu::pow_backward(a, b, s, y)
+        ("log", [0.0, 0.0], false, |a, _, _, y| on_cpu::log(a, y)),
+        ("pow", [2.3, 0.0], false, |a, _, s, y| {
+            on_cpu::pow(a, s[0], y)
         }),
-        ("rsqrt", 0.0, false, |a, _, _, y| on_cpu::rsqrt(a, y)),
-        ("rsqrt_backward", 0.0, false, |a, b, _, y| {
+        ("pow_backward", [2.3, 0.0], false, |a, b, s, y| {
+            on_cpu::pow_backward(a, b, s[0], y)
+        }),
+        ("sqrt", [0.0, 0.0], false, |a, _, _, y| on_cpu::sqrt(a, y)),
+        ("sqrt_backward", [0.0, 0.0], false, |a, b, _, y| {
+            on_cpu::sqrt_backward(a, b, y)
+        }),
+        ("rsqrt", [0.0, 0.0], false, |a, _, _, y| on_cpu::rsqrt(a, y)),
+        ("rsqrt_backward", [0.0, 0.0], false, |a, b, _, y| {
             on_cpu::rsqrt_backward(a, b, y)
         }),
     ]
@@ -78,12 +106,12 @@ fn all<T: Element + Stored>(gpu: &CudaDevice, n: usize, offsets: [usize; 2]) {
 
 fn one<T: Element + Stored>(
     gpu: &CudaDevice,
-    (name, factor, has_bits, run): Map<T>,
+    (name, numbers, has_bits, run): Map<T>,
     [a, b]: [&[T]; 2],
     offsets: [usize; 2],
 ) {
     let mut exact = vec![T::zero(); a.len()];
-    run(a, b, factor, &mut exact);
+    run(a, b, numbers, &mut exact);
     let check = |what: &str, got: &[T]| match has_bits {
         true => assert_eq!(bits(got), bits(&exact), "{name}, {:?}, {what}", T::DTYPE),
         false => assert_close(name, got, &wide(&exact)),
@@ -92,10 +120,10 @@ fn one<T: Element + Stored>(
     let of_b = Buffer::new(gpu, b, offsets[0]);
     let y = Buffer::<T>::unwritten(gpu, a.len(), offsets[1]);
     let reads = [of_a.view(gpu), of_b.view(gpu)];
-    elementwise::map(gpu, name, factor, &reads, y.view(gpu)).unwrap();
+    elementwise::map(gpu, name, numbers, &reads, y.view(gpu)).unwrap();
     check("elsewhere", &y.read(gpu));
     assert_eq!(bits(&of_b.read(gpu)), bits(b));
-    elementwise::map(gpu, name, factor, &reads, of_a.view(gpu)).unwrap();
+    elementwise::map(gpu, name, numbers, &reads, of_a.view(gpu)).unwrap();
     check("in place of a", &of_a.read(gpu));
 }
 
@@ -108,7 +136,7 @@ fn a_nan_stays_one() {
     let of_x = Buffer::new(&gpu, &x, 0);
     let run = |name| {
         let y = Buffer::<f32>::unwritten(&gpu, x.len(), 0);
-        elementwise::map(&gpu, name, 0.0, &[of_x.view(&gpu)], y.view(&gpu)).unwrap();
+        elementwise::map(&gpu, name, [0.0; 2], &[of_x.view(&gpu)], y.view(&gpu)).unwrap();
         y.read(&gpu)
     };
     let y = run("relu");
@@ -116,6 +144,8 @@ fn a_nan_stays_one() {
         y[0].is_nan() && y[1..] == [f32::INFINITY, 0.0, 0.0, 0.0],
         "{y:?}"
     );
+    let y = run("clamp"); // to [0, 0]
+    assert!(y[0].is_nan() && y[1..] == [0.0; 4], "{y:?}");
     let y = run("exp");
     assert!(
         y[0].is_nan() && y[1..] == [f32::INFINITY, 0.0, 1.0, 1.0],
@@ -140,9 +170,9 @@ fn other_lengths_and_dtypes_are_refused() {
         (wide, wide, half),
         (double, double, double),
     ] {
-        elementwise::map(&gpu, "mul", 0.0, &[a, b], y).unwrap_err();
+        elementwise::map(&gpu, "mul", [0.0; 2], &[a, b], y).unwrap_err();
     }
-    elementwise::map(&gpu, "mul", 0.0, &[], wide).unwrap_err();
+    elementwise::map(&gpu, "mul", [0.0; 2], &[], wide).unwrap_err();
 }
 
 #[test]
