@@ -187,6 +187,7 @@ fn flash_attention(bench: &mut Bench) {
                 k,
                 v,
                 first_keys: &[],
+                masks: flash::Masks::NONE,
                 dropout: None,
             };
             flash::forward(&sizes, &tiles, inputs, outputs);
@@ -202,6 +203,7 @@ fn flash_attention(bench: &mut Bench) {
                 lse: &lse,
                 d_out,
                 first_keys: &[],
+                masks: flash::Masks::NONE,
                 dropout: None,
             };
             let gradients = flash::Gradients {

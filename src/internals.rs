@@ -22,7 +22,7 @@ macro_rules! some_of {
 some_of! {
     => activation: backward, forward;
     => adamw: step;
-    ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward;
+    ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Masks, Outputs, Sizes, Tiles, backward, forward;
     => gated: backward, forward;
     => gemm: Batched, MatRef, MatmulSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
     => heads: HeadSizes, split;

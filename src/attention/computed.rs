@@ -1,19 +1,19 @@
 //! An op of candle's graph whose output is already computed.
 
-use crate::ops::record::{ForwardResult, Op, Spec, Storages, exactly};
+use crate::ops::record::{ForwardResult, Op, Spec, Storages};
 use crate::probe::Operand;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaStorage, DType, MetalStorage, Result, Shape, Storage, Tensor, bail,
 };
 
-/// An op with inputs q, k and v, a finished output and a custom backward. It replaces the ops that computed the output:
-/// candle would keep all of their intermediate tensors alive, and walks a graph recursively.
+/// An op with inputs q, k, v and perhaps a bias, a finished output and a custom backward. It replaces the ops that
+/// computed the output: candle would keep all of their intermediate tensors alive, and walks a graph recursively.
 pub(super) struct Computed<F> {
     pub(super) name: &'static str,
     /// The output of the op.
     pub(super) out: Tensor,
-    /// Computes the gradients of q, k and v, in any dtype, from q, k, v and the output's gradient.
+    /// Computes the gradients of the inputs, in any dtype, from the inputs and the output's gradient.
     pub(super) backward: F,
 }
 
@@ -25,7 +25,7 @@ impl<F> Spec for Computed<F> {
 
 impl<F> Op for Computed<F>
 where
-    F: Fn([&Tensor; 3], &Tensor) -> Result<[Tensor; 3]> + Send + Sync + 'static,
+    F: Fn(&[&Tensor], &Tensor) -> Result<Vec<Tensor>> + Send + Sync + 'static,
 {
     fn name(&self) -> &'static str {
         self.name
@@ -56,9 +56,8 @@ where
     }
 
     fn bwd(&self, inputs: &[&Tensor], _: &Tensor, d_out: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        let inputs = exactly(inputs)?;
         let gradients = (self.backward)(inputs, d_out)?;
-        let like = |(gradient, x): (Tensor, &Tensor)| -> Result<Option<Tensor>> {
+        let like = |(gradient, x): (Tensor, &&Tensor)| -> Result<Option<Tensor>> {
             Ok(Some(gradient.reshape(x.shape())?.to_dtype(x.dtype())?))
         };
         gradients.into_iter().zip(inputs).map(like).collect()

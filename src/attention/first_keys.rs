@@ -1,7 +1,5 @@
 //! The first key that each query attends to: documents packed into one sequence.
 
-use super::AttentionConfig;
-use crate::kernels::attention::{KeyRanges, Sizes};
 use crate::ops::inside_storage;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -191,7 +189,7 @@ impl FirstKeys {
     }
 
     /// Copies the first keys to the host, in order.
-    fn to_host(&self) -> candle_core::Result<Vec<u32>> {
+    pub(super) fn to_host(&self) -> candle_core::Result<Vec<u32>> {
         self.0.flatten_all()?.to_vec1()
     }
 }
@@ -218,61 +216,4 @@ pub(crate) fn check(op: &'static str, first_keys: &Tensor) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The visible keys of each query, on the host, for reference implementations.
-pub(super) struct HostSeen {
-    sizes: Sizes,
-    /// (B, Tq), or empty.
-    first_keys: Vec<u32>,
-}
-
-impl HostSeen {
-    pub(super) fn new(config: &AttentionConfig, sizes: &Sizes) -> candle_core::Result<Self> {
-        Ok(Self {
-            sizes: *sizes,
-            first_keys: match &config.first_keys {
-                Some(first_keys) => first_keys.to_host()?,
-                None => Vec::new(),
-            },
-        })
-    }
-
-    /// Returns the number of different sequences: B, or 1 without first keys.
-    pub(super) fn sequences(&self) -> usize {
-        if self.first_keys.is_empty() {
-            1
-        } else {
-            self.sizes.batch
-        }
-    }
-
-    pub(super) fn of(&self, sequence: usize) -> KeyRanges<'_> {
-        self.sizes.key_ranges(&self.first_keys, sequence)
-    }
-
-    /// Returns 1 where a query attends to a key, else 0: u8 (B H, Tq, Tk), or (Tq, Tk) without first keys.
-    pub(super) fn tensor(&self, device: &Device) -> candle_core::Result<Tensor> {
-        let Sizes {
-            batch,
-            heads,
-            queries,
-            keys,
-            ..
-        } = self.sizes;
-        let seen = (0..self.sequences()).flat_map(|sequence| {
-            let seen = self.of(sequence);
-            (0..queries).flat_map(move |query| {
-                let seen = seen.of_query(query);
-                (0..keys).map(move |key| u8::from(seen.contains(&key)))
-            })
-        });
-        let seen: Vec<u8> = seen.collect();
-        if self.first_keys.is_empty() {
-            return Tensor::from_vec(seen, (queries, keys), device);
-        }
-        let seen = Tensor::from_vec(seen, (batch, 1, queries, keys), device)?;
-        let seen = seen.broadcast_as((batch, heads, queries, keys))?;
-        seen.reshape((batch * heads, queries, keys))
-    }
 }

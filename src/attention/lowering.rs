@@ -2,7 +2,9 @@
 
 use super::SOFT_CAP;
 use crate::graph::Attribute;
-use crate::kernels::attention::Sizes;
+use crate::kernels::attention::{PerScore, Sizes};
+use crate::kernels::cpu::Real;
+use crate::kernels::cpu::attention::flash::Masks;
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::flash_attention::ProbabilityDropout;
 use crate::kernels::{Dropout, DropoutMask, Mask};
@@ -10,38 +12,103 @@ use crate::ops::dropout::dropout_from_attributes;
 #[cfg(feature = "cuda")]
 use crate::ops::lowering::Operands;
 use crate::ops::lowering::{Calls, Check, Kernel, Named, Signature, Slices, Slot, Workspace};
-use candle_core::Result;
+use candle_core::{DType, Result};
 
 const INPUTS: [(&str, Slot); 3] = [
     ("q", Slot::Input(0)),
     ("k", Slot::Input(1)),
     ("v", Slot::Input(2)),
 ];
-/// Returns which of `count` extra inputs are the first keys and the dropout key.
-pub(crate) fn reads(count: usize, drops: bool) -> [Option<usize>; 2] {
-    let key = if drops { count.checked_sub(1) } else { None };
-    [key.unwrap_or(count).checked_sub(1), key]
+/// Which extra inputs of an op are the first keys, the key mask and the dropout key.
+#[derive(Default)]
+pub(crate) struct Reads {
+    pub first_keys: Option<usize>,
+    pub visible: Option<usize>,
+    pub dropout_key: Option<usize>,
 }
 
-/// Returns which extra inputs of an op are the first keys and the dropout key.
-fn reads_of(signature: &Signature<'_>) -> [Option<usize>; 2] {
-    let drops = dropout_from_attributes(signature.attributes).is_some();
-    reads(signature.extra_inputs.len(), drops)
+impl Reads {
+    /// Finds them among extra inputs of these dtypes: only a key mask is in u8, and a dropout key is the last.
+    pub fn of(dtypes: &[DType], drops: bool) -> Self {
+        let dropout_key = dtypes.len().checked_sub(1).filter(|_| drops);
+        let mut masks = (0..dropout_key.unwrap_or(dtypes.len())).rev();
+        let visible = masks.clone().find(|i| dtypes[*i] == DType::U8);
+        Self {
+            first_keys: masks.find(|i| Some(*i) != visible),
+            visible,
+            dropout_key,
+        }
+    }
+
+    fn of_call(signature: &Signature<'_>) -> Self {
+        let dtypes = signature.extra_inputs.iter().map(|x| x.dtype);
+        let drops = dropout_from_attributes(signature.attributes).is_some();
+        Self::of(&dtypes.collect::<Vec<_>>(), drops)
+    }
 }
 
-/// Returns q, k and v and the extra inputs.
+/// Returns q, k and v, the bias, and the extra inputs.
 pub(super) fn inputs(signature: &Signature<'_>) -> Named<Slot> {
-    let [first_keys, key] = reads_of(signature).map(|read| read.map(Slot::ExtraInput));
-    let inputs = Named::from(INPUTS).with_some("first_keys", first_keys);
-    inputs.with_some("dropout_key", key)
+    let reads = Reads::of_call(signature);
+    let bias = (signature.inputs.len() > 3).then_some(Slot::Input(3));
+    let inputs = Named::from(INPUTS).with_some("bias", bias);
+    let inputs = inputs.with_some("first_keys", reads.first_keys.map(Slot::ExtraInput));
+    let inputs = inputs.with_some("visible", reads.visible.map(Slot::ExtraInput));
+    inputs.with_some("dropout_key", reads.dropout_key.map(Slot::ExtraInput))
 }
 
 /// Returns an empty list of calls, which checks the first keys in each run if there are any.
 pub(super) fn checked(signature: &Signature<'_>) -> Calls {
-    match reads_of(signature)[0] {
+    match Reads::of_call(signature).first_keys {
         None => Calls::default(),
         Some(read) => Calls::default().checked(read, Check::FirstKeys),
     }
+}
+
+/// The attributes with the dimensions of the key mask and of the bias.
+const VISIBLE_DIMS: [&str; 4] = ["visible_b", "visible_h", "visible_q", "visible_k"];
+const BIAS_DIMS: [&str; 4] = ["bias_b", "bias_h", "bias_q", "bias_k"];
+
+/// Adds the dimensions of the key mask and of the bias, if there are any.
+pub(super) fn with_masks(kernel: Kernel, signature: &Signature<'_>) -> Kernel {
+    let visible = Reads::of_call(signature).visible;
+    let visible = visible.map(|i| (VISIBLE_DIMS, signature.extra_inputs[i].dims));
+    let bias = signature.inputs.get(3).map(|x| (BIAS_DIMS, x.dims));
+    let masks = visible.into_iter().chain(bias);
+    masks.fold(kernel, |kernel, (names, dims)| match *dims {
+        [b, h, q, k] => kernel.sized([0, 1, 2, 3].map(|i| (names[i], [b, h, q, k][i]))),
+        _ => kernel, // refused by the op
+    })
+}
+
+/// Returns whether a call has a key mask or a bias.
+pub(super) fn is_masked(signature: &Signature<'_>) -> bool {
+    signature.inputs.len() > 3 || Reads::of_call(signature).visible.is_some()
+}
+
+/// Returns the key mask and the bias of a planned call.
+pub(super) fn masks<'a, T: Real>(k: &Kernel, s: &Slices<'a>) -> Result<Masks<'a, T>> {
+    let visible = s.some_x("visible")?.map(|visible| {
+        let dims = dims_of(k, VISIBLE_DIMS)?;
+        Result::Ok(PerScore::new(visible, dims))
+    });
+    let bias = s.some_x("bias")?.map(|bias| {
+        let dims = bias_dims(k)?;
+        Result::Ok(PerScore::new(bias, dims))
+    });
+    Ok(Masks {
+        visible: visible.transpose()?,
+        bias: bias.transpose()?,
+    })
+}
+
+/// Returns the dimensions of the bias of a planned call.
+pub(super) fn bias_dims(k: &Kernel) -> Result<[usize; 4]> {
+    dims_of(k, BIAS_DIMS)
+}
+
+fn dims_of(k: &Kernel, [b, h, q, l]: [&str; 4]) -> Result<[usize; 4]> {
+    Ok([k.count(b)?, k.count(h)?, k.count(q)?, k.count(l)?])
 }
 
 /// Returns the first keys (B, Tq); empty if there are none.

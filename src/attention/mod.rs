@@ -23,8 +23,10 @@ mod computed;
 pub(crate) mod cost;
 pub(crate) mod first_keys;
 pub(crate) mod flash;
+mod host_seen;
 pub(crate) mod in_rows;
 pub(crate) mod lowering;
+mod masks;
 pub(crate) mod naive;
 mod nothing;
 pub mod reference;
@@ -35,6 +37,7 @@ use crate::ops::info::OpInfo;
 pub use algorithm::Algorithm;
 pub use first_keys::FirstKeys;
 pub use flash::{MAX_HEAD_DIM as FLASH_MAX_HEAD_DIM, flash, flash_with_lse};
+pub use masks::{KeyMask, ScoreBias};
 pub use naive::{naive, naive_with_lse};
 
 pub(crate) const INFOS: &[OpInfo] = &[naive::INFO, flash::INFO];
@@ -45,8 +48,12 @@ use crate::ops::{Dropout, dropout};
 use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 pub(crate) use flash::lowering::planned_flash_sizes;
+use masks::MaskTensors;
 
-/// The configuration of an attention call: mask, scale, soft cap, first keys and dropout.
+/// The configuration of an attention call: masks, scale, soft cap, bias and dropout.
+///
+/// The scores are `scale q k^T`, soft-capped, plus the bias. A pair is visible if the mask, the first keys and the key
+/// mask all show it. The probabilities are the softmax of the visible scores.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -56,6 +63,20 @@ pub(crate) use flash::lowering::planned_flash_sizes;
 /// let config = AttentionConfig { mask: Mask::Causal, soft_cap: Some(50.0), ..Default::default() };
 /// assert_eq!(config.scale_for(16), 0.25);
 /// assert_eq!(attention::flash(&q, &q, &q, &config)?.dims(), q.dims());
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// An encoder has no causal mask, and sequences that are padded to one length:
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use tallow::attention::{self, AttentionConfig, KeyMask};
+///
+/// let x = Tensor::randn(0f32, 1.0, (3, 2, 7, 16), &Device::Cpu)?; // (B, H, T, Dh)
+/// let key_mask = Some(KeyMask::of_lengths(&[7, 4, 5], 7)?);
+/// let config = AttentionConfig { key_mask, ..Default::default() };
+/// let out = attention::flash(&x, &x, &x, &config)?; // the loss ignores the rows of padding
+/// assert_eq!(out.dims(), x.dims());
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -69,6 +90,11 @@ pub struct AttentionConfig {
     pub soft_cap: Option<f64>,
     /// The first key that each query attends to, in addition to the mask; `None` means key 0.
     pub first_keys: Option<FirstKeys>,
+    /// The keys that queries may attend to, in addition to the mask and the first keys: padding, or any pairs. `None`
+    /// hides none.
+    pub key_mask: Option<KeyMask>,
+    /// Terms that are added to the scores, after scale and soft cap. `None` adds nothing.
+    pub bias: Option<ScoreBias>,
     /// Dropout of the probabilities, after the softmax. Every algorithm drops the elements that
     /// [`dropout`](crate::ops::dropout()) drops of a tensor (..., H, Tq, Tk). `None` drops none.
     pub dropout: Option<Dropout>,
@@ -80,11 +106,16 @@ impl AttentionConfig {
         self.scale.unwrap_or(1.0 / (head_dim as f64).sqrt())
     }
 
-    /// Returns the extra inputs of a call: the first keys, then the dropout key.
-    fn reads(&self) -> Vec<Tensor> {
+    /// Returns the extra inputs of a call: the first keys, the key mask (B or 1, H or 1, Tq or 1, Tk or 1), then the
+    /// dropout key.
+    fn reads(&self, masks: &MaskTensors) -> Vec<Tensor> {
         let first_keys = self.first_keys.iter().map(FirstKeys::tensor);
         let keys = self.dropout.iter().map(|dropout| dropout.key.tensor());
-        first_keys.chain(keys).cloned().collect()
+        first_keys
+            .chain(&masks.visible)
+            .chain(keys)
+            .cloned()
+            .collect()
     }
 
     /// Returns the attributes that a trace records for a call.

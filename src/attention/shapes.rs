@@ -1,6 +1,6 @@
 //! Validation of the shapes of q, k and v.
 
-use super::AttentionConfig;
+use super::{AttentionConfig, masks};
 use crate::kernels::attention::Sizes;
 use crate::ops::soft_cap::check_cap;
 use crate::{Error, Result, ops};
@@ -20,7 +20,7 @@ fn split(x: &Tensor) -> Option<(&[usize], usize, usize, usize)> {
 ///
 /// # Errors
 /// Shapes that do not match, heads that kv heads do not divide, a Dh of 0, mixed dtypes or devices; first keys of
-/// another shape; a soft cap that is not positive and finite.
+/// another shape; a mask or bias that does not broadcast to the scores; a soft cap that is not positive and finite.
 pub(super) fn check(
     op: &'static str,
     q: &Tensor,
@@ -65,6 +65,7 @@ pub(super) fn check(
     if let Some(first_keys) = &config.first_keys {
         first_keys.check_shape(op, q)?;
     }
+    masks::check(op, config, q, keys)?;
     let shape = [leading, &[heads, queries, value_dim]].concat();
     ops::check_size(op, &shape, q.dtype(), q.device())?;
     Ok(Sizes {

@@ -1,15 +1,13 @@
 //! Backward that frees the graph as it proceeds. The graph is candle's; `ops` records this crate's ops on a tape.
 
-mod attach;
 mod sums;
 
-use crate::ops::record::node_of;
+use crate::ops::record::{Attach, Slot, node_of, token};
 use crate::{Error, Result};
 use candle_core::{Tensor, backprop::GradStore};
 use std::sync::Arc;
 use sums::Sums;
 
-pub(crate) use attach::{Attach, Slot, token};
 pub(crate) use sums::empty_store;
 
 /// Computes the gradients of `loss` with respect to its variables, like `loss.backward()` in less time and memory.

@@ -22,6 +22,9 @@
 //! | `torch.utils.checkpoint` | [`nn::checkpoint`](crate::nn::checkpoint()), [`TransformerLM::with_checkpointing`] |
 //! | `torch.compile` | a planned step: [`compile::Step`](crate::compile::Step) |
 //! | `scaled_dot_product_attention` | [`attention::flash`], [`attention::naive`] |
+//! | its boolean `attn_mask` | [`KeyMask::new`](crate::attention::KeyMask::new), in u8: 1 shows |
+//! | its float `attn_mask` | [`ScoreBias`](crate::attention::ScoreBias), with a gradient if it is tracked |
+//! | `key_padding_mask` (true hides) | [`KeyMask::padding`](crate::attention::KeyMask::padding) (1 shows) |
 //! | FlexAttention: documents, windows, soft caps | [`AttentionConfig`](crate::attention::AttentionConfig) |
 //! | `torch.set_float32_matmul_precision("high")` | [`hardware::set_tf32`](crate::hardware::set_tf32) |
 //! | `torch.profiler`, `record_function` | [`profile::Profiler`], [`profile::range`] |

@@ -112,3 +112,66 @@ impl KeyRanges<'_> {
         self.of_query(queries.start).start..self.of_query(queries.end - 1).end
     }
 }
+
+/// A contiguous tensor that broadcasts to the scores (B, H, Tq, Tk): each of its dimensions is theirs, or 1.
+#[derive(Clone, Copy, Debug)]
+pub struct PerScore<'a, T> {
+    data: &'a [T],
+    dims: [usize; 4],
+}
+
+/// The matrix (Tq, Tk) of one head of a [`PerScore`]; a stride of 0 repeats.
+#[derive(Clone, Copy, Debug)]
+pub struct PerScoreOfHead<'a, T> {
+    data: &'a [T],
+    row: usize,
+    column: usize,
+}
+
+impl<'a, T: Copy> PerScore<'a, T> {
+    /// Creates a tensor of these dimensions.
+    pub fn new(data: &'a [T], dims: [usize; 4]) -> Self {
+        assert_eq!(data.len(), dims.iter().product::<usize>());
+        Self { data, dims }
+    }
+
+    /// Returns the matrix of a head.
+    pub fn of(&self, batch: usize, head: usize) -> PerScoreOfHead<'a, T> {
+        let [batches, heads, queries, keys] = self.dims;
+        let index = |i: usize, of: usize| if of == 1 { 0 } else { i };
+        let matrix = index(batch, batches) * heads + index(head, heads);
+        let stride = |of: usize, stride: usize| if of == 1 { 0 } else { stride };
+        PerScoreOfHead {
+            data: &self.data[matrix * queries * keys..],
+            row: stride(queries, keys),
+            column: stride(keys, 1),
+        }
+    }
+}
+
+impl<T: Copy> PerScoreOfHead<'_, T> {
+    /// Returns the element of a pair.
+    #[inline(always)]
+    pub fn at(&self, query: usize, key: usize) -> T {
+        self.data[query * self.row + key * self.column]
+    }
+
+    /// Calls `f` with the different rows of some queries, each limited to `keys`, until it returns false.
+    pub fn each_row(
+        &self,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+        mut f: impl FnMut(&[T]) -> bool,
+    ) {
+        let keys = match self.column {
+            0 => 0..1,
+            _ => keys.clone(),
+        };
+        let last = if self.row == 0 { 1 } else { queries.len() };
+        for query in queries.clone().take(last) {
+            if !f(&self.data[query * self.row..][keys.clone()]) {
+                return;
+            }
+        }
+    }
+}

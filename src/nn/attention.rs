@@ -227,6 +227,7 @@ impl CausalSelfAttention {
             soft_cap: self.soft_cap,
             first_keys: context.first_keys.clone(),
             dropout: context.layer_dropout(self.dropout),
+            ..Default::default()
         };
         let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, T, Dh)
         let merged = ops::merge_heads(&out)?;

@@ -44,6 +44,7 @@ pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<S
         }
     }
     match storage.dtype() {
+        DType::U8 => of::<u8>(storage, layout),
         DType::U32 => of::<u32>(storage, layout),
         dtype => for_stored!(dtype, T => of::<T>(storage, layout)),
     }

@@ -138,7 +138,7 @@ pub(crate) fn check_same(op: &'static str, operands: &[(&str, &Tensor)]) -> Resu
 
 /// Checks like [`check_same`], but if the first operand is in half precision, others may be in f32, the compute dtype:
 /// weights that autocast does not cast, and tables.
-pub(super) fn check_same_or_f32(op: &'static str, operands: &[(&str, &Tensor)]) -> Result<()> {
+pub(crate) fn check_same_or_f32(op: &'static str, operands: &[(&str, &Tensor)]) -> Result<()> {
     check_operands(op, operands, true)
 }
 

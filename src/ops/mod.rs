@@ -91,7 +91,7 @@ pub use cross_entropy::{cross_entropy, cross_entropy_ignoring};
 #[cfg(feature = "cuda")]
 pub(crate) use dispatch::choose_where;
 pub use dispatch::{Fallback, KernelPolicy, fallbacks, with_kernel_policy};
-pub(crate) use dispatch::{Path, check_same, choose, current_kernel_policy};
+pub(crate) use dispatch::{Path, check_same, check_same_or_f32, choose, current_kernel_policy};
 pub(crate) use dropout::check_probability;
 pub use dropout::{Dropout, DropoutKey, dropout};
 pub use elementwise::{abs, affine, clamp, exp, log, pow, rsqrt, sqrt};

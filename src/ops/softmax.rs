@@ -22,8 +22,8 @@ use super::operand::{check_float, check_size};
 use super::record::{CallSpec, composed, run, wide_input};
 use crate::graph::Attribute;
 use crate::kernels::Mask;
-use crate::kernels::attention::KeyRanges;
-use crate::kernels::cpu::rows::softmax as kernel;
+use crate::kernels::attention::{KeyRanges, PerScore};
+use crate::kernels::cpu::rows::softmax::{self as kernel, HeadRows};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::softmax as cuda_kernel;
 use crate::{Error, Result};
@@ -60,22 +60,37 @@ fn call(scale: f64, mask: Mask) -> CallSpec {
         .with("mask", Attribute::Mask(mask))
 }
 
-/// Computes [`softmax()`] over the heads of sequences with first keys, (B, Tq) u32: x and p (B H, Tq, Tk). `visible`
-/// returns the visible keys for the reference ([`softmax_over`]).
+/// The visible keys of heads (B, H, Tq, Tk).
+pub(crate) struct Seen<'a> {
+    pub mask: Mask,
+    /// (B, Tq) u32.
+    pub first_keys: Option<&'a Tensor>,
+    /// u8, with dimensions of the heads or 1; 0 hides.
+    pub visible: Option<&'a Tensor>,
+    /// Whether rows whose visible scores are all -inf are 0, as those without a visible key. A key mask needs this.
+    pub masked: bool,
+}
+
+/// Computes [`softmax()`] over heads, x and p (B, H, Tq, Tk). `on_host` returns the visible keys for the reference
+/// ([`softmax_over`]).
 ///
 /// # Errors
 /// As [`softmax()`].
 pub(crate) fn softmax_of_heads(
     x: &Tensor,
     scale: f64,
-    mask: Mask,
-    first_keys: &Tensor,
-    seen: impl FnOnce() -> candle_core::Result<Tensor>,
+    seen: Seen<'_>,
+    on_host: impl FnOnce() -> candle_core::Result<Tensor>,
 ) -> Result<Tensor> {
-    let [x] = &cast_for("softmax", [x])?;
-    check(x, mask)?;
-    let call = call(scale, mask).reading(first_keys); // (B, Tq)
-    run(&INFO, call, [x], || softmax_over(x, scale, seen))
+    let info = match seen.masked {
+        true => &MASKED,
+        false => &INFO,
+    };
+    let [x] = &cast_for(info.op, [x])?;
+    check(x, seen.mask)?;
+    let reads = seen.first_keys.into_iter().chain(seen.visible);
+    let call = reads.fold(call(scale, seen.mask), |call, x| call.reading(x));
+    run(info, call, [x], || softmax_over(x, scale, on_host))
 }
 
 /// Computes [`softmax()`] in plain candle ops.
@@ -175,10 +190,10 @@ fn check(x: &Tensor, mask: Mask) -> Result<(usize, usize)> {
     }
 }
 
-const INFO: OpInfo = OpInfo::new("softmax")
-    .planned(LOWERING)
-    .on_gpu()
-    .costing(
+const INFO: OpInfo = info("softmax", LOWERING).on_gpu();
+
+const fn info(op: &'static str, lowering: Lowering) -> OpInfo {
+    let info = OpInfo::new(op).planned(lowering).costing(
         "6 an element, backward 5",
         "x, p; backward p, dp, dx",
         |o| o.elementwise(6.0).map(as_softmax),
@@ -186,15 +201,19 @@ const INFO: OpInfo = OpInfo::new("softmax")
             let flops = 5.0 * o.output.elements();
             cost(0.0, flops, 2.0 * o.output.bytes(), o.input_bytes()).map(as_softmax)
         }),
-    )
-    .including("scale and mask");
+    );
+    info.including("scale and mask")
+}
+
+/// Softmax of heads with a key mask or a bias: x in f32 or f64.
+const MASKED: OpInfo = info("masked_softmax", MASKED_LOWERING);
 
 /// Ops of which the reference is composed.
 const SCALE: OpInfo = OpInfo::new("scale").composed("1 an element", |o| o.elementwise(1.0));
 
 const MASK: OpInfo = OpInfo::new("mask").composed("0", |o| o.elementwise(0.0));
 
-pub(super) const INFOS: &[OpInfo] = &[INFO, SCALE, MASK];
+pub(super) const INFOS: &[OpInfo] = &[INFO, MASKED, SCALE, MASK];
 
 const LOWERING: Lowering = Lowering {
     forward: |signature| {
@@ -255,6 +274,87 @@ const LOWERING: Lowering = Lowering {
         Calls::default().call(kernel, reads, [("dx", Slot::Gradient(0))])
     },
 };
+
+const MASKED_LOWERING: Lowering = Lowering {
+    forward: |signature| {
+        let kernel = planned_of_heads("masked_softmax", signature, |k, s| {
+            let (rows, scale) = (head_rows(k, s)?, k.number("scale")?);
+            for_real!(s.dtype()?, T => {
+                kernel::forward_of_heads(s.x::<T>("x")?, &rows, scale, s.y("p")?);
+                Ok(())
+            })
+        });
+        let reads = Named::from([("x", Slot::Input(0))]).and(masks(signature));
+        let first_keys = signature.extra_inputs.iter();
+        let calls = match first_keys.clone().position(|x| x.dtype == DType::U32) {
+            Some(read) => Calls::default().checked(read, Check::FirstKeys),
+            None => Calls::default(),
+        };
+        calls.call(kernel, reads, [("p", Slot::Output)])
+    },
+    backward: |signature| {
+        let kernel = planned_of_heads("masked_softmax_backward", signature, |k, s| {
+            let (rows, scale) = (head_rows(k, s)?, k.number("scale")?);
+            for_real!(s.dtype()?, T => {
+                let (dp, p) = (s.x::<T>("dp")?, s.x("p")?);
+                kernel::backward_of_heads(dp, p, &rows, scale, s.y("dx")?);
+                Ok(())
+            })
+        });
+        let reads = Named::from([("dp", Slot::OutputGradient), ("p", Slot::Output)]);
+        Calls::default().call(
+            kernel,
+            reads.and(masks(signature)),
+            [("dx", Slot::Gradient(0))],
+        )
+    },
+};
+
+/// Returns the first keys, in u32, and the key mask, in u8, if there are any.
+fn masks(signature: &Signature<'_>) -> Vec<(&'static str, Slot)> {
+    let names = signature.extra_inputs.iter().map(|x| match x.dtype {
+        DType::U8 => "visible",
+        _ => "first_keys",
+    });
+    names.zip((0..).map(Slot::ExtraInput)).collect()
+}
+
+/// The sizes of heads and of a key mask.
+const HEADS: [&str; 4] = ["batch", "heads", "queries", "keys"];
+const VISIBLE: [&str; 4] = ["visible_b", "visible_h", "visible_q", "visible_k"];
+
+/// Returns a kernel with the sizes of heads (B, H, Tq, Tk).
+fn planned_of_heads(
+    name: &'static str,
+    signature: &Signature<'_>,
+    run: fn(&Kernel, &Slices<'_>) -> candle_core::Result<()>,
+) -> Kernel {
+    let kernel = Kernel::new(name, run).with_all(signature.attributes);
+    let mut visible = signature.extra_inputs.iter();
+    let visible = visible.find(|x| x.dtype == DType::U8);
+    let all = [(HEADS, Some(&signature.output)), (VISIBLE, visible)];
+    all.into_iter().fold(kernel, |kernel, (names, x)| match x {
+        Some(x) if x.dims.len() == 4 => kernel.sized([0, 1, 2, 3].map(|i| (names[i], x.dims[i]))),
+        _ => kernel,
+    })
+}
+
+fn head_rows<'a>(k: &Kernel, s: &Slices<'a>) -> candle_core::Result<HeadRows<'a>> {
+    let dims = |[b, h, q, l]: [&str; 4]| {
+        candle_core::Result::Ok([k.count(b)?, k.count(h)?, k.count(q)?, k.count(l)?])
+    };
+    let [_, heads, queries, keys] = dims(HEADS)?;
+    let visible = s.some_x("visible")?;
+    let visible = visible.map(|all| candle_core::Result::Ok(PerScore::new(all, dims(VISIBLE)?)));
+    Ok(HeadRows {
+        mask: k.mask()?,
+        heads,
+        queries,
+        keys,
+        first_keys: s.some_x("first_keys")?.unwrap_or_default(),
+        visible: visible.transpose()?,
+    })
+}
 
 fn first_keys(signature: &Signature<'_>) -> Option<Slot> {
     (!signature.extra_inputs.is_empty()).then_some(Slot::ExtraInput(0))

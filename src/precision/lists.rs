@@ -45,7 +45,7 @@ pub(super) const CPU_WIDEST: &str = "\
     cat index_copy stack";
 
 /// This crate's ops with other names on the lists. A fused op has the class of its matmuls.
-const OWN_AS: [(&str, &str); 12] = [
+const OWN_AS: [(&str, &str); 13] = [
     ("add_scaled", "add"),
     ("attention::flash", "scaled_dot_product_attention"),
     ("attention::naive", "scaled_dot_product_attention"),
@@ -55,6 +55,7 @@ const OWN_AS: [(&str, &str); 12] = [
     ("gelu_tanh", "gelu"),
     ("linear_bias", "linear"),
     ("linear_cross_entropy", "linear"),
+    ("masked_softmax", "softmax"),
     ("matmul_transposed", "matmul"),
     ("offset_rms_norm", "rms_norm"),
     ("swiglu_linear", "linear"),

@@ -14,6 +14,7 @@ mod half;
 mod loss_gpu;
 mod loss_options;
 mod loss_step;
+mod masks;
 mod memory;
 mod missing_gradients;
 mod options;

@@ -22,6 +22,7 @@ mod gpu;
 mod graph;
 pub mod judge;
 mod masked_rows;
+pub mod masks;
 mod memory;
 mod naive_lse;
 mod not_finite;

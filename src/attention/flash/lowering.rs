@@ -1,7 +1,8 @@
 //! The lowering of flash attention to kernel calls; heads may have any strides.
 
 use crate::attention::lowering::{
-    GRADIENTS, checked, dropout_mask, first_keys, inputs, sized_as, sizes, with_workspace,
+    GRADIENTS, bias_dims, checked, dropout_mask, first_keys, inputs, is_masked, masks, sized_as,
+    sizes, with_masks, with_workspace,
 };
 #[cfg(feature = "cuda")]
 use crate::attention::{
@@ -25,9 +26,9 @@ use candle_core::{DType, Result};
 
 pub(in crate::attention) const LOWERING: Lowering = Lowering {
     forward: |signature| {
-        let kernel = sized_as(forward_kernel(), signature, 1.0);
+        let kernel = with_masks(sized_as(forward_kernel(), signature, 1.0), signature);
         let kernel = with_workspace(kernel, |sizes| {
-            forward_workspace(sizes, signature.output.dtype)
+            forward_workspace(sizes, signature.output.dtype, is_masked(signature))
         });
         let mut calls = checked(signature);
         let writes = Named::from([("out", Slot::Output)]).and(kept(signature));
@@ -36,9 +37,9 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         calls.call(kernel, inputs(signature), writes)
     },
     backward: |signature| {
-        let kernel = sized_as(backward_kernel(), signature, 2.0);
+        let kernel = with_masks(sized_as(backward_kernel(), signature, 2.0), signature);
         let kernel = with_workspace(kernel, |sizes| {
-            backward_workspace(sizes, signature.output.dtype)
+            backward_workspace(sizes, signature.output.dtype, is_masked(signature))
         });
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
         let reads = reads.with("out", Slot::Output).and(kept(signature));
@@ -46,6 +47,13 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         let words = sizes(&kernel).map_or(0, |sizes| workspace::flash_backward(&sizes));
         let workspace = workspace_of(signature, &mut calls, words);
         let writes = Named::from(GRADIENTS).with_some("workspace", workspace);
+        if let Some(bias) = signature.inputs.get(3) {
+            let kernel = sized_as(bias_gradient_kernel(), signature, 1.0);
+            let kernel = with_workspace(with_masks(kernel, signature), |sizes| {
+                bias_gradient_workspace(sizes, signature.output.dtype, bias.dims)
+            });
+            calls.push(kernel, reads.clone(), [("dbias", Slot::Gradient(3))]);
+        }
         calls.call(kernel, reads, writes)
     },
 };
@@ -63,6 +71,16 @@ pub(in crate::attention) fn forward_kernel() -> Kernel {
 pub(in crate::attention) fn backward_kernel() -> Kernel {
     let kernel = kernel!(KERNELS[1], |T, k, s| backward::<T>(k, s)?);
     on_gpu!(kernel, |k, l| backward_on_gpu(k, l))
+}
+
+/// Returns the kernel of the bias's gradient, without sizes.
+fn bias_gradient_kernel() -> Kernel {
+    kernel!("flash_attention_bias_gradient", |T, k, s| {
+        let sizes = sizes(k)?;
+        let tiles = Tiles::for_head_dim(sizes.head_dim);
+        let inputs = backward_inputs::<T>(k, s, &sizes)?;
+        kernel::bias_gradient(&sizes, &tiles, inputs, bias_dims(k)?, s.y("dbias")?);
+    })
 }
 
 /// Returns the sizes of a planned call of flash attention.
@@ -85,23 +103,34 @@ fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> O
     (signature.target == Target::Cuda).then(|| calls.scratch(&[words], DType::U32))
 }
 
-fn forward_workspace(sizes: &Sizes, dtype: DType) -> Workspace {
+fn forward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
     let tiles = Tiles::for_head_dim(sizes.head_dim);
     Workspace {
         what: "tiles",
         formula: "tiles, a thread",
-        elements: kernel::forward_scratch_elements(sizes, &tiles),
+        elements: kernel::forward_scratch_elements(sizes, &tiles, masked),
         element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),
     }
 }
 
-fn backward_workspace(sizes: &Sizes, dtype: DType) -> Workspace {
+fn backward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
     let (tiles, width) = (Tiles::for_head_dim(sizes.head_dim), dtype.size_in_bytes());
     Workspace {
         what: "delta, dq's sums, tiles",
         formula: "BHT + tiles, a thread",
-        elements: kernel::backward_scratch_elements(sizes, &tiles, width),
+        elements: kernel::backward_scratch_elements(sizes, &tiles, width, masked),
         element_bytes: width.max(size_of::<f32>()),
+    }
+}
+
+fn bias_gradient_workspace(sizes: &Sizes, dtype: DType, bias: &[usize]) -> Workspace {
+    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let dims = <[usize; 4]>::try_from(bias).unwrap_or([1; 4]); // refused by the op
+    Workspace {
+        what: "delta, tiles",
+        formula: "BHT + tiles, a thread",
+        elements: kernel::bias_gradient_scratch_elements(sizes, &tiles, dims),
+        element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),
     }
 }
 
@@ -118,17 +147,21 @@ fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
         k: heads(s, "k", of_keys(&sizes))?,
         v: heads(s, "v", of_keys(&sizes))?,
         first_keys: first_keys(s)?,
+        masks: masks(k, s)?,
         dropout: dropout_mask(dropout_from_attributes(k.attributes()), s, sizes.keys)?,
     };
     kernel::forward(&sizes, &tiles, inputs, outputs);
     Ok(())
 }
 
-fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
-    let sizes = sizes(k)?;
-    let tiles = Tiles::for_head_dim(sizes.head_dim);
-    let [queries, keys] = [of_queries(&sizes), of_keys(&sizes)];
-    let inputs = kernel::Inputs {
+/// Returns the inputs of backward, from which the gradient of a bias is computed too.
+fn backward_inputs<'a, T: Stored>(
+    k: &Kernel,
+    s: &Slices<'a>,
+    sizes: &Sizes,
+) -> Result<kernel::Inputs<'a, T>> {
+    let [queries, keys] = [of_queries(sizes), of_keys(sizes)];
+    Ok(kernel::Inputs {
         d_out: heads::<T>(s, "d_out", queries)?,
         q: heads(s, "q", queries)?,
         k: heads(s, "k", keys)?,
@@ -140,8 +173,15 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
             false => None,
         },
         first_keys: first_keys(s)?,
+        masks: masks(k, s)?,
         dropout: dropout_mask(dropout_from_attributes(k.attributes()), s, sizes.keys)?,
-    };
+    })
+}
+
+fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let inputs = backward_inputs::<T>(k, s, &sizes)?;
     let gradients = kernel::Gradients {
         dq: s.y("dq")?,
         dk: s.y("dk")?,

@@ -12,9 +12,11 @@ mod reference;
 pub use reference::reference;
 
 use super::AttentionConfig;
+use super::masks::MaskTensors;
 use super::nothing::{lse_of_nothing, nothing};
 use super::shapes;
 use crate::attention::cost;
+use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::ops::check_probability;
 #[cfg(feature = "cuda")]
@@ -73,12 +75,15 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// `dK = scale dS^T Q`.
 ///
 /// With a [soft cap](AttentionConfig::soft_cap) C, `C tanh(S / C)` replaces the scores S, and `dS (1 - tanh(S / C)^2)`
-/// replaces dS. With [dropout](AttentionConfig::dropout) nothing more is saved: backward draws the dropped elements
-/// again from the key. The log-sum-exp is taken before dropout.
+/// replaces dS. A tracked [bias](AttentionConfig::bias) has the gradient `P (dO V^T - delta)`, summed over the
+/// dimensions in which it is repeated; a separate pass computes it.
+///
+/// With [dropout](AttentionConfig::dropout) nothing more is saved: backward draws the dropped elements again from the
+/// key. The log-sum-exp is taken before dropout.
 ///
 /// # Cost
-/// 4 B H Tq Tk Dh FLOPs forward, 10 B H Tq Tk Dh backward. Tiles that the mask or the
-/// [first keys](super::FirstKeys) hide are skipped.
+/// 4 B H Tq Tk Dh FLOPs forward, 10 B H Tq Tk Dh backward, and 4 B H Tq Tk Dh for the gradient of a bias. Tiles that the
+/// mask, the [first keys](super::FirstKeys) or the [key mask](super::KeyMask) hide are skipped.
 ///
 /// # Source
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
@@ -98,7 +103,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 ///
 /// # Errors
 /// Shapes that do not match; an H that Hkv does not divide; a Dh of 0 or above the limit; mixed dtypes or devices;
-/// first keys of another shape; a soft cap that is not positive and finite; a dropout probability outside [0, 1).
+/// first keys of another shape; a key mask or a bias that does not broadcast to the scores; a soft cap that is not
+/// positive and finite; a dropout probability outside [0, 1). In a trace for a GPU, a key mask or a bias.
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
@@ -130,10 +136,15 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let sizes = check(q, k, v, config)?;
+    check_target(config)?;
+    let masks = MaskTensors::new(NAME, config, q, &sizes)?;
     let tf32 = hardware::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
-        true => choose_where(NAME, q, cuda::has_kernel(q, &sizes, tf32)),
+        true => {
+            let has_kernel = masks.is_none() && cuda::has_kernel(q, &sizes, tf32);
+            choose_where(NAME, q, has_kernel)
+        }
         false => choose(&INFO, q),
     };
     #[cfg(not(feature = "cuda"))]
@@ -141,7 +152,7 @@ pub fn flash_with_lse(
     if path? == Path::Reference {
         return reference(q, k, v, config);
     }
-    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
+    if let Some(out) = nothing(NAME, &sizes, &masks.inputs([q, k, v]))? {
         return Ok((out, lse_of_nothing(q)?));
     }
     let (heads, kv_heads) = (sizes.heads, sizes.kv_heads);
@@ -149,16 +160,20 @@ pub fn flash_with_lse(
     let op = Flash {
         sizes,
         config: config.clone(),
+        reads: config.reads(&masks),
         tf32,
         lse: Arc::clone(&lse),
     };
     let of_heads = |x, heads| Result::Ok(op.readable(four_dimensions(x, heads)?)?);
-    let inputs = [
+    let [q_heads, k_heads, v_heads] = [
         of_heads(q, heads)?,
         of_heads(k, kv_heads)?,
         of_heads(v, kv_heads)?,
     ];
-    let out = by_strided_kernels(&INFO, op, inputs.each_ref())?;
+    let out = match &masks.bias {
+        None => by_strided_kernels(&INFO, op, [&q_heads, &k_heads, &v_heads])?,
+        Some(bias) => by_strided_kernels(&INFO, op, [&q_heads, &k_heads, &v_heads, bias])?,
+    };
     let lse = match graph::is_tracing() {
         true => graph::saved_value(&out, "lse")?,
         false => lse.get().cloned(),
@@ -168,6 +183,26 @@ pub fn flash_with_lse(
     };
     let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
     Ok((out.reshape(q.shape())?, lse))
+}
+
+/// Refuses a trace for a GPU, whose kernels read no masks or biases in tensors.
+fn check_target(config: &AttentionConfig) -> Result<()> {
+    let fields = [
+        ("key_mask", config.key_mask.is_some()),
+        ("bias", config.bias.is_some()),
+    ];
+    match fields.iter().find(|(_, is_set)| *is_set) {
+        Some((field, _)) if graph::target() == Some(Target::Cuda) => Err(Error::config(
+            "attention::AttentionConfig",
+            field,
+            "flash attention planned for a GPU",
+        )
+        .must_be(
+            "None, since no GPU kernel reads it",
+            "use attention::naive, which is composed of ops with kernels, or run flash eagerly",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Reshapes x (..., heads, T, Dh) to (B, heads, T, Dh).

@@ -15,6 +15,8 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct Flash {
     pub sizes: Sizes,
     pub config: AttentionConfig,
+    /// Its extra inputs.
+    pub reads: Vec<Tensor>,
     /// Whether a GPU multiplies f32 in TF32. Backward follows forward, even if the switch has changed since: lse
     /// belongs to the scores that forward computed.
     pub tf32: bool,
@@ -32,7 +34,7 @@ impl Spec for Flash {
     }
 
     fn extra_inputs(&self) -> Vec<Tensor> {
-        self.config.reads()
+        self.reads.clone()
     }
 
     /// lse, and in half precision the rounding error of the output (B, H, Tq, Dh).

@@ -7,7 +7,7 @@ mod heads;
 #[cfg(feature = "cuda")]
 pub(super) use heads::{DQKV, QKV, as_q, as_qkv};
 
-use super::lowering::{reads, sized};
+use super::lowering::{Reads, sized};
 use super::{attributes, flash, naive as on_heads};
 use crate::graph::Attribute;
 use crate::kernels::attention::Sizes;
@@ -128,11 +128,10 @@ impl InRows {
     /// Returns which reads are the first keys and the key of dropout; they follow the angles.
     fn reads(&self, signature: &Signature<'_>) -> [Option<usize>; 2] {
         let angles = if self.by_halves.is_some() { 2 } else { 0 };
-        let extra = reads(
-            signature.extra_inputs.len() - angles,
-            self.dropout.is_some(),
-        );
-        extra.map(|read| Some(angles + read?))
+        let dtypes = signature.extra_inputs[angles..].iter().map(|x| x.dtype);
+        let dtypes: Vec<DType> = dtypes.collect();
+        let extra = Reads::of(&dtypes, self.dropout.is_some());
+        [extra.first_keys, extra.dropout_key].map(|read| Some(angles + read?))
     }
 
     fn extra_reads(&self, signature: &Signature<'_>) -> Named<Slot> {

@@ -3,7 +3,8 @@
 use super::NAME;
 use crate::Result;
 use crate::attention::AttentionConfig;
-use crate::attention::first_keys::HostSeen;
+use crate::attention::host_seen::HostSeen;
+use crate::attention::masks::MaskTensors;
 use crate::attention::nothing::lse_of_nothing;
 use crate::attention::shapes::{check, is_empty};
 use crate::ops::info::OpInfo;
@@ -24,6 +25,7 @@ pub(super) fn reference(
     if is_empty(&sizes) {
         return lse_of_nothing(q);
     }
+    let masks = MaskTensors::new(NAME, config, q, &sizes)?;
     let (q, k) = (q.detach(), k.detach());
     let wide = match q.dtype() {
         DType::F64 => DType::F64,
@@ -40,9 +42,12 @@ pub(super) fn reference(
             None => scores,
             Some(cap) => ((scores / cap)?.tanh()? * cap)?,
         };
-        let heads = sizes.matrices();
-        let scores = scores.reshape((heads, sizes.queries, sizes.keys))?; // (B H, Tq, Tk)
-        let seen = HostSeen::new(config, &sizes)?.tensor(q.device())?;
+        let scores = scores.reshape((sizes.batch, sizes.heads, sizes.queries, sizes.keys))?;
+        let scores = match &masks.bias {
+            None => scores,
+            Some(bias) => scores.broadcast_add(&bias.detach())?,
+        };
+        let seen = HostSeen::new(config, &masks, &sizes)?.tensor(q.device())?;
         let seen = seen.broadcast_as(scores.shape())?;
         // Selected rather than multiplied: a hidden NaN does not spread. Finite: a row without visible keys sums to 0.
         let low = if wide == DType::F64 { -1e300 } else { -1e38 };

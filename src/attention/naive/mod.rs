@@ -6,20 +6,23 @@ pub(super) mod lowering;
 mod lse;
 mod op;
 
-use super::AttentionConfig;
-use super::first_keys::HostSeen;
+use super::host_seen::HostSeen;
+use super::masks::MaskTensors;
 use super::nothing::nothing;
 use super::shapes::check;
+use super::{AttentionConfig, FirstKeys, ScoreBias};
 use crate::attention::cost;
+use crate::graph::Target;
+use crate::kernels::attention::Sizes;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
 use crate::ops::soft_cap::soft_cap_of_scaled;
-use crate::ops::softmax::softmax_of_heads;
+use crate::ops::softmax::{Seen, softmax_of_heads};
 use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
 use crate::probe::Operand;
 use crate::{Result, graph, probe};
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use op::Naive;
 use std::sync::{Arc, OnceLock};
 
@@ -55,8 +58,9 @@ pub(crate) const INFO: OpInfo = cost::info(
 /// half precision, forward and backward hold scores of as many heads as fit in 32 MiB of f32, at least one. Beyond
 /// 1,024 tokens, blocks of queries and keys that the mask hides are skipped, unless heads share keys.
 ///
-/// With [dropout](AttentionConfig::dropout) or a [soft cap](AttentionConfig::soft_cap) it is composed of separate ops,
-/// in f32 also for half precision ([`reference()`]). This is slower, and saves the scores in addition to the
+/// With [dropout](AttentionConfig::dropout), a [soft cap](AttentionConfig::soft_cap), a
+/// [key mask](AttentionConfig::key_mask) or a [bias](AttentionConfig::bias) it is composed of separate ops, in f32 also
+/// for half precision ([`reference()`]). This is slower. Dropout and a soft cap save the scores in addition to the
 /// probabilities.
 ///
 /// Autocast lowers the inputs under both policies, as it does for PyTorch's `scaled_dot_product_attention`; the softmax
@@ -86,7 +90,7 @@ pub(crate) const INFO: OpInfo = cost::info(
 ///
 /// # Errors
 /// Shapes that do not match; an H that Hkv does not divide; a Dh of 0; mixed dtypes or devices; first keys of another
-/// shape; a soft cap that is not positive and finite.
+/// shape; a key mask or a bias that does not broadcast to the scores; a soft cap that is not positive and finite.
 pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     naive_into(q, k, v, config, None)
 }
@@ -143,13 +147,15 @@ fn naive_into(
     let sizes = check(NAME, q, k, v, config)?;
     let scores = with_last_dim(q.dims(), sizes.keys);
     ops::check_size(NAME, &scores, q.dtype(), q.device())?;
-    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
+    let masks = MaskTensors::new(NAME, config, q, &sizes)?;
+    if let Some(out) = nothing(NAME, &sizes, &masks.inputs([q, k, v]))? {
         return Ok(out);
     }
+    let in_parts = config.dropout.is_some() || config.soft_cap.is_some() || !masks.is_none();
     match choose(&INFO, q)? {
-        _ if config.dropout.is_some() || config.soft_cap.is_some() => by_parts(q, k, v, config),
+        _ if in_parts => by_parts(q, k, v, config),
         Path::Kernel => {
-            let reads = config.reads();
+            let reads = config.reads(&masks);
             by_kernels(&INFO, Naive { sizes, reads, lse }, [q, k, v])
         }
         Path::Reference => reference(q, k, v, config),
@@ -160,6 +166,13 @@ fn naive_into(
 fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     without_autocast(|| {
         let wide = |x: &Tensor| ops::cast(x, Operand::from(x).wide_dtype());
+        let bias = config.bias.as_ref();
+        let config = &AttentionConfig {
+            bias: bias
+                .map(|bias| ScoreBias::new(&wide(bias.tensor())?))
+                .transpose()?,
+            ..config.clone()
+        };
         let out = in_three_ops(&wide(q)?, &wide(k)?, &wide(v)?, config)?;
         ops::cast(&out, q.dtype())
     })
@@ -167,8 +180,9 @@ fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Res
 
 /// Computes [`naive`] as three ops: [`ops::matmul_transposed`], [`ops::softmax`] with scale and mask, [`ops::matmul`].
 ///
-/// A [`soft_cap`](ops::soft_cap()) follows the first op and [`dropout`](ops::dropout()) the second, if they are
-/// configured. Half precision is widened to f32 before the first op and rounded once after the last, in backward too.
+/// A [`soft_cap`](ops::soft_cap()) and the sum with a bias follow the first op and [`dropout`](ops::dropout()) the
+/// second, if they are configured. Half precision is widened to f32 before the first op and rounded once after the last,
+/// in backward too.
 ///
 /// Heads of q that share a head of k and v are stacked into one matrix: their rows are multiplied by the same keys and
 /// values, whose gradients sum over all rows.
@@ -182,7 +196,8 @@ pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -
 
 fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let sizes = check(NAME, q, k, v, config)?;
-    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
+    let masks = MaskTensors::new(NAME, config, q, &sizes)?;
+    if let Some(out) = nothing(NAME, &sizes, &masks.inputs([q, k, v]))? {
         return Ok(out);
     }
     let matrices = sizes.kv_matrices();
@@ -196,19 +211,20 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let range = probe::range("scores");
     let scores = ops::matmul_transposed(&q_rows, &k)?; // (B Hkv, H / Hkv Tq, Tk)
     drop(range);
-    let heads = sizes.matrices();
-    let scores = of_shape(&scores, &[heads, sizes.queries, sizes.keys])?; // (B H, Tq, Tk)
-    let (scores, scale) = match config.soft_cap {
-        None => (scores, sizes.scale),
-        Some(cap) => (soft_cap_of_scaled(&scores, sizes.scale, cap)?, 1.0),
-    };
-    let p = match &config.first_keys {
-        None => ops::softmax(&scores, scale, config.mask)?,
-        Some(first_keys) => {
-            let seen = || HostSeen::new(config, &sizes)?.tensor(q.device());
-            softmax_of_heads(&scores, scale, config.mask, first_keys.tensor(), seen)?
+    let shape = [sizes.batch, sizes.heads, sizes.queries, sizes.keys];
+    let scores = of_shape(&scores, &shape)?; // (B, H, Tq, Tk)
+    let (scores, scale) = match (config.soft_cap, &masks.bias) {
+        (None, None) => (scores, sizes.scale),
+        (None, Some(bias)) => (ops::add_scaled(bias, &scores, sizes.scale)?, 1.0),
+        (Some(cap), bias) => {
+            let capped = soft_cap_of_scaled(&scores, sizes.scale, cap)?;
+            match bias {
+                None => (capped, 1.0),
+                Some(bias) => (ops::add(&capped, bias)?, 1.0),
+            }
         }
-    }; // (B H, Tq, Tk)
+    };
+    let p = probabilities(&scores, scale, config, &masks, &sizes)?; // (B, H, Tq, Tk)
     let p = match &config.dropout {
         None => p,
         Some(dropout) => ops::dropout(&p, dropout)?,
@@ -217,6 +233,58 @@ fn in_three_ops(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) ->
     let out = ops::matmul(&matrices(&p, rows, sizes.keys)?, &v)?; // (B Hkv, H / Hkv Tq, Dv)
     let out = out.reshape(with_last_dim(q.dims(), sizes.value_dim))?; // (..., H, Tq, Dv)
     Ok(to_dtype(&out, q.dtype())?)
+}
+
+/// Computes the softmax of scores (B, H, Tq, Tk) over the visible keys.
+fn probabilities(
+    scores: &Tensor,
+    scale: f64,
+    config: &AttentionConfig,
+    masks: &MaskTensors,
+    sizes: &Sizes,
+) -> Result<Tensor> {
+    let target = graph::target().unwrap_or_else(|| Target::of(scores.device()));
+    let (terms, masked) = match &masks.visible {
+        Some(visible) if target == Target::Cuda => (Some(terms_of(visible, scores)?), false),
+        _ => (None, !masks.is_none() && target == Target::Cpu),
+    };
+    let (scores, scale) = match &terms {
+        None => (scores.clone(), scale),
+        Some([terms, _]) => (ops::add_scaled(terms, scores, scale)?, 1.0),
+    };
+    let p = match config.first_keys.is_none() && !masked {
+        true => ops::softmax(&scores, scale, config.mask)?,
+        false => {
+            let seen = Seen {
+                mask: config.mask,
+                first_keys: config.first_keys.as_ref().map(FirstKeys::tensor),
+                visible: masks.visible.as_ref().filter(|_| masked),
+                masked,
+            };
+            let on_host = || HostSeen::new(config, masks, sizes)?.tensor(scores.device());
+            softmax_of_heads(&scores, scale, seen, on_host)?
+        }
+    };
+    match &terms {
+        None => Ok(p),
+        Some([_, visible]) => ops::mul(&p, visible),
+    }
+}
+
+/// Returns terms that lower hidden scores until their probabilities are 0, and the mask as a float. A row without a
+/// visible key has equal probabilities, until they are multiplied by the mask. This is for GPUs, where no softmax kernel
+/// reads a key mask.
+fn terms_of(visible: &Tensor, scores: &Tensor) -> Result<[Tensor; 2]> {
+    let dtype = scores.dtype();
+    let low = if dtype == DType::F64 { -1e300 } else { -1e38 };
+    let visible = ops::cast(visible, dtype)?;
+    let scalar = |value: f64| {
+        Tensor::new(value, &Device::Cpu)?
+            .to_dtype(dtype)?
+            .to_device(scores.device())
+    };
+    let hidden = ops::sub(&scalar(1.0)?, &visible)?;
+    Ok([ops::mul(&hidden, &scalar(low)?)?, visible])
 }
 
 /// x in a shape: itself, if it has that.

@@ -3,10 +3,9 @@
 use super::run::{Input, Run, Source};
 use super::{NAME, refuse};
 use crate::Result;
-use crate::backward::{Attach, Slot, token};
 use crate::grad::with_grad;
 use crate::hardware::device_name;
-use crate::ops::record::{Entry, Node};
+use crate::ops::record::{Attach, Entry, Node, Slot, token};
 use crate::ops::{KernelPolicy, current_kernel_policy, with_kernel_policy};
 use crate::precision::{self, Autocast, without_autocast};
 use candle_core::backend::{BackendDevice, BackendStorage};

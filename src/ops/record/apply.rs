@@ -1,6 +1,7 @@
 //! Ops as custom ops of candle: nodes of its graph that are also on the tape, or neither under `no_grad`. Both passes
 //! report a range to the profiler.
 
+use super::attach::{Attach, Slot, token};
 use super::spec::{CallSpec, Spec};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Call};
@@ -10,7 +11,7 @@ use crate::probe::{self, Kind, Operand, Operands, Path};
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage, Result,
-    Shape, Tensor, TensorId, bail,
+    Shape, Storage, Tensor, TensorId, bail,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -20,7 +21,7 @@ pub(crate) type Storages<'a, S> = &'a [(&'a S, &'a Layout)];
 
 pub(crate) type ForwardResult<S> = Result<(S, Shape)>;
 
-/// The computation of an op of one, two or three inputs, all on one device.
+/// The computation of an op of one input or more, all on one device.
 pub(crate) trait Op: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
@@ -39,7 +40,7 @@ pub(crate) trait Op: Send + Sync + 'static {
 }
 
 /// Converts a list of inputs or gradients to the number that an op has.
-pub(crate) fn exactly<const N: usize, T>(all: impl TryInto<[T; N]> + AsRef<[T]>) -> Result<[T; N]> {
+fn exactly<const N: usize, T>(all: impl TryInto<[T; N]> + AsRef<[T]>) -> Result<[T; N]> {
     let got = all.as_ref().len();
     match all.try_into() {
         Ok(all) => Ok(all),
@@ -192,6 +193,9 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     let name = op.name();
     let path = probe::op_path(name);
     let keeps_graph = is_grad_enabled();
+    if inputs.len() > 3 {
+        return applied_to_many(inputs, op, path);
+    }
     let node = Arc::new(Ranged {
         op,
         path,
@@ -214,6 +218,80 @@ pub(super) fn applied<C: Op>(inputs: &[&Tensor], op: C) -> Result<Tensor> {
     let y = y.map_err(|error| graph::meta_tensor_error(name, inputs, error))?;
     node.entry.write(&y, &node);
     Ok(y)
+}
+
+/// Applies an op of more than three inputs, which candle's ops do not have. In candle's graph its input is a token; its
+/// inputs are [attached](Attach) to that.
+fn applied_to_many<C: Op>(inputs: &[&Tensor], op: C, path: Path) -> Result<Tensor> {
+    let name = op.name();
+    let mut token = token(inputs[0])?;
+    let mut slots = Vec::with_capacity(inputs.len());
+    for x in inputs {
+        let slot = (is_grad_enabled() && x.track_op()).then(Arc::<Slot>::default);
+        if let Some(slot) = &slot {
+            token = token.apply_op2(x, Attach(Arc::clone(slot)))?;
+        }
+        slots.push(slot);
+    }
+    let node = Arc::new(Ranged {
+        op,
+        path,
+        inputs: inputs.iter().map(|x| (*x).clone()).collect(),
+        entry: Entry::default(),
+    });
+    let op = OfMany {
+        node: Arc::clone(&node),
+        slots,
+    };
+    let y = match token.track_op() {
+        true => token.apply_op1(op),
+        false => token.apply_op1_no_bwd(&op),
+    };
+    let y = y.map_err(|error| graph::meta_tensor_error(name, inputs, error))?;
+    node.entry.write(&y, &node);
+    Ok(y)
+}
+
+/// An op of many inputs in candle's graph: maps a token to the output.
+struct OfMany<C> {
+    node: Arc<Ranged<C>>,
+    /// A slot for each input that is attached.
+    slots: Vec<Option<Arc<Slot>>>,
+}
+
+macro_rules! forward_of_many {
+    ($forward:ident, $Device:ident, $Storage:ident) => {
+        fn $forward(&self, _: &$Storage, _: &Layout) -> ForwardResult<$Storage> {
+            let inputs = self.node.inputs.iter().map(Tensor::storage_and_layout);
+            let inputs: Vec<_> = inputs.collect();
+            let storages = inputs.iter().map(|(storage, layout)| match &**storage {
+                Storage::$Device(storage) => Ok((storage, *layout)),
+                _ => bail!("{}: expected all inputs on one device", self.node.op.name()),
+            });
+            let storages = storages.collect::<Result<Vec<_>>>()?;
+            self.node.forward(&storages, C::$forward)
+        }
+    };
+}
+
+impl<C: Op> CustomOp1 for OfMany<C> {
+    fn name(&self) -> &'static str {
+        self.node.op.name()
+    }
+
+    forward_of_many!(cpu_fwd, Cpu, CpuStorage);
+    forward_of_many!(cuda_fwd, Cuda, CudaStorage);
+    forward_of_many!(metal_fwd, Metal, MetalStorage);
+
+    fn bwd(&self, token: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let gradients = Node::backward(&*self.node, y, dy)?;
+        for (slot, gradient) in self.slots.iter().zip(gradients) {
+            if let Some(slot) = slot {
+                slot.put(gradient);
+            }
+        }
+        Ok(Some(token.zeros_like()?))
+    }
 }
 
 /// Records a call of `op` on `inputs` in the open trace, and returns its output, a meta tensor. `composed` is whether

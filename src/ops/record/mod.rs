@@ -6,6 +6,7 @@
 //! [`backward`](crate::backward()) finds it ([`node_of`]).
 
 mod apply;
+mod attach;
 mod input;
 mod lowered;
 mod run;
@@ -14,8 +15,9 @@ mod sum;
 
 pub(super) use apply::composed_as;
 pub(crate) use apply::{
-    Entry, ForwardResult, Node, Op, Storages, apply, composed, exactly, node_of, traced,
+    Entry, ForwardResult, Node, Op, Storages, apply, composed, node_of, traced,
 };
+pub(crate) use attach::{Attach, Slot, token};
 pub(crate) use input::{contiguous, float_input, input, to_dtype, wide_input, widen};
 pub(crate) use lowered::{by_kernels, by_strided_kernels, run};
 pub(super) use spec::CallSpec;

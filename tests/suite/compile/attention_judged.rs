@@ -28,6 +28,7 @@ fn planned(problem: &Problem, dtype: DType) -> Results {
         dq,
         dk,
         dv,
+        d_bias: Vec::new(),
     }
 }
 

@@ -54,6 +54,8 @@ impl Golden {
             },
             first_keys: Vec::new(),
             factors: Vec::new(),
+            key_mask: None,
+            bias: None,
             q: self.numbers(case, "q"),
             k: self.numbers(case, "k"),
             v: self.numbers(case, "v"),
@@ -77,6 +79,7 @@ impl Golden {
             dq: self.numbers(case, "dq"),
             dk: self.numbers(case, "dk"),
             dv: self.numbers(case, "dv"),
+            d_bias: Vec::new(),
         }
     }
 }

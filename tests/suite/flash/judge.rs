@@ -49,6 +49,7 @@ pub fn floors(oracle: &Oracle, head_dim: usize, (eps, few_eps): (f64, f64)) -> R
         dq: off(&terms.dq),
         dk: off(&terms.dk),
         dv: off(&terms.dv),
+        d_bias: off(&terms.d_bias),
     }
 }
 
@@ -65,6 +66,7 @@ fn on_a_gpu(floors: Results, oracle: &Oracle, dtype: DType) -> Results {
         dq: add(floors.dq, &terms.dq),
         dk: add(floors.dk, &terms.dk),
         dv: add(floors.dv, &terms.dv),
+        d_bias: add(floors.d_bias, &terms.d_bias),
         lse: floors.lse,
     }
 }
@@ -104,9 +106,9 @@ fn error(found: &[f64], exact: &[f64]) -> Size {
     size(found.iter().zip(exact).map(off))
 }
 
-/// The largest error of out, lse, dq, dk and dv, as a share of its bound.
+/// The largest error of each result, as a share of its bound.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Shares(pub [f64; 5]);
+pub struct Shares(pub [f64; 6]);
 
 impl Shares {
     pub fn keep_largest(&mut self, other: Self) {
@@ -216,6 +218,7 @@ pub fn judge(
                 dq: round(&exact.dq),
                 dk: round(&exact.dk),
                 dv: round(&exact.dv),
+                d_bias: round(&exact.d_bias),
             };
             check_errors(exact, &found, &nearest, FACTORS_ROUNDING, &floors)
         }
@@ -330,13 +333,26 @@ pub fn naive_with_lse(
         None => scores,
         Some(cap) => ops::soft_cap(&scores, cap)?,
     };
+    let scores = match &config.bias {
+        None => scores,
+        Some(bias) => scores.broadcast_add(&bias.tensor().to_dtype(scores.dtype())?)?,
+    };
+    let shown = match &config.key_mask {
+        None => scores.ones_like()?.to_dtype(DType::U8)?,
+        Some(mask) => mask.tensor().broadcast_as(scores.shape())?.contiguous()?,
+    };
+    let shown: Vec<u8> = shown.flatten_all()?.to_vec1()?;
     let lse_of_row = |(row, scores): (usize, &[f64])| {
         let query = row % queries;
         let Range { start, end } = config.mask.visible(query, queries, keys);
         let first = first_keys.get(row / queries / heads * queries + query);
         let start = first.map_or(start, |first| start.max(*first as usize));
-        let scores = &scores[start.min(end)..end];
+        let seen = (start.min(end)..end).filter(|key| shown[row * keys + key] != 0);
+        let scores: Vec<f64> = seen.map(|key| scores[key]).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if top == f64::NEG_INFINITY {
+            return top;
+        }
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         top + sum.ln()
     };

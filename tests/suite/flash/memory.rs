@@ -3,7 +3,7 @@
 use crate::child;
 use tallow::attention::Mask;
 use tallow::internals::flash::{
-    ForwardInputs, Gradients, Heads, Inputs, Outputs, Sizes, Tiles, backward, forward,
+    ForwardInputs, Gradients, Heads, Inputs, Masks, Outputs, Sizes, Tiles, backward, forward,
 };
 use tallow::memory::tracker;
 
@@ -53,6 +53,7 @@ fn scratch_stays_small() {
         k,
         v,
         first_keys: &[],
+        masks: Masks::NONE,
         dropout: None,
     };
     forward(&sizes, &tiles, inputs, outputs);
@@ -65,6 +66,7 @@ fn scratch_stays_small() {
         lse: &lse,
         d_out,
         first_keys: &[],
+        masks: Masks::NONE,
         dropout: None,
     };
     let gradients = Gradients {

@@ -24,6 +24,7 @@ impl Oracle {
             dq: vec![0.0; q_len],
             dk: vec![0.0; k_len],
             dv: vec![0.0; k_len],
+            d_bias: vec![0.0; problem.bias.as_ref().map_or(0, |bias| bias.data.len())],
         };
         let mut oracle = Self {
             results: empty(),
@@ -37,6 +38,7 @@ impl Oracle {
             let kv_head = head * sizes.kv_heads / sizes.heads;
             let head = Head {
                 batch,
+                head,
                 q_start: batch_and_head * q_size,
                 k_start: (batch * sizes.kv_heads + kv_head) * k_size,
                 lse_start: batch_and_head * sizes.queries,
@@ -72,6 +74,7 @@ fn add_sizes(y: &mut [f64], factor: f64, x: &[f64]) {
 /// A query head with its key head, as offsets into the problem's slices.
 struct Head {
     batch: usize,
+    head: usize,
     q_start: usize,
     k_start: usize,
     lse_start: usize,
@@ -91,7 +94,9 @@ impl Head {
         let sizes = problem.sizes;
         let dim = sizes.head_dim;
         let scale = problem.config.scale_for(dim);
-        let visible = problem.visible(self.batch, query);
+        let visible = problem.seen(self.batch, self.head, query);
+        let visible = visible.iter().copied();
+        let bias = |key: usize| problem.bias_of([self.batch, self.head, query, key]);
         let row = self.q_start + query * dim..self.q_start + (query + 1) * dim;
         let key = |j: usize| self.k_start + j * dim..self.k_start + (j + 1) * dim;
         let (q, d_out) = (&problem.q[row.clone()], &problem.d_out[row.clone()]);
@@ -112,6 +117,8 @@ impl Head {
             .clone()
             .map(|j| capped(scale * dot(q, &problem.k[key(j)])));
         let (scores, slopes): (Vec<f64>, Vec<f64>) = scores.unzip();
+        let biased = scores.iter().zip(visible.clone());
+        let scores: Vec<f64> = biased.map(|(score, key)| score + bias(key)).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         if scores.is_empty() {
@@ -119,7 +126,7 @@ impl Head {
         }
         *largest_score = scores.iter().fold(*largest_score, |a, s| a.max(s.abs()));
         results.lse[self.lse_start + query] = top + sum.ln();
-        let score_terms = |j| scale.abs() * dot_of_sizes(q, &problem.k[key(j)]);
+        let score_terms = |j| scale.abs() * dot_of_sizes(q, &problem.k[key(j)]) + bias(j).abs();
         terms.lse[self.lse_start + query] = visible.clone().map(score_terms).fold(0.0, f64::max);
         let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / sum).collect();
 
@@ -141,9 +148,15 @@ impl Head {
         for ((j, p), slope) in visible.zip(p).zip(slopes) {
             let (k, v) = (&problem.k[key(j)], &problem.v[key(j)]);
             let stayed = factor(j) * p;
-            let ds = scale * slope * p * (factor(j) * dot(d_out, v) - delta);
-            let ds_terms =
-                (scale * slope * p).abs() * (factor(j) * dot_of_sizes(d_out, v) + delta_terms);
+            let d_score = p * (factor(j) * dot(d_out, v) - delta);
+            let d_score_terms = p * (factor(j) * dot_of_sizes(d_out, v) + delta_terms);
+            if let Some(bias) = &problem.bias {
+                let place = bias.place([self.batch, self.head, query, j]);
+                results.d_bias[place] += d_score;
+                terms.d_bias[place] += d_score_terms.abs();
+            }
+            let ds = scale * slope * d_score;
+            let ds_terms = (scale * slope).abs() * d_score_terms;
             add(&mut results.dv[key(j)], stayed, d_out);
             add(&mut results.dq[row.clone()], ds, k);
             add(&mut results.dk[key(j)], ds, q);

@@ -101,7 +101,7 @@ pub fn naive_on_test_device(
     on(&device(), attention::naive_with_lse, [q, k, v], config)
 }
 
-fn naive_reference(
+pub fn naive_reference(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

@@ -8,7 +8,7 @@ use rand_distr::{Distribution, StandardNormal};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use tallow::Result;
-use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
+use tallow::attention::{self, AttentionConfig, FirstKeys, KeyMask, Mask, ScoreBias};
 use tallow::ops::{self, Dropout};
 
 pub const MASKS: [Mask; 4] = [
@@ -68,6 +68,12 @@ pub fn on(
     config: &AttentionConfig,
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = operands.map(|x| x.to_device(device));
+    let bias = config.bias.as_ref();
+    let bias = bias.map(|bias| ScoreBias::new(&bias.tensor().to_device(device)?));
+    let config = &AttentionConfig {
+        bias: bias.transpose()?,
+        ..config.clone()
+    };
     let (out, lse) = attend(&q?, &k?, &v?, config)?;
     Ok((out.to_device(&Device::Cpu)?, lse.to_device(&Device::Cpu)?))
 }
@@ -119,11 +125,35 @@ pub struct Problem {
     pub first_keys: Vec<u32>,
     /// The dropout factors of the probabilities, (B, H, Tq, Tk), or empty.
     pub factors: Vec<f64>,
+    /// The configuration's key mask, in the dimensions (B, H, Tq, Tk) or 1.
+    pub key_mask: Option<PerScore<u8>>,
+    /// A bias that [`run`](Problem::run) adds to the configuration, likewise.
+    pub bias: Option<PerScore<f64>>,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     /// The gradient of out.
     pub d_out: Vec<f64>,
+}
+
+/// A tensor that broadcasts to the scores.
+#[derive(Clone, Debug)]
+pub struct PerScore<T> {
+    pub data: Vec<T>,
+    pub dims: [usize; 4],
+}
+
+impl<T: Copy> PerScore<T> {
+    pub fn place(&self, at: [usize; 4]) -> usize {
+        let dims = self.dims.iter().zip(at);
+        dims.fold(0, |place, (dim, i)| {
+            place * dim + if *dim == 1 { 0 } else { i }
+        })
+    }
+
+    pub fn at(&self, at: [usize; 4]) -> T {
+        self.data[self.place(at)]
+    }
 }
 
 /// The results of attention, converted to f64.
@@ -134,21 +164,24 @@ pub struct Results {
     pub dq: Vec<f64>,
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
+    /// Empty without a bias.
+    pub d_bias: Vec<f64>,
 }
 
 impl Results {
-    pub fn named(&self) -> [(&'static str, &[f64]); 5] {
+    pub fn named(&self) -> [(&'static str, &[f64]); 6] {
         [
             ("out", &self.out),
             ("lse", &self.lse),
             ("dq", &self.dq),
             ("dk", &self.dk),
             ("dv", &self.dv),
+            ("d_bias", &self.d_bias),
         ]
     }
 
     /// Returns every element's bits, so that NaN equals NaN and 0 differs from -0.
-    pub fn bits(&self) -> [Vec<u64>; 5] {
+    pub fn bits(&self) -> [Vec<u64>; 6] {
         let bits = |(_, values): (_, &[f64])| values.iter().map(|x| x.to_bits()).collect();
         self.named().map(bits)
     }
@@ -167,6 +200,8 @@ impl Problem {
             },
             first_keys: Vec::new(),
             factors: Vec::new(),
+            key_mask: None,
+            bias: None,
             q: normal(sizes.q_shape()),
             k: normal(sizes.k_shape()),
             v: normal(sizes.k_shape()),
@@ -204,6 +239,43 @@ impl Problem {
             },
             ..self
         }
+    }
+
+    /// Sets a key mask of these dimensions.
+    pub fn with_key_mask(self, dims: [usize; 4], data: Vec<u8>) -> Self {
+        let tensor = Tensor::from_slice(&data, &dims, &Device::Cpu).expect("a tensor");
+        let config = AttentionConfig {
+            key_mask: Some(KeyMask::new(&tensor).expect("a mask")),
+            ..self.config
+        };
+        let key_mask = Some(PerScore { data, dims });
+        Self {
+            config,
+            key_mask,
+            ..self
+        }
+    }
+
+    /// Sets a bias of these dimensions, rounded to bf16.
+    pub fn with_bias(self, dims: [usize; 4], data: &[f64]) -> Self {
+        let data = rounded(data, DType::BF16);
+        let bias = Some(PerScore { data, dims });
+        Self { bias, ..self }
+    }
+
+    /// Returns the keys that a query of a head attends to.
+    pub fn seen(&self, batch: usize, head: usize, query: usize) -> Vec<usize> {
+        let sees = |key: &usize| {
+            let at = [batch, head, query, *key];
+            self.key_mask.as_ref().is_none_or(|mask| mask.at(at) != 0)
+                && self.bias_of(at) != f64::NEG_INFINITY
+        };
+        self.visible(batch, query).filter(sees).collect()
+    }
+
+    /// Returns the bias of a pair.
+    pub fn bias_of(&self, at: [usize; 4]) -> f64 {
+        self.bias.as_ref().map_or(0.0, |bias| bias.at(at))
     }
 
     /// Returns the dropout factor of a probability, for matrix `head` of B H.
@@ -253,7 +325,17 @@ impl Problem {
         let [q, k, v] = self
             .operands(dtype)
             .map(|x| Var::from_tensor(&x).expect("a Var"));
-        let (out, lse) = attend(&q, &k, &v, &self.config).expect("attention");
+        let bias = self.bias.as_ref().map(|bias| {
+            let bias = tensor(&bias.data, &bias.dims, dtype);
+            Var::from_tensor(&bias).expect("a Var")
+        });
+        let config = AttentionConfig {
+            bias: bias
+                .as_ref()
+                .map(|bias| ScoreBias::new(bias).expect("a bias")),
+            ..self.config.clone()
+        };
+        let (out, lse) = attend(&q, &k, &v, &config).expect("attention");
         assert_eq!((out.dims(), out.dtype()), (q.dims(), dtype), "out");
         assert!(out.is_contiguous() && lse.is_contiguous());
         let lse_dtype = match dtype {
@@ -277,6 +359,7 @@ impl Problem {
             dq: gradient("q", &q),
             dk: gradient("k", &k),
             dv: gradient("v", &v),
+            d_bias: bias.map_or(Vec::new(), |bias| gradient("bias", &bias)),
             out: elements(&out),
             lse: elements(&lse),
         }

@@ -1,6 +1,7 @@
 //! Random cases against the oracle (see `flash.rs` for their number and seed).
 
 use super::judge::{Shares, judge};
+use super::masks;
 use super::oracle::Oracle;
 use super::problem::{FLASH, MASKS, Problem, REFERENCE, Sizes, normal};
 use candle_core::DType;
@@ -62,6 +63,8 @@ struct Case {
     /// About the largest score.
     largest_score: f64,
     oddity: Oddity,
+    /// Whether there are a key mask and a bias, of random shapes.
+    masked: [bool; 2],
     by_reference: bool,
     seed: u64,
 }
@@ -97,11 +100,12 @@ fn cases() -> impl Strategy<Value = Case> {
         (mask, prop_oneof![3 => Just(1), 1 => 2..=9usize]),
         (scale, largest_score),
         oddity,
+        prop::array::uniform2(prop::bool::weighted(0.2)),
         prop::bool::weighted(0.2),
         any::<u64>(),
     )
         .prop_map(
-            |(heads, lengths, head_dim, seen, scores, oddity, by_reference, seed)| {
+            |(heads, lengths, head_dim, seen, scores, oddity, masked, by_reference, seed)| {
                 let (queries, keys, alike) = lengths;
                 let keys = if alike { queries } else { keys };
                 let (mut batch, mut kv_heads, mut group) = heads;
@@ -122,6 +126,7 @@ fn cases() -> impl Strategy<Value = Case> {
                     scale: scores.0,
                     largest_score: scores.1,
                     oddity,
+                    masked,
                     by_reference,
                     seed,
                 }
@@ -158,9 +163,18 @@ impl Case {
             config,
             first_keys: Vec::new(),
             factors: Vec::new(),
+            key_mask: None,
+            bias: None,
         };
         if self.documents > 1 {
             problem = problem.with_first_keys(self.first_keys());
+        }
+        let [hides, adds] = self.masked;
+        if hides {
+            problem = masks::with_random_key_mask(problem, self.seed);
+        }
+        if adds {
+            problem = masks::with_random_bias(problem, self.seed);
         }
         // A score is a sum of Dh products, and the largest of some thousand is at about 3.5 standard deviations.
         if scale > 0.0 {
@@ -292,7 +306,7 @@ fn drawn_cases(#[case] dtype: DType, #[case] percent: u64) {
     }
     assert_eq!(count.get(), cases_wanted);
     println!(
-        "{}: {cases_wanted} cases, largest error over its bound, out lse dq dk dv: {:.2?}",
+        "{}: {cases_wanted} cases, largest error over its bound, out lse dq dk dv d_bias: {:.2?}",
         dtype.as_str(),
         largest.get().0
     );

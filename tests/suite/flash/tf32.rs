@@ -76,6 +76,7 @@ fn naive_in_tf32(problem: &Problem) -> Results {
         dq: elements(&matmul(&ds, &k).unwrap()),
         dk: elements(&matmul(&turned(&ds), &q).unwrap()),
         dv: elements(&dv),
+        d_bias: Vec::new(),
     }
 }
 

@@ -6,7 +6,7 @@ use crate::child;
 use crate::custom_model::gpt2::{Gpt2, Gpt2Config};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::attention::{self, Algorithm, AttentionConfig};
+use tallow::attention::{self, Algorithm, AttentionConfig, KeyMask, ScoreBias};
 use tallow::compile::{self, Batch, Step, StepConfig, StepRanks};
 use tallow::distributed::Shard;
 use tallow::graph::{self, Target};
@@ -93,6 +93,7 @@ struct CustomModel {
     down: Tensor,
     bias: Var,
     qkv: nn::Linear,
+    terms: Var,
 }
 
 impl CustomModel {
@@ -105,6 +106,7 @@ impl CustomModel {
             down: Tensor::randn(0f32, 0.1, (96, 400), &Device::Cpu)?,
             bias: Var::zeros(96, DType::F32, &Device::Cpu)?,
             qkv: nn::Linear::new(96, 96, vb.pp("qkv"))?,
+            terms: Var::randn(0f32, 1.0, (4, 100, 100), &Device::Cpu)?,
         })
     }
 
@@ -118,6 +120,26 @@ impl CustomModel {
         let heads = ops::split_heads(&self.qkv.forward(x)?, 4)?;
         let out = attention::flash(&heads, &heads, &heads, &AttentionConfig::default())?;
         ops::add(x, &ops::merge_heads(&out)?)
+    }
+
+    /// Attends with padding and a trained bias.
+    fn masked_loss(
+        &self,
+        algorithm: Algorithm,
+        tokens: &Tensor,
+        targets: &Tensor,
+    ) -> Result<Tensor> {
+        let x = ops::embedding(tokens, &self.table)?;
+        let heads = ops::split_heads(&self.qkv.forward(&x)?, 4)?;
+        let visible = Tensor::ones(tokens.shape(), DType::U8, &Device::Cpu)?;
+        let config = AttentionConfig {
+            key_mask: Some(KeyMask::padding(&visible)?),
+            bias: Some(ScoreBias::new(&self.terms)?),
+            ..Default::default()
+        };
+        let out = algorithm.attend(&heads, &heads, &heads, &config)?;
+        let x = self.feed_forward(&ops::add(&x, &ops::merge_heads(&out)?)?)?;
+        ops::cross_entropy(&ops::linear(&x, &self.table)?, targets)
     }
 
     fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
@@ -204,6 +226,12 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
             let (tokens, targets) = (ids(rows, 100), ids(rows, 100));
             let found = compared(|| precision.run(|| custom.loss(&tokens, &targets)));
             wrong.extend(mismatch(&format!("custom {rows} {precision}"), found));
+            for algorithm in Algorithm::ALL {
+                let loss = || custom.masked_loss(algorithm, &tokens, &targets);
+                let found = compared(|| precision.run(loss));
+                let what = format!("masked {algorithm} {rows} {precision}");
+                wrong.extend(mismatch(&what, found));
+            }
         }
         for attention in Algorithm::ALL {
             for (rows, vocab_size) in [(2, 300), (8, 300), (8, 4000)] {

@@ -4,7 +4,7 @@
 //! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and
 //! B_c are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
-//! Its listings leave out the scale, the soft cap, the masks, dropout, queries that attend to no key, and query heads
+//! Its listings leave out the scale, the soft cap, biases, the masks, dropout, queries that attend to no key, and query heads
 //! that share a key head. The heads of such a group are additional rows of a query tile, since they attend to the same
 //! keys. The sums over a tile's rows then include the sum over the group's heads that dk and dv need.
 
@@ -14,7 +14,8 @@ use super::{NAME, check};
 use crate::Result;
 use crate::attention::AttentionConfig;
 use crate::attention::computed::Computed;
-use crate::attention::first_keys::HostSeen;
+use crate::attention::host_seen::HostSeen;
+use crate::attention::masks::MaskTensors;
 use crate::attention::nothing::{lse_of_nothing, nothing};
 use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, Target};
@@ -48,12 +49,18 @@ pub fn reference(
 ) -> Result<(Tensor, Tensor)> {
     let sizes = check(q, k, v, config)?;
     check_float(NAME, q)?;
-    if let Some(out) = nothing(NAME, &sizes, [q, k, v])? {
+    let masks = MaskTensors::new(NAME, config, q, &sizes)?;
+    let inputs = masks.inputs([q, k, v]);
+    if let Some(out) = nothing(NAME, &sizes, &inputs)? {
         return Ok((out, lse_of_nothing(q)?));
     }
     if graph::is_tracing() {
-        let config = config.clone();
-        let out = traced(NAME, Traced { sizes, config }, &[q, k, v], true)?;
+        let op = Traced {
+            sizes,
+            config: config.clone(),
+            reads: config.reads(&masks),
+        };
+        let out = traced(NAME, op, &inputs, true)?;
         let lse = graph::saved_value(&out, "lse")?;
         let lse = lse.ok_or_else(|| candle_core::Error::msg("attention::flash: no lse"))?;
         let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
@@ -61,7 +68,8 @@ pub fn reference(
     }
     let attention = Attention {
         sizes,
-        seen: HostSeen::new(config, &sizes)?,
+        seen: HostSeen::new(config, &masks, &sizes)?,
+        bias: masks.bias.as_ref().map(Tensor::detach),
         dropout: match &config.dropout {
             Some(dropout) => Some(dropout.mask(sizes.keys)?),
             None => None,
@@ -80,22 +88,23 @@ pub fn reference(
     let op = Computed {
         name: NAME,
         out,
-        backward: move |inputs: [&Tensor; 3], d_out: &Tensor| {
+        backward: move |inputs: &[&Tensor], d_out: &Tensor| {
             attention.backward(inputs, &wide_out, &softmax, d_out)
         },
     };
-    Ok((apply(&[q, k, v], op)?, lse_of_rows))
+    Ok((apply(&inputs, op)?, lse_of_rows))
 }
 
 /// The attributes and saved tensors that a trace records for a call. (It does not run the tiles on meta tensors.)
 struct Traced {
     sizes: Sizes,
     config: AttentionConfig,
+    reads: Vec<Tensor>,
 }
 
 impl Spec for Traced {
     fn extra_inputs(&self) -> Vec<Tensor> {
-        self.config.reads()
+        self.reads.clone()
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
@@ -144,6 +153,8 @@ impl Softmax {
 struct Attention {
     sizes: Sizes,
     seen: HostSeen,
+    /// (B, H, Tq, Tk), each dimension that or 1.
+    bias: Option<Tensor>,
     /// The dropout mask of the probabilities (B H Tq, Tk), if there is dropout.
     dropout: Option<DropoutMask>,
 }
@@ -171,7 +182,8 @@ impl Attention {
                     continue;
                 };
                 let (k_j, v_j) = (columns(&k, &j)?, columns(&v, &j)?); // line 7
-                let s = seen.select(&self.scores(&q_i, &k_j)?, f32::NEG_INFINITY)?; // line 8
+                let s = self.biased(&self.scores(&q_i, &k_j)?, &i, &j)?; // line 8
+                let s = seen.select(&s, f32::NEG_INFINITY)?;
                 let m_before = m; // line 9, to the sum
                 m = m_before.maximum(&s.max_keepdim(D::Minus1)?)?;
                 let p = s.broadcast_sub(&subtrahend(&m)?)?.exp()?;
@@ -191,15 +203,18 @@ impl Attention {
         Ok((Tensor::cat(&out, 2)?, Softmax { max, sum })) // line 17
     }
 
-    /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh), from the dtypes and shapes that forward took and gave.
+    /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh) and the gradient of a bias, from the dtypes and shapes that
+    /// forward took and gave.
     fn backward(
         &self,
-        [q, k, v]: [&Tensor; 3],
+        inputs: &[&Tensor],
         out: &Tensor,
         softmax: &Softmax,
         d_out: &Tensor,
-    ) -> candle_core::Result<[Tensor; 3]> {
+    ) -> candle_core::Result<Vec<Tensor>> {
+        let (q, k, v) = (inputs[0], inputs[1], inputs[2]);
         let (q, k, v) = (self.queries(q)?, self.keys(k)?, self.keys(v)?);
+        let mut d_bias = BiasGradient::new(&self.bias)?;
         let d_out = self.queries(d_out)?;
         // Lines 1 to 3: the gradients, tile by tile.
         let q_tiles = tiles(self.sizes.queries, Q_TILE).map(|i| self.rows(&q, &i)?.zeros_like());
@@ -219,13 +234,15 @@ impl Attention {
                 let (m_i, l_i) = (self.rows(&softmax.max, &i)?, self.rows(&softmax.sum, &i)?);
                 let delta_i = self.rows(&delta, &i)?;
                 let s = self.scores(&q_i, &k_j)?; // line 10
-                let p = s.broadcast_sub(&subtrahend(&m_i)?)?.exp()?; // line 11
+                let biased = self.biased(&s, &i, &j)?;
+                let p = biased.broadcast_sub(&subtrahend(&m_i)?)?.exp()?; // line 11
                 let p = p.broadcast_div(&l_i)?;
                 let p = seen.select(&p, 0.0)?;
                 let stayed = self.dropped(&p, &i, &j)?;
                 dv_j = (dv_j + seen.product_of_transposed(&stayed, &d_out_i)?)?; // line 12
                 let dp = self.dropped(&d_out_i.matmul(&v_j.t()?)?, &i, &j)?; // line 13
                 let mut ds = (p * dp.broadcast_sub(&delta_i)?)?; // line 14
+                d_bias.add(&self.of_heads(&seen.select(&ds, 0.0)?)?, &i, &j)?;
                 if let Some(cap) = self.sizes.soft_cap {
                     ds = (ds * (1.0 - (s / cap)?.sqr()?)?)?;
                 }
@@ -238,11 +255,44 @@ impl Attention {
         }
         let dq = dq.iter().map(|dq_i| self.tile(dq_i));
         let dq = dq.collect::<candle_core::Result<Vec<_>>>()?;
-        Ok([
+        let mut gradients = vec![
             Tensor::cat(&dq, 2)?, // line 20
             Tensor::cat(&dk, 1)?,
             Tensor::cat(&dv, 1)?,
-        ])
+        ];
+        gradients.extend(d_bias.sum);
+        Ok(gradients)
+    }
+
+    /// Adds the bias to the scores (G, R Br, Bc) of a tile.
+    fn biased(
+        &self,
+        scores: &Tensor,
+        i: &Range<usize>,
+        j: &Range<usize>,
+    ) -> candle_core::Result<Tensor> {
+        let Some(bias) = &self.bias else {
+            return Ok(scores.clone());
+        };
+        let Sizes {
+            batch,
+            heads,
+            queries,
+            keys,
+            ..
+        } = self.sizes;
+        let bias = bias.broadcast_as((batch, heads, queries, keys))?;
+        let tile = bias
+            .narrow(2, i.start, i.len())?
+            .narrow(3, j.start, j.len())?;
+        scores + tile.contiguous()?.reshape(scores.shape())?
+    }
+
+    /// Views scores (G, R Br, Bc) as (B, H, Br, Bc).
+    fn of_heads(&self, scores: &Tensor) -> candle_core::Result<Tensor> {
+        let (_, rows, keys) = scores.dims3()?;
+        let Sizes { batch, heads, .. } = self.sizes;
+        scores.reshape((batch, heads, rows / self.sizes.group(), keys))
     }
 
     /// `scale q_i k_j^T` (G, R Br, Bc), capped.
@@ -282,16 +332,17 @@ impl Attention {
         j: &Range<usize>,
         like: &Tensor,
     ) -> candle_core::Result<Option<Seen>> {
-        let heads = self.sizes.group(); // R
-        let matrices = match self.seen.sequences() {
-            1 => 1,
-            sequences => sequences * self.sizes.kv_heads, // G
+        let Sizes { kv_heads, .. } = self.sizes;
+        let group = self.sizes.group(); // R
+        let matrices = match self.seen.is_shared() {
+            true => 1,
+            false => self.sizes.kv_matrices(), // G
         };
-        let sees = |matrix: usize, i, j| {
-            let sequence = matrix * self.seen.sequences() / matrices;
-            self.seen.of(sequence).of_query(i).contains(&j)
+        let sees = |[matrix, member]: [usize; 2], i, j| {
+            let head = matrix % kv_heads * group + member;
+            self.seen.sees([matrix / kv_heads, head], i, j)
         };
-        Seen::new([matrices, heads], i, j, sees, like.device())
+        Seen::new([matrices, group], i, j, sees, like.device())
     }
 
     /// Views q, or a tensor of its shape, as (G, R, Tq, Dh).
@@ -319,6 +370,39 @@ impl Attention {
         let (batch, rows_of_group, width) = rows.dims3()?;
         let group = self.sizes.group();
         rows.reshape((batch, group, rows_of_group / group, width))
+    }
+}
+
+/// The gradient of a bias, a sum over tiles; nothing without a bias.
+struct BiasGradient {
+    sum: Option<Tensor>,
+}
+
+impl BiasGradient {
+    fn new(bias: &Option<Tensor>) -> candle_core::Result<Self> {
+        let sum = bias.as_ref().map(Tensor::zeros_like).transpose()?;
+        Ok(Self { sum })
+    }
+
+    /// Adds the gradient of a tile's scores (B, H, Br, Bc), summed over the dimensions in which the bias is repeated.
+    fn add(&mut self, ds: &Tensor, i: &Range<usize>, j: &Range<usize>) -> candle_core::Result<()> {
+        let Some(sum) = &self.sum else {
+            return Ok(());
+        };
+        let mut ds = ds.clone();
+        for (dim, size) in sum.dims().iter().enumerate() {
+            if *size == 1 {
+                ds = ds.sum_keepdim(dim)?;
+            }
+        }
+        for (dim, tile) in [(2, i), (3, j)] {
+            if sum.dims()[dim] > 1 {
+                let after = sum.dims()[dim] - tile.end;
+                ds = ds.pad_with_zeros(dim, tile.start, after)?;
+            }
+        }
+        self.sum = Some((sum + ds)?);
+        Ok(())
     }
 }
 

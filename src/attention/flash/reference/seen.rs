@@ -10,20 +10,20 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Evaluates `sees` for `matrices`, `heads` times the queries `i` in each, and the keys `j`. Returns `None` if no
-    /// pair is visible.
+    /// Evaluates `sees` for each of `heads` in each of `matrices`, for the queries `i` and the keys `j`. Returns `None`
+    /// if no pair is visible.
     pub(super) fn new(
         [matrices, heads]: [usize; 2],
         i: &Range<usize>,
         j: &Range<usize>,
-        sees: impl Fn(usize, usize, usize) -> bool,
+        sees: impl Fn([usize; 2], usize, usize) -> bool,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let all_heads = (0..matrices).flat_map(|matrix| (0..heads).map(move |_| matrix));
-        let rows = all_heads.flat_map(|matrix| i.clone().map(move |i| (matrix, i)));
+        let all_heads = (0..matrices).flat_map(|matrix| (0..heads).map(move |head| [matrix, head]));
+        let rows = all_heads.flat_map(|head| i.clone().map(move |i| (head, i)));
         let pairs: Vec<u8> = rows
-            .flat_map(|(matrix, i)| j.clone().map(move |j| (matrix, i, j)))
-            .map(|(matrix, i, j)| u8::from(sees(matrix, i, j)))
+            .flat_map(|(head, i)| j.clone().map(move |j| (head, i, j)))
+            .map(|(head, i, j)| u8::from(sees(head, i, j)))
             .collect();
         if pairs.iter().all(|seen| *seen == 0) {
             return Ok(None);

@@ -3,7 +3,8 @@
 pub use super::half_softmax::backward_from_scores;
 
 use super::half_softmax::{self, Rows};
-use crate::kernels::attention::KeyRanges;
+use crate::kernels::Mask;
+use crate::kernels::attention::{KeyRanges, PerScore};
 use crate::kernels::cpu::{Real, Stored, parallel, simd};
 use crate::probe::parts::{Part, timed};
 use std::ops::Range;
@@ -25,6 +26,99 @@ pub fn forward<T: Stored>(x: &[T], seen: KeyRanges<'_>, scale: f64, p: &mut [T])
         }
     };
     timed(Part::Softmax, || parallel::for_rows(p, keys, rows));
+}
+
+/// Computes [`forward`] in heads (B, H, Tq, Tk) of which `visible` hides elements too. Rows whose visible scores are all
+/// -inf are 0.
+pub fn forward_of_heads<T: Real>(x: &[T], seen: &HeadRows<'_>, scale: f64, p: &mut [T]) {
+    let (keys, scale) = (seen.keys, T::real(scale));
+    let rows = |first: usize, p: &mut [T]| {
+        let x = &x[first * keys..first * keys + p.len()];
+        p.copy_from_slice(x);
+        for (row, p) in p.chunks_exact_mut(keys).enumerate() {
+            let (range, is_hidden) = seen.of_row(first + row);
+            let p = visible_part(p, range.clone(), T::ZERO);
+            for (key, p) in range.zip(&mut *p) {
+                *p = match is_hidden(key) {
+                    true => T::NEG_INFINITY,
+                    false => *p * scale,
+                };
+            }
+            if p.iter().all(|score| *score == T::NEG_INFINITY) {
+                p.fill(T::ZERO);
+                continue;
+            }
+            simd::vectorized(
+                #[inline(always)]
+                || {
+                    let top = simd::max(p);
+                    for p in p.iter_mut() {
+                        *p = (*p - top).exponential();
+                    }
+                    let inv_sum = T::ONE / simd::sum(p);
+                    for p in p.iter_mut() {
+                        *p *= inv_sum;
+                    }
+                },
+            );
+        }
+    };
+    timed(Part::Softmax, || parallel::for_rows(p, keys, rows));
+}
+
+/// Computes dx of [`forward_of_heads`], as [`backward`] does. A NaN in a hidden dp has no effect.
+pub fn backward_of_heads<T: Real>(
+    dp: &[T],
+    p: &[T],
+    seen: &HeadRows<'_>,
+    scale: f64,
+    dx: &mut [T],
+) {
+    let keys = seen.keys;
+    let rows = |first: usize, dx: &mut [T]| {
+        let range = first * keys..first * keys + dx.len();
+        let rows = dp[range.clone()]
+            .chunks_exact(keys)
+            .zip(p[range].chunks_exact(keys));
+        for (row, (dx, (dp, p))) in dx.chunks_exact_mut(keys).zip(rows).enumerate() {
+            let (range, is_hidden) = seen.of_row(first + row);
+            for (key, (dx, dp)) in dx.iter_mut().zip(dp).enumerate() {
+                let hidden = !range.contains(&key) || is_hidden(key);
+                *dx = if hidden { T::ZERO } else { *dp };
+            }
+            backward_rows_from(dx, p, keys, scale, |_| 0..keys);
+        }
+    };
+    timed(Part::Softmax, || parallel::for_rows(dx, keys, rows));
+}
+
+/// The keys that each row of heads (B, H, Tq, Tk) sees.
+pub struct HeadRows<'a> {
+    pub mask: Mask,
+    pub heads: usize,
+    pub queries: usize,
+    pub keys: usize,
+    /// (B, Tq), or empty.
+    pub first_keys: &'a [u32],
+    /// 0 for a hidden pair.
+    pub visible: Option<PerScore<'a, u8>>,
+}
+
+impl HeadRows<'_> {
+    /// Returns the range of keys of a row, and which of them are hidden.
+    fn of_row(&self, row: usize) -> (Range<usize>, impl Fn(usize) -> bool) {
+        let (matrix, query) = (row / self.queries, row % self.queries);
+        let (batch, head) = (matrix / self.heads, matrix % self.heads);
+        let seen = KeyRanges::by_mask(self.mask, self.queries, self.keys);
+        let first_keys = self.first_keys.chunks(self.queries).nth(batch);
+        let range = seen
+            .from_first_keys(first_keys.unwrap_or_default())
+            .of_query(query);
+        let visible = self.visible.map(|visible| visible.of(batch, head));
+        (range, move |key| {
+            visible.is_some_and(|visible| visible.at(query, key) == 0)
+        })
+    }
 }
 
 /// Computes softmax in place: `p` holds scores in rows of `width`, of which row i sees those at `visible(i)`. Unless

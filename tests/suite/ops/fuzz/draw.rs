@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use std::collections::HashMap;
 use std::fmt;
 use std::num::NonZeroUsize;
-use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
+use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, KeyMask, Mask};
 use tallow::nn;
 use tallow::ops::{Dropout, DropoutKey, Gelu, KernelPolicy};
 use tallow::precision::Autocast;
@@ -155,6 +155,8 @@ impl Draw {
             scale: self.one_in(3).then_some(scale),
             soft_cap: self.one_in(4).then_some(cap),
             first_keys: self.one_in(4).then(|| self.first_keys()),
+            key_mask: self.one_in(5).then(|| self.key_mask()),
+            bias: None, // of a dtype and a device
             dropout: self.one_in(6).then(|| self.dropout()),
         }
     }
@@ -165,6 +167,13 @@ impl Draw {
             probability: self.number(),
             key: key.at(self.under(9)),
         }
+    }
+
+    /// Returns the padding of a few short sequences.
+    fn key_mask(&mut self) -> KeyMask {
+        let keys = self.under(4);
+        let lengths: Vec<usize> = (0..self.under(3)).map(|_| self.under(keys + 1)).collect();
+        KeyMask::of_lengths(&lengths, keys).expect("lengths within the keys")
     }
 
     /// Returns first keys for a few short sequences.

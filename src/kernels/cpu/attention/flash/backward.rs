@@ -84,9 +84,14 @@ pub fn backward<T: Stored>(
 }
 
 /// Returns the number of scratch elements that [`backward`] allocates: delta, the tiles of all threads, and the sums of
-/// dq unless they are accumulated in place. `stored_bytes` is the size of an element of dq. f64 because huge sizes must
-/// not overflow.
-pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usize) -> f64 {
+/// dq unless they are accumulated in place. `stored_bytes` is the size of an element of dq; `masked` is whether there
+/// are masks. f64 because huge sizes must not overflow.
+pub fn backward_scratch_elements(
+    sizes: &Sizes,
+    tiles: &Tiles,
+    stored_bytes: usize,
+    masked: bool,
+) -> f64 {
     let threads = rayon::current_num_threads();
     let width = padded_width(sizes);
     let matrices = sizes.batch.saturating_mul(sizes.kv_heads);
@@ -99,7 +104,7 @@ pub fn backward_scratch_elements(sizes: &Sizes, tiles: &Tiles, stored_bytes: usi
         }
     };
     let tasks = matrices.saturating_mul(sizes.keys.div_ceil(tiles.backward_k_tile));
-    let of_tiles = tasks.min(threads) as f64 * Scratch::<f32>::elements(sizes, tiles);
+    let of_tiles = tasks.min(threads) as f64 * Scratch::<f32>::elements(sizes, tiles, masked);
     let delta = sizes.batch as f64 * sizes.heads as f64 * sizes.queries as f64;
     delta + sums + of_tiles
 }
@@ -140,7 +145,8 @@ impl<T: Stored> Pass<'_, T> {
         // each other's turn, and with a causal mask the longest tasks come first.
         let tasks = keys.div_ceil(k_tile) * matrices.len();
         let unit = unit_of_tiles::<T>(self.sizes.head_dim);
-        let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles, unit);
+        let masked = !self.inputs.masks.is_none();
+        let scratch = || Scratch::<T::Wide>::new(sizes, self.tiles, masked, unit);
         parallel::for_tasks_with(tasks, scratch, |scratch, task| {
             let (tile, index) = (task / matrices.len(), task % matrices.len());
             let keys_range = tile * k_tile..keys.min((tile + 1) * k_tile);
@@ -167,7 +173,7 @@ impl<T: Stored> Pass<'_, T> {
 ///
 /// The order of additions is that of the matmul dO V^T. So if one probability is 1 and O is a row of V, `dP - delta` is
 /// exactly 0.
-fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
+pub(super) fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
     let mut delta = vec![T::Wide::ZERO; sizes.batch * sizes.heads * sizes.queries];
     let head_dim = sizes.head_dim;
     if delta.is_empty() {

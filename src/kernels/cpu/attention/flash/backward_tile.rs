@@ -1,7 +1,8 @@
 //! One task of flash attention's backward: a tile of keys and all tiles of queries that see it.
 
 use super::heads::{Heads, Rows};
-use super::scale::{cap_by, multiply, multiply_by};
+use super::masks::{MaskedTile, Masks, visible_hull, visible_runs};
+use super::scale::{cap_by, multiply, multiply_by, multiply_rows};
 use super::score_gradient::{Query, ScoreGradient};
 use super::transpose::{load_block, to_columns};
 use super::turns::Turns;
@@ -35,6 +36,8 @@ pub struct Inputs<'a, T: Stored> {
     pub d_out: Heads<'a, T>,
     /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
+    /// Masks and biases, as in forward.
+    pub masks: Masks<'a, T::Wide>,
     /// The dropout mask of the probabilities (B H Tq, Tk), if forward had dropout.
     pub dropout: Option<DropoutMask>,
 }
@@ -54,6 +57,31 @@ pub(super) struct Task<'a, T: Stored> {
     /// The dq that all tasks add to. The rows of these heads, (group * Tq, width), begin at `dq_start`.
     pub dq: &'a Shared<'a, T::Wide>,
     pub dq_start: usize,
+}
+
+/// A tile of keys, as a head of q attends to it.
+pub(super) struct HeadTile<'a, T: Stored> {
+    pub sizes: &'a Sizes,
+    pub inputs: &'a Inputs<'a, T>,
+    /// (B, H, Tq).
+    pub delta: &'a [T::Wide],
+    pub batch: usize,
+    pub head: usize,
+    pub keys: Range<usize>,
+}
+
+impl<T: Stored> HeadTile<'_, T> {
+    /// Returns the row of the head's first query in lse and delta.
+    fn first_row(&self) -> usize {
+        (self.batch * self.sizes.heads + self.head) * self.sizes.queries
+    }
+
+    /// Returns a range of keys relative to the tile's first key.
+    fn inside(&self, seen: Range<usize>) -> Range<usize> {
+        let Range { start, end } = self.keys;
+        let [first, last] = [seen.start, seen.end].map(|key| key.clamp(start, end));
+        first - start..last - start
+    }
 }
 
 /// The buffers of one task. Rows of Dh elements are padded with zeros to `width`.
@@ -82,6 +110,12 @@ pub(super) struct Scratch<T> {
     /// dP, then dS: (q_tile, k_tile).
     ds: Vec<T>,
     queries: Vec<Query<T>>,
+    /// The tile's first query.
+    first_query: usize,
+    /// The terms of masks: (q_tile, k_tile), or empty if there are none.
+    terms: Vec<T>,
+    /// Whether the tile has terms.
+    has_terms: bool,
     /// The dropout factors of one query's probabilities: (k_tile), or empty without dropout.
     factors: Vec<T>,
     /// Rows to be transposed: (COLUMNS, Dh).
@@ -94,7 +128,7 @@ pub(super) fn padded_width(sizes: &Sizes) -> f64 {
 }
 
 impl<T: Lanes> Scratch<T> {
-    pub(super) fn new(sizes: &Sizes, tiles: &Tiles, unit: Option<Unit>) -> Self {
+    pub(super) fn new(sizes: &Sizes, tiles: &Tiles, masked: bool, unit: Option<Unit>) -> Self {
         let width = sizes.head_dim.next_multiple_of(COLUMNS);
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1);
         let k_tile = tiles.backward_k_tile.min(sizes.keys);
@@ -115,6 +149,9 @@ impl<T: Lanes> Scratch<T> {
             p: zeros(q_tile, k_tile),
             ds: zeros(q_tile, k_tile),
             queries: Vec::with_capacity(q_tile),
+            first_query: 0,
+            terms: zeros(if masked { q_tile } else { 0 }, k_tile),
+            has_terms: false,
             factors: Vec::new(),
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
         }
@@ -122,13 +159,15 @@ impl<T: Lanes> Scratch<T> {
 
     /// Returns the number of elements that [`new`](Self::new) allocates; dropout adds k_tile. f64 because huge sizes
     /// must not overflow.
-    pub(super) fn elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
+    pub(super) fn elements(sizes: &Sizes, tiles: &Tiles, masked: bool) -> f64 {
         let (head_dim, width) = (sizes.head_dim as f64, padded_width(sizes));
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1) as f64;
         let k_tile = tiles.backward_k_tile.min(sizes.keys);
         let k_tile = k_tile.next_multiple_of(COLUMNS) as f64;
         let of_keys = k_tile * (2.0 * head_dim + 3.0 * width);
-        of_keys + 2.0 * q_tile * (width + k_tile) + COLUMNS as f64 * head_dim
+        let score_tiles = if masked { 3.0 } else { 2.0 };
+        let of_queries = q_tile * (2.0 * width + score_tiles * k_tile);
+        of_keys + of_queries + COLUMNS as f64 * head_dim
     }
 
     /// Processes one tile of keys: writes its dk and dv (keys, Dh) and adds to dq in its turn.
@@ -147,66 +186,45 @@ impl<T: Lanes> Scratch<T> {
             inputs.k.matrix(batch, kv_head),
             inputs.v.matrix(batch, kv_head),
         );
-        let (_, lse_rest) = inputs.lse.split_at(task.delta.len());
         let seen_keys = sizes.key_ranges(inputs.first_keys, batch);
-        // Relative to the tile's first key.
-        let inside = |seen: Range<usize>| {
-            let [first, end] = [seen.start, seen.end].map(|key| key.clamp(keys.start, keys.end));
-            first - keys.start..end - keys.start
-        };
         for member in 0..sizes.group() {
             let head = kv_head * sizes.group() + member;
-            let q = inputs.q.matrix(batch, head);
-            let d_out = inputs.d_out.matrix(batch, head);
-            let first_row = (batch * sizes.heads + head) * sizes.queries; // of lse and delta
+            let head = HeadTile {
+                sizes,
+                inputs,
+                delta: task.delta,
+                batch,
+                head,
+                keys: keys.clone(),
+            };
             for start in (0..sizes.queries).step_by(self.q_tile) {
                 let range = start..sizes.queries.min(start + self.q_tile);
-                let by_tile = inside(seen_keys.of_queries(&range));
+                let by_tile = head.inside(seen_keys.of_queries(&range));
                 if by_tile.is_empty() {
                     continue;
                 }
-                self.load_queries(sizes, range.clone(), q, d_out);
-                self.queries.clear();
-                self.queries.extend(range.clone().map(|query| {
-                    let lse = inputs.lse[first_row + query];
-                    let lse_rest = lse_rest.get(first_row + query);
-                    Query {
-                        lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
-                        lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
-                        delta: task.delta[first_row + query],
-                        seen: inside(seen_keys.of_query(query)),
-                    }
-                }));
-                // A query that sees none of these keys must not contribute, whatever it holds.
-                for (row, query) in self.queries.iter().enumerate() {
-                    if query.seen.is_empty() {
-                        let row = row * self.width..(row + 1) * self.width;
-                        self.q[row.clone()].fill(T::ZERO);
-                        self.d_out[row].fill(T::ZERO);
-                    }
-                }
+                let is_seen = self.begin_queries(&head, range.clone());
                 // The dS of a hidden key is 0, and 0 * NaN is NaN. If there are NaNs or infinities, queries are
                 // processed one by one, so that none meets a key that it does not see.
                 let [first, last] =
                     [range.start, range.end - 1].map(|query| seen_keys.of_query(query));
-                let by_all = inside(last).start..inside(first).end;
-                let together = by_all == by_tile || self.finite(range.len());
-                let step = if together { range.len() } else { 1 };
-                // The mask's rows are those of lse; its columns are keys.
-                let dropout = inputs.dropout.as_ref();
-                let dropout = dropout.map(|mask| (mask, first_row + range.start, keys.clone()));
-                for first in (0..range.len()).step_by(step) {
-                    self.queries(sizes, first..first + step, dropout.clone());
+                let by_all = head.inside(last).start..head.inside(first).end;
+                let see_alike = by_all == by_tile && !self.has_terms;
+                let together = see_alike || self.finite(range.len());
+                if is_seen && together {
+                    self.queries(&head, 0..range.len());
                 }
                 let q_tile = start / self.q_tile;
-                // The tiles of keys that a tile of queries sees are contiguous, so every task from the first one on
-                // takes its turn.
+                // The tiles of keys that a tile of queries sees, but for masks in tensors, are contiguous, so every
+                // task from the first one on takes its turn.
                 task.turns.wait(member, q_tile, task.tile);
                 let at = task.dq_start + (member * sizes.queries + start) * self.width;
                 // SAFETY: no other task has these rows until `pass_on`.
                 let dq = unsafe { task.dq.range(at, range.len() * self.width) };
-                for first in (0..range.len()).step_by(step) {
-                    self.add_to_dq(first..first + step, &mut dq[first * self.width..]);
+                if is_seen && together {
+                    self.add_to_dq(0..range.len(), dq);
+                } else if is_seen {
+                    self.queries_one_by_one(&head, range.len(), dq);
                 }
                 task.turns.pass_on(member, q_tile, task.tile);
             }
@@ -220,8 +238,93 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
+    /// Prepares a tile of queries: loads Q and dO, reads masks, and finds the keys that each query sees. Returns whether
+    /// any sees one.
+    pub(super) fn begin_queries<S: Stored<Wide = T>>(
+        &mut self,
+        head: &HeadTile<'_, S>,
+        range: Range<usize>,
+    ) -> bool {
+        let (sizes, inputs) = (head.sizes, head.inputs);
+        let masks = inputs.masks.of(head.batch, head.head);
+        self.has_terms = false;
+        if !masks.is_none() {
+            match masks.read(&range, &head.keys, &mut self.terms, [self.k_tile, 1]) {
+                MaskedTile::Plain => {}
+                MaskedTile::Terms => self.has_terms = true,
+                MaskedTile::Hidden => return false,
+            }
+        }
+        let q = inputs.q.matrix(head.batch, head.head);
+        let d_out = inputs.d_out.matrix(head.batch, head.head);
+        self.load_queries(sizes, range.clone(), q, d_out);
+        let (_, lse_rest) = inputs.lse.split_at(head.delta.len());
+        let seen_keys = sizes.key_ranges(inputs.first_keys, head.batch);
+        let first_row = head.first_row();
+        let (has_terms, terms, k_tile) = (self.has_terms, &self.terms, self.k_tile);
+        self.first_query = range.start;
+        self.queries.clear();
+        self.queries.extend(range.enumerate().map(|(row, query)| {
+            let lse = inputs.lse[first_row + query];
+            let lse_rest = lse_rest.get(first_row + query);
+            let seen = head.inside(seen_keys.of_query(query));
+            let seen = match has_terms {
+                false => seen,
+                true => visible_hull(&terms[row * k_tile..], seen),
+            };
+            Query {
+                lse: if lse == T::NEG_INFINITY { T::ZERO } else { lse },
+                lse_rest: lse_rest.copied().unwrap_or(T::ZERO),
+                delta: head.delta[first_row + query],
+                seen,
+            }
+        }));
+        // A query that sees none of these keys must not contribute, whatever it holds.
+        for (row, query) in self.queries.iter().enumerate() {
+            if query.seen.is_empty() {
+                let row = row * self.width..(row + 1) * self.width;
+                self.q[row.clone()].fill(T::ZERO);
+                self.d_out[row].fill(T::ZERO);
+            }
+        }
+        self.queries.iter().any(|query| !query.seen.is_empty())
+    }
+
+    /// Returns the number of queries of a tile.
+    pub(super) fn q_tile(&self) -> usize {
+        self.q_tile
+    }
+
+    /// Returns the keys that a query of the tile sees, and their dS after [`score_gradients`](Self::score_gradients).
+    pub(super) fn seen_score_gradients(&self, row: usize) -> (Range<usize>, &[T]) {
+        let seen = self.queries[row].seen.clone();
+        let ds = &self.ds[row * self.k_tile..][seen.clone()];
+        (seen, ds)
+    }
+
+    /// Processes each of `count` queries against each range of keys that it sees, dq included.
+    fn queries_one_by_one<S: Stored<Wide = T>>(
+        &mut self,
+        head: &HeadTile<'_, S>,
+        count: usize,
+        dq: &mut [T],
+    ) {
+        for row in 0..count {
+            let seen = self.queries[row].seen.clone();
+            let runs = match self.has_terms {
+                false => vec![seen],
+                true => visible_runs(&self.terms[row * self.k_tile..], seen),
+            };
+            for run in runs {
+                self.queries[row].seen = run;
+                self.queries(head, row..row + 1);
+                self.add_to_dq(row..row + 1, &mut dq[row * self.width..]);
+            }
+        }
+    }
+
     /// Loads K and V of a tile in the layouts of the matmuls; zeroes dk and dv.
-    fn load_keys<S: Stored<Wide = T>>(
+    pub(super) fn load_keys<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
         range: Range<usize>,
@@ -286,21 +389,28 @@ impl<T: Lanes> Scratch<T> {
 
     /// Returns the range from the first key that some of these queries see to the last.
     fn keys_of_rows(&self, rows: &Range<usize>) -> Range<usize> {
-        self.queries[rows.start].seen.start..self.queries[rows.end - 1].seen.end
+        let seen = self.queries[rows.clone()].iter().map(|query| &query.seen);
+        let seen = seen.filter(|seen| !seen.is_empty());
+        let all = seen.fold(None, |all: Option<Range<usize>>, seen| match all {
+            None => Some(seen.clone()),
+            Some(all) => Some(all.start.min(seen.start)..all.end.max(seen.end)),
+        });
+        all.unwrap_or(0..0)
     }
 
-    /// Processes the queries `rows` of the tile against the keys that they see, except for dq. `dropout` is the mask,
-    /// its row for the tile's first query, and the tile's keys.
-    fn queries(
+    /// Computes P and dS of the queries `rows` of the tile and the keys that they see; dS is the gradient of the scores
+    /// before a soft cap, or after it. It is not yet multiplied by the scale. Returns the keys.
+    pub(super) fn score_gradients<S: Stored<Wide = T>>(
         &mut self,
-        sizes: &Sizes,
+        head: &HeadTile<'_, S>,
         rows: Range<usize>,
-        dropout: Option<(&DropoutMask, usize, Range<usize>)>,
-    ) {
+        before_cap: bool,
+    ) -> Range<usize> {
+        let (sizes, keys) = (head.sizes, &head.keys);
         let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
         let seen = self.keys_of_rows(&rows);
         if seen.is_empty() {
-            return;
+            return seen;
         }
         let columns = seen.end.next_multiple_of(COLUMNS);
         let queries = &self.queries[rows.clone()];
@@ -308,7 +418,9 @@ impl<T: Lanes> Scratch<T> {
         let d_out = &self.d_out[rows.start * width..];
         let p = &mut self.p[rows.start * k_tile..];
         let ds = &mut self.ds[rows.start * k_tile..];
-        let first_row = rows.start;
+        let terms = self.has_terms.then(|| &self.terms[rows.start * k_tile..]);
+        // The dropout mask's rows are those of lse; its columns are keys.
+        let first_row = head.first_row() + self.first_query + rows.start;
         let rows = rows.len();
         // Line 10: S = (scale Q) K^T, with the same bits as in forward.
         let product = TileMatmul {
@@ -327,20 +439,21 @@ impl<T: Lanes> Scratch<T> {
             unit: self.unit,
         };
         product.run(Part::Scores);
-        let scale_of_scores = self.unit.map(|_| T::real(sizes.scale));
-        let scale = |x: &mut [T]| {
-            if let Some(scale) = scale_of_scores {
-                x.chunks_mut(k_tile)
-                    .for_each(|row| multiply_by(&mut row[..columns], scale));
-            }
-        };
-        scale(&mut p[..rows * k_tile]);
+        if self.unit.is_some() {
+            multiply_rows(
+                &mut p[..rows * k_tile],
+                k_tile,
+                columns,
+                T::real(sizes.scale),
+            );
+        }
         let soft_cap = sizes.soft_cap.map(T::real);
         if let Some(cap) = soft_cap {
             p[..rows * k_tile]
                 .chunks_mut(k_tile)
                 .for_each(|row| cap_by(&mut row[..columns], cap));
         }
+        let soft_cap = soft_cap.filter(|_| before_cap); // of dS
         // Line 13: dP = dO V^T.
         let product = TileMatmul {
             a: d_out,
@@ -359,7 +472,7 @@ impl<T: Lanes> Scratch<T> {
         };
         product.run(Part::Values);
         // Lines 11 and 14.
-        match dropout {
+        match &head.inputs.dropout {
             None => ScoreGradient {
                 queries,
                 scores: p,
@@ -367,13 +480,14 @@ impl<T: Lanes> Scratch<T> {
                 row: k_tile,
                 keys: columns,
                 soft_cap,
+                terms,
             }
             .run(),
             // A dropped element has dP = 0. Its P is zeroed only after dS is computed from it.
-            Some((mask, row, keys)) => {
+            Some(mask) => {
                 let each = p.chunks_mut(k_tile).zip(ds.chunks_mut(k_tile)).zip(queries);
                 for (i, ((p, dp), query)) in each.enumerate() {
-                    mask.factors(row + first_row + i, keys.clone(), &mut self.factors);
+                    mask.factors(first_row + i, keys.clone(), &mut self.factors);
                     multiply(dp, &self.factors);
                     ScoreGradient {
                         queries: slice::from_ref(query),
@@ -382,13 +496,33 @@ impl<T: Lanes> Scratch<T> {
                         row: k_tile,
                         keys: columns,
                         soft_cap,
+                        terms: terms.map(|terms| &terms[i * k_tile..]),
                     }
                     .run();
                     multiply(p, &self.factors);
                 }
             }
         }
-        scale(&mut ds[..rows * k_tile]);
+        seen
+    }
+
+    /// Processes the queries `rows` of the tile against the keys that they see, except for dq.
+    fn queries<S: Stored<Wide = T>>(&mut self, head: &HeadTile<'_, S>, rows: Range<usize>) {
+        let seen = self.score_gradients(head, rows.clone(), true);
+        if seen.is_empty() {
+            return;
+        }
+        let (width, k_tile) = (self.width, self.k_tile);
+        let q = &self.q[rows.start * width..];
+        let d_out = &self.d_out[rows.start * width..];
+        let p = &self.p[rows.start * k_tile..];
+        let ds = &mut self.ds[rows.start * k_tile..];
+        let rows = rows.len();
+        if self.unit.is_some() {
+            let columns = seen.end.next_multiple_of(COLUMNS);
+            let scale = T::real(head.sizes.scale);
+            multiply_rows(&mut ds[..rows * k_tile], k_tile, columns, scale);
+        }
         // Line 12: dV += P^T dO.
         let product = TileMatmul {
             a: &p[seen.start..],

@@ -1,6 +1,7 @@
 //! Forward of flash attention: algorithm 1, one task per tile of queries.
 
 use super::heads::Rows;
+use super::masks::{HeadMasks, MaskedTile, Masks};
 use super::panel::{PANEL, Panel, PanelKeys};
 use super::transpose::to_rows;
 use super::{Heads, Sizes, Tiles};
@@ -26,7 +27,7 @@ pub struct Outputs<'a, T: Stored> {
 
 /// The inputs of forward.
 #[derive(Clone, Copy)]
-pub struct ForwardInputs<'a, T> {
+pub struct ForwardInputs<'a, T: Stored> {
     /// (B, H, Tq, Dh).
     pub q: Heads<'a, T>,
     /// (B, Hkv, Tk, Dh).
@@ -35,6 +36,8 @@ pub struct ForwardInputs<'a, T> {
     pub v: Heads<'a, T>,
     /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
+    /// Masks and biases.
+    pub masks: Masks<'a, T::Wide>,
     /// The dropout mask of the probabilities (B H Tq, Tk), if there is dropout.
     pub dropout: Option<DropoutMask>,
 }
@@ -53,6 +56,7 @@ pub fn forward<T: Stored>(
         k,
         v,
         first_keys,
+        masks,
         dropout,
     } = inputs;
     let length = sizes.batch * sizes.heads * sizes.queries;
@@ -78,7 +82,10 @@ pub fn forward<T: Stored>(
     let tasks = sizes.batch * sizes.heads * q_tiles;
     for_tasks_with(
         tasks,
-        || Scratch::<T::Wide>::new(sizes, tiles, unit_of_tiles::<T>(sizes.head_dim)),
+        || {
+            let unit = unit_of_tiles::<T>(sizes.head_dim);
+            Scratch::<T::Wide>::new(sizes, tiles, !masks.is_none(), unit)
+        },
         |scratch, task| {
             let (matrix, tile) = (task / q_tiles, task % q_tiles);
             let (batch, head) = (matrix / sizes.heads, matrix % sizes.heads);
@@ -89,6 +96,7 @@ pub fn forward<T: Stored>(
             scratch.attend(
                 sizes,
                 &sizes.key_ranges(first_keys, batch),
+                masks.of(batch, head),
                 dropout.as_ref().map(|mask| (mask, first_row)),
                 range.clone(),
                 [
@@ -111,15 +119,17 @@ pub fn forward<T: Stored>(
     );
 }
 
-/// Returns the number of elements that [`forward`] allocates for the tiles of all its threads. f64 because huge sizes
-/// must not overflow.
-pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles) -> f64 {
+/// Returns the number of elements that [`forward`] allocates for the tiles of all its threads, with masks or without.
+/// f64 because huge sizes must not overflow.
+pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles, masked: bool) -> f64 {
     let (q_tile, k_tile) = (tiles.forward_q_tile, tiles.forward_k_tile.min(sizes.keys));
     let panels = sizes.queries.min(q_tile).div_ceil(PANEL);
     let head_dim = sizes.head_dim as f64;
     // As in `Scratch::new`: Q^T and O^T of every panel and its softmax states; scores; K and V; rows.
     let of_panels = (panels * PANEL) as f64 * (2.0 * head_dim + 3.0);
-    let rest = k_tile as f64 * (PANEL as f64 + 2.0 * head_dim) + COLUMNS as f64 * head_dim;
+    let score_tiles = if masked { 2.0 } else { 1.0 };
+    let of_key = score_tiles * PANEL as f64 + 2.0 * head_dim;
+    let rest = k_tile as f64 * of_key + COLUMNS as f64 * head_dim;
     let q_tiles = sizes.queries.div_ceil(q_tile);
     let tasks = sizes
         .batch
@@ -136,6 +146,8 @@ struct Scratch<T> {
     scores: Vec<T>,
     /// The keys of a tile that each query of a panel sees; set only if some query does not see the whole tile.
     seen: PanelKeys<T>,
+    /// The terms of masks: (k_tile, PANEL), or empty if there are none.
+    terms: Vec<T>,
     /// A tile of K and of V, copied if they cannot be read in place: (k_tile, Dh).
     k: Vec<T>,
     v: Vec<T>,
@@ -144,7 +156,7 @@ struct Scratch<T> {
 }
 
 impl<T: Lanes> Scratch<T> {
-    fn new(sizes: &Sizes, tiles: &Tiles, unit: Option<Unit>) -> Self {
+    fn new(sizes: &Sizes, tiles: &Tiles, masked: bool, unit: Option<Unit>) -> Self {
         let longest = sizes.queries.min(tiles.forward_q_tile);
         let k_tile = tiles.forward_k_tile.min(sizes.keys);
         Self {
@@ -154,6 +166,7 @@ impl<T: Lanes> Scratch<T> {
                 .collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
             seen: PanelKeys::new(),
+            terms: vec![T::ZERO; if masked { k_tile * PANEL } else { 0 }],
             k: vec![T::ZERO; k_tile * sizes.head_dim],
             v: vec![T::ZERO; k_tile * sizes.head_dim],
             block: vec![T::ZERO; COLUMNS * sizes.head_dim],
@@ -166,6 +179,7 @@ impl<T: Lanes> Scratch<T> {
         &mut self,
         sizes: &Sizes,
         seen: &KeyRanges<'_>,
+        masks: HeadMasks<'_, T>,
         dropout: Option<(&DropoutMask, usize)>,
         range: Range<usize>,
         [q, k, v]: [Rows<'_, S>; 3],
@@ -190,7 +204,21 @@ impl<T: Lanes> Scratch<T> {
                 if count == 0 {
                     continue; // the whole tile is hidden
                 }
-                let scores = &mut self.scores[..count * panel.lanes];
+                let (size, lanes) = (count * panel.lanes, panel.lanes);
+                let terms = match masks.is_none() {
+                    true => None,
+                    false => {
+                        let terms = &mut self.terms[..size];
+                        terms.fill(T::ZERO); // of the lanes without a query
+                        let (queries, keys) = (&panel.queries, first..first + count);
+                        match masks.read(queries, &keys, terms, [1, lanes]) {
+                            MaskedTile::Plain => None,
+                            MaskedTile::Terms => Some(&*terms),
+                            MaskedTile::Hidden => continue,
+                        }
+                    }
+                };
+                let scores = &mut self.scores[..size];
                 // Relative to the first key that the panel sees.
                 let by = |query: usize| {
                     let seen = seen.of_query(query);
@@ -198,7 +226,7 @@ impl<T: Lanes> Scratch<T> {
                 };
                 let last = panel.queries.end - 1;
                 let by_all = by(last).start.min(count)..by(panel.queries.start).end.min(count);
-                if by_all != (0..count) {
+                if by_all != (0..count) || terms.is_some() {
                     let each = self.seen.first.iter_mut().zip(&mut self.seen.end);
                     for (lane, (first, end)) in each.enumerate().take(panel.lanes) {
                         let seen = by((panel.queries.start + lane).min(last));
@@ -207,11 +235,11 @@ impl<T: Lanes> Scratch<T> {
                 }
                 let skipped = first - keys.start;
                 let (k, v) = ((&k.0[skipped * k.1..], k.1), (&v.0[skipped * v.1..], v.1));
-                panel.probabilities(k, scores, &self.seen, by_all.clone());
+                panel.probabilities(k, scores, terms, &self.seen, by_all.clone());
                 if let Some((mask, first_row)) = dropout {
                     panel.apply_dropout(scores, mask, first_row, first);
                 }
-                panel.add(v, scores, &self.seen, by_all);
+                panel.add(v, scores, terms, &self.seen, by_all);
             }
         }
     }

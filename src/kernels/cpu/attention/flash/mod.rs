@@ -19,8 +19,10 @@
 
 mod backward;
 mod backward_tile;
+mod bias_gradient;
 mod forward;
 mod heads;
+mod masks;
 mod online_softmax;
 mod panel;
 mod scale;
@@ -31,8 +33,10 @@ mod turns;
 
 pub use backward::{Gradients, backward, backward_scratch_elements};
 pub use backward_tile::Inputs;
+pub use bias_gradient::{bias_gradient, bias_gradient_scratch_elements};
 pub use forward::{ForwardInputs, Outputs, forward, forward_scratch_elements};
 pub use heads::Heads;
+pub use masks::Masks;
 pub use tiles::Tiles;
 
 pub use crate::kernels::attention::Sizes;

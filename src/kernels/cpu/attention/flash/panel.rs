@@ -1,6 +1,7 @@
 //! A panel of queries, which processes the tiles of keys one after another.
 
 use super::heads::Rows;
+use super::masks::add_terms;
 use super::online_softmax::{OnlineSoftmax, State};
 use super::scale::{cap_by, multiply_by};
 use super::transpose::{load_block, to_columns};
@@ -92,11 +93,13 @@ impl<T: Lanes> Panel<T> {
     }
 
     /// Computes the scores of one tile of keys and turns them into probabilities (keys, lanes), not yet divided by the
-    /// sums. k (keys, Dh) comes with its row stride. Queries all see the keys `by_all`. Earlier sums are rescaled.
+    /// sums. k (keys, Dh) comes with its row stride. `terms` (keys, lanes) are added to the scores. By their ranges, all
+    /// queries see the keys `by_all`. Earlier sums are rescaled.
     pub fn probabilities(
         &mut self,
         (k, k_row): (&[T], usize),
         scores: &mut [T],
+        terms: Option<&[T]>,
         seen: &PanelKeys<T>,
         by_all: Range<usize>,
     ) {
@@ -125,6 +128,9 @@ impl<T: Lanes> Panel<T> {
         }
         if let Some(cap) = self.soft_cap {
             cap_by(scores, cap);
+        }
+        if let Some(terms) = terms {
+            add_terms(scores, terms);
         }
         // Line 9.
         let step = OnlineSoftmax {
@@ -181,16 +187,19 @@ impl<T: Lanes> Panel<T> {
     }
 
     /// Adds the values v (keys, Dh) of a tile, with their row stride, weighted by its probabilities (keys, lanes).
+    /// `terms` are those of the scores.
     pub fn add(
         &mut self,
         (v, v_row): (&[T], usize),
         p: &[T],
+        terms: Option<&[T]>,
         seen: &PanelKeys<T>,
         by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
         let head_dim = self.q.len() / lanes;
         let keys = p.len() / lanes;
+        let by_all = if terms.is_some() { 0..0 } else { by_all };
         // Line 10: O^T += V^T P^T.
         let mut next = 0;
         for key in (0..by_all.start).chain(by_all.end.max(by_all.start)..keys) {
@@ -201,8 +210,9 @@ impl<T: Lanes> Panel<T> {
             // A hidden p is 0, and 0 * NaN is NaN: this key's values are added only to queries that see it.
             self.add_values(v, v_row, p, next..key);
             for (lane, p) in p[key * lanes..][..lanes].iter().enumerate() {
+                let hidden = terms.is_some_and(|x| x[key * lanes + lane] == T::NEG_INFINITY);
                 let key = T::real(key as f64);
-                if seen.first[lane] <= key && key < seen.end[lane] {
+                if !hidden && seen.first[lane] <= key && key < seen.end[lane] {
                     for (out, value) in self.out.chunks_mut(lanes).zip(row) {
                         out[lane] += *p * *value;
                     }

@@ -10,6 +10,12 @@ pub(super) fn multiply_by<T: Lanes>(x: &mut [T], factor: T) {
     );
 }
 
+/// Multiplies the first `columns` elements of each row of `width` by a factor.
+pub(super) fn multiply_rows<T: Lanes>(x: &mut [T], width: usize, columns: usize, factor: T) {
+    x.chunks_mut(width)
+        .for_each(|row| multiply_by(&mut row[..columns], factor));
+}
+
 /// Replaces x by cap tanh(x / cap).
 pub(super) fn cap_by<T: Lanes>(x: &mut [T], cap: T) {
     simd::vectorized(

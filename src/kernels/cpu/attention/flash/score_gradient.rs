@@ -19,7 +19,7 @@ pub(super) struct Query<T> {
     pub seen: Range<usize>,
 }
 
-/// Replaces scores by `p = exp(scores - lse - lse_rest)` and dp by `ds = p (dp - delta)`; both are 0 for hidden keys
+/// Replaces scores by `p = exp(scores + terms - lse - lse_rest)` and dp by `ds = p (dp - delta)`; both are 0 for hidden keys
 /// (algorithm 2, lines 11 and 14). With a soft cap, `ds = p (dp - delta) (1 - (score / cap)^2)`.
 pub(super) struct ScoreGradient<'a, T> {
     pub queries: &'a [Query<T>],
@@ -32,6 +32,8 @@ pub(super) struct ScoreGradient<'a, T> {
     /// The keys of the tile, rounded up to a multiple of [`COLUMNS`].
     pub keys: usize,
     pub soft_cap: Option<T>,
+    /// The terms of masks, added to the scores: (queries, row), -inf for a hidden pair.
+    pub terms: Option<&'a [T]>,
 }
 
 impl<T: Lanes> ScoreGradient<'_, T> {
@@ -39,6 +41,7 @@ impl<T: Lanes> ScoreGradient<'_, T> {
         assert!(self.keys.is_multiple_of(COLUMNS) && self.keys <= self.row);
         let size = self.queries.len() * self.row;
         assert!(self.scores.len() >= size && self.dp.len() >= size);
+        assert!(self.terms.is_none_or(|terms| terms.len() >= size));
         timed(Part::Softmax, || Arch::new().dispatch(self));
     }
 }
@@ -66,13 +69,27 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                         continue;
                     }
                     let score = T::vload::<S>(scores);
-                    let exponent = T::vsub(simd, score, lse);
-                    let p = T::vexp(simd, T::vsub(simd, exponent, lse_rest));
+                    let terms = self.terms.map(|terms| {
+                        let at = terms.as_ptr().add(i * self.row + first);
+                        T::vload::<S>(at)
+                    });
+                    let total = match terms {
+                        None => score,
+                        Some(terms) => T::vadd(simd, score, terms),
+                    };
+                    let exponent = T::vsub(simd, total, lse);
+                    let mut p = T::vexp(simd, T::vsub(simd, exponent, lse_rest));
                     let mut ds = T::vmul(simd, p, T::vsub(simd, T::vload::<S>(dp), delta));
                     if let Some(cap) = self.soft_cap {
                         let share = T::vmul(simd, score, T::vsplat(simd, T::ONE / cap));
                         let slope = T::vsub(simd, one, T::vmul(simd, share, share));
                         ds = T::vmul(simd, ds, slope);
+                    }
+                    if let Some(terms) = terms {
+                        // Selected, as below.
+                        let low = T::vsplat(simd, T::NEG_INFINITY);
+                        p = T::vselect_at_most(simd, terms, low, zero, p);
+                        ds = T::vselect_at_most(simd, terms, low, zero, ds);
                     }
                     T::vstore::<S>(scores, p);
                     T::vstore::<S>(dp, ds);
