@@ -38,8 +38,8 @@
 //!
 //! # Guides
 //!
-//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [several
-//! hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
+//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [a model of your
+//! own](guide::own_model), [several hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
 //!
 //! # Modules
 //!

@@ -202,9 +202,9 @@ impl<'l> Step<'l> {
 
     /// Makes the next [`run`](Self::run) renew the [half-precision copies](crate::compile#half-precision) of weights.
     /// It has an effect only on a GPU, where copies persist from run to run. Call it after you have set weights of the
-    /// existing model in place: with [`Var::set`] on the variables of
-    /// [`Layer::parameters`](crate::nn::Layer::parameters), or with `VarMap::load`. (A model that is loaded anew has
-    /// other variables and needs another optimizer and step.) It is not needed after
+    /// existing model in place: with [`nn::load`](crate::nn::load()), `VarMap::load`, or [`Var::set`] on the variables
+    /// of [`Layer::parameters`](crate::nn::Layer::parameters). (A newly built model has other variables, and needs
+    /// another optimizer and step.) It is not needed after
     /// [`AdamW::load`](crate::optim::AdamW::load), nor after an eager step of the same optimizer, which is detected,
     /// nor for [`forward_backward`](Self::forward_backward), which always renews the copies.
     pub fn refresh(&mut self) {
