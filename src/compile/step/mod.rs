@@ -112,7 +112,7 @@ impl<'l> Step<'l> {
     ///
     /// # Errors
     /// Errors of the loss and of its trace; an op that cannot be planned, with its path; a loss that is not a scalar
-    /// float; a weight of the optimizer that the loss does not depend on, unless its group [permits
+    /// f32, or on the CPU f64; a weight of the optimizer that the loss does not depend on, unless its group [permits
     /// that](crate::optim::AdamWConfig::missing_gradients); a missing input, or one that the loss does not read; on a
     /// GPU, heads that flash attention [has no kernel for](crate::compile#on-a-gpu); a memory budget that no plan fits,
     /// with the smallest that would do; an arena that does not fit in the device's memory.
