@@ -38,8 +38,8 @@
 //!
 //! # Guides
 //!
-//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [several
-//! hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
+//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [a model of your
+//! own](guide::own_model), [several hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
 //!
 //! # Modules
 //!
@@ -146,8 +146,8 @@
 //! - Build with `--release`, or set `opt-level = 3` in `[profile.dev]`: profiles of a dependency do not apply.
 //! - candle's CPU backend allocates for every op. Eager steps are faster with mimalloc (`mimalloc::MiMalloc` as the
 //!   `#[global_allocator]`) if it keeps freed pages: start the program with `MIMALLOC_PURGE_DELAY=-1`.
-//! - candle's worker threads spin on cores that kernels need: call [`init`] first in `main`. On a machine with other
-//!   work, `CANDLE_NUM_THREADS=1` makes training faster still.
+//! - candle's worker threads spin on cores that kernels need: call [`tallow::init`](init()) first in `main`. On a
+//!   machine with other work, `CANDLE_NUM_THREADS=1` makes training faster still.
 //! - On the CPU bf16 saves time only if the processor has bf16 instructions ([`hardware::bf16_matmul_unit`]). Otherwise
 //!   half precision saves memory only: kernels widen it, compute in f32 and round once.
 //!

@@ -102,8 +102,8 @@ impl PlanKind {
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepConfig {
-    /// The dtype of the inputs of matmuls and attention, and of saved activations: f32, or bf16 or f16 as under
-    /// [`autocast`](crate::autocast()), with f32 parameters. It takes the place of a call of `autocast`. See
+    /// The dtype of the inputs of matmuls and attention, and of what these ops save for backward: f32, or bf16 or f16
+    /// as under [`autocast`](crate::autocast()), with f32 parameters. It takes the place of a call of `autocast`. See
     /// [half precision](super#half-precision).
     pub precision: Precision,
     /// The maximum norm of the gradients. Larger gradients are scaled down, as by

@@ -63,30 +63,36 @@
 //! | f64, views of more than six dimensions that cannot be joined, gradients of views that overlap themselves | GPUs |
 //! | flash attention: head widths not a multiple of 8 (f32: 4), tiles that do not fit, a scale of 0 or less | GPUs |
 //! | flash attention heads wider than 256 | everywhere |
-//! | half-precision parameters under an optimizer: [`Regime::Full`]; [weights cast at each use][drop] | everywhere |
+//! | half-precision parameters under an optimizer, as of [`Regime::Full`] | everywhere |
+//! | weights that are cast at each use: [`Precision::with_dropped_casts`] | everywhere |
 //! | parameters under an optimizer that have several dtypes or share a storage | everywhere |
 //! | an op without a kernel for its dtype, or on the reference path | everywhere |
 //! | candle's own arithmetic on values that depend on an input ([views](crate::graph#meta-tensors) work) | everywhere |
 //! | token ids or first keys that an op computes: make them an input | everywhere |
-//! | with token ids in i64: other i64 tensors, or the ids themselves, in arithmetic; pass ids in u32 | everywhere |
-//! | an output that is not a float; in a training step, one that is not a scalar f32 (f64 on the CPU) | everywhere |
+//! | if token ids are i64: arithmetic on any i64 tensor; pass the ids in u32 | everywhere |
+//! | an output that is not a float; in a training step, a loss that is not a scalar f32 (CPU: or f64) | everywhere |
 //! | a parameter without a gradient, unless its group [permits that](crate::optim::MissingGradients) | everywhere |
 //! | the optimizer in backward with clipping by norm, accumulation, loss scaling or several ranks | everywhere |
 //! | gradients exchanged in bf16 | CPU |
 //!
 //! [`Regime::Full`]: crate::precision::Regime::Full
-//! [drop]: crate::precision::Precision::with_dropped_casts
+//! [`Precision::with_dropped_casts`]: crate::precision::Precision::with_dropped_casts
 //!
 //! # Half precision
 //!
 //! With [`StepConfig::precision`] a step computes what an eager step computes under [`autocast`](crate::autocast()).
-//! Inputs of matmuls and attention are bf16 or f16, and sums are f32. Parameters, optimizer state, the residual stream,
-//! norms, probabilities, losses and gradients of parameters are f32.
+//! Inputs and outputs of matmuls and attention are bf16 or f16, and sums are f32. Parameters, optimizer state, norms,
+//! probabilities, cross-entropies, gradients of parameters and the residual stream of a
+//! [`TransformerLM`](crate::model::TransformerLM) are f32.
 //!
 //! The autocast policy is PyTorch's for CUDA, on the CPU too. [`Precision::with_regime`] selects PyTorch's policy for
 //! the CPU instead. A [`TransformerLM`](crate::model::TransformerLM) computes the same under both. In a loss of your
 //! own, `exp`, `log`, `log_softmax`, `pow`, `rsqrt`, `softmax`, `sum` and `layer_norm` are f32 under CUDA's policy, and
 //! have the dtype of their inputs under the CPU's. `mean` has the dtype of its input under both.
+//!
+//! A training step needs a loss in f32. [`ops::cross_entropy`](crate::ops::cross_entropy()) returns one. A loss of your
+//! own must end in f32 itself, for example because it subtracts f32 targets from a bf16 output; else call
+//! [`ops::cast`](crate::ops::cast()) before the mean.
 //!
 //! The weights that matmuls read have half-precision copies in the arena:
 //!

@@ -192,11 +192,17 @@ impl Communicator {
     }
 
     /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
-    /// longer than that, the rank that is behind the others has failed; if none is behind, this rank.
+    /// longer than that, the job fails. The error names the first of these that there is:
+    ///
+    /// - a rank whose heartbeats have stopped;
+    /// - the rank that is *behind*: it has begun fewer collectives than another (those inside of a planned step on a
+    ///   GPU are not counted);
+    /// - a rank that is in another collective than this one, or has left;
+    /// - this rank.
     ///
     /// These calls are covered without a guard:
     ///
-    /// - [`init`](super::init()), until all ranks have joined and NCCL has begun;
+    /// - [`distributed::init`](super::init()), until all ranks have joined and NCCL has begun;
     /// - [`mean`](Self::mean), [`barrier`](Self::barrier), [`check_equal`](Self::check_equal), and on the CPU every
     ///   collective;
     /// - training steps of a planned [`Step`](crate::compile::Step), with or without the update, but not its planning;
@@ -206,7 +212,8 @@ impl Communicator {
     ///   [`Replicated::new`](super::Replicated::new), [`AdamW::shard`](crate::optim::AdamW::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
     /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and in
-    ///   a fully sharded run where ranks wait for each other's parts.
+    ///   a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the calls
+    ///   in which the others wait for it are.
     ///
     /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your own
     /// collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together with

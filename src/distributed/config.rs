@@ -21,11 +21,14 @@ pub struct DistConfig {
     pub device: String,
     /// The longest time that one covered call may last on any rank; 10 minutes by default.
     /// [`Communicator::apply_timeout`](super::Communicator::apply_timeout) lists the covered calls. If a call lasts
-    /// longer, the job fails: all ranks get an error that names the rank that the others wait for.
+    /// longer, the job fails: all ranks get an error that names the rank that has failed.
     ///
-    /// A call lasts while it works and while it waits for other ranks. Choose more than the longest step (the first one
-    /// includes planning), and more than a step together with what one rank does before it while the others wait: a
-    /// save, or at the start loading data and weights.
+    /// A call lasts while it works and while it waits for other ranks. The timeout must exceed each of these:
+    ///
+    /// - the time from the first rank's call of [`distributed::init`](super::init()) to the last rank's;
+    /// - the longest step; the first one includes planning;
+    /// - a step, plus the longest work that one rank does while the others already wait in it, such as a save, or
+    ///   loading data and weights at the start.
     pub timeout: Duration,
     /// The most multiprocessors of a GPU that NCCL's collectives use; they run concurrently with the model's kernels.
     /// `None` leaves the choice to NCCL.

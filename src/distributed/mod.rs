@@ -1,9 +1,9 @@
 //! Training on several ranks. A rank is a process; on GPUs each has a GPU of its own. In tests a rank may be a
 //! [thread](threads()).
 //!
-//! A program calls [`init`], which reads its place from the variables of torchrun, Slurm or mpirun ([`Ranks::from_env`]
-//! lists them). It returns a [`Communicator`] with collectives by NCCL on NVIDIA GPUs, or by MPI on CPUs. The rest of
-//! the program is written as for one process.
+//! A program calls [`distributed::init`](init()), which reads its place from the variables of torchrun, Slurm or mpirun
+//! ([`Ranks::from_env`] lists them). It returns a [`Communicator`] with collectives by NCCL on NVIDIA GPUs, or by MPI
+//! on CPUs. The rest of the program is written as for one process.
 //!
 //! ```no_run
 //! use tallow::data::Tokens;
@@ -47,7 +47,7 @@
 //! ```sh
 //! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
 //! export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500
-//! srun target/release/my-program
+//! srun --kill-on-bad-exit=1 target/release/my-program
 //! ```
 //!
 //! With torchrun, on each of two hosts ([the guide](crate::guide::several_hosts) explains both):
@@ -76,21 +76,25 @@
 //!
 //! - It panics, or its process ends without dropping the communicator: a crash, a signal, `std::process::exit`. The
 //!   others notice immediately.
-//! - It has dropped the communicator, as a rank does that returns from `main`, and another rank calls something that
-//!   needs it. Ranks need not return from `main` together. A missed rank is noticed after the timeout at the latest.
-//! - It is behind when a covered call of some rank has lasted longer than [`DistConfig::timeout`].
-//!   [`Communicator::apply_timeout`] lists the covered calls. All ranks learn of it within a second after the timeout.
+//! - It has dropped the communicator, as a rank does that returns from `main`, and another rank still needs it. That is
+//!   noticed no later than the timeout. Ranks need not return from `main` together.
+//! - A covered call of some rank has lasted longer than [`DistConfig::timeout`], and this is the rank that the others
+//!   wait for. [`Communicator::apply_timeout`] lists the covered calls and defines this rank. All ranks learn of it
+//!   within a second after the timeout.
 //!
 //! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
 //! suspended together and resumed (`scontrol suspend`): that time does not count.
 //!
 //! - Weights are undefined after [`Error::Rank`], and the communicator returns it from then on. Return the error from
-//!   `main` (`?`), start all ranks again, and resume from a checkpoint. The process then ends with exit code 1, about
-//!   15 seconds after the error at the latest: dropping the communicator waits up to 10 seconds for NCCL's abort, and
-//!   not for other ranks. A process that hangs is ended by [`launch()`], torchrun or mpirun; `srun` does so with
-//!   `--kill-on-bad-exit=1`.
-//! - No rank replaces rank 0. If its process dies, the others notice immediately. If its host does not respond any
-//!   more, they notice once a covered call has lasted longer than the timeout.
+//!   `main` (`?`). The process then ends with exit code 1, about 15 seconds after the error at the latest: it drops the
+//!   communicator, which waits up to 10 seconds for NCCL's abort and a few seconds for last messages, but not for other
+//!   ranks. Start all ranks again, and resume from a checkpoint.
+//! - Rust prints the error of `main` after that drop. Print it before you return it if [`launch()`] starts the ranks:
+//!   it ends them 10 seconds after the first one has failed.
+//! - Once a rank has exited with the error, [`launch()`], torchrun and mpirun also end a rank that hangs. `srun` does
+//!   so with `--kill-on-bad-exit=1`.
+//! - If a host loses power or its network, its connections stay open. The others notice once a covered call has lasted
+//!   longer than the timeout, whether it is rank 0's host or another one. No rank replaces rank 0.
 //! - tallow handles no signals in a rank. SIGTERM ends it without a save, which is a failure. To save first, let a
 //!   handler set a flag (for example by the crate `signal-hook`). After each step combine the flags of all ranks
 //!   ([`Communicator::mean`]); if one is set, every rank calls `save` and stops. `examples/train/signals.rs` does this.

@@ -26,10 +26,10 @@
 //! # Meta tensors
 //!
 //! [`input`] and [`weights`] make meta tensors, and [`is_meta`] recognises them. A meta tensor is an ordinary candle
-//! tensor whose storage is empty. Views of it (`narrow`, `transpose`, `reshape` of a contiguous one, `broadcast_as`),
-//! `detach` and `Var::from_tensor` of a meta weight work as usual. candle's own arithmetic on it is an error at the
-//! call; use [`crate::ops`] instead. Real tensors may be operands too. A variable is recorded as a weight and any other
-//! tensor as a constant; the data of neither is read.
+//! tensor whose storage is empty. Views of it (`narrow`, `transpose`, `permute`, `squeeze`, `unsqueeze`,
+//! `broadcast_as`, `reshape` of a contiguous one), `detach` and `Var::from_tensor` of a meta weight work as usual.
+//! candle's own arithmetic on it is an error at the call; use [`crate::ops`] instead. Real tensors may be operands too.
+//! A variable is recorded as a weight and any other tensor as a constant; the data of neither is read.
 
 mod candle_ops;
 mod data;

@@ -3,16 +3,21 @@
 //! The example is a classifier of token sequences: an embedding, the mean over the sequence, a linear layer.
 //!
 //! A model is a struct of layers. Its [`Layer::visit`](crate::nn::Layer::visit) names the weights, for the optimizer and
-//! for files. The loss reads its inputs by name. It calls [`ops`](crate::ops) and layers of [`nn`](crate::nn), since only
-//! these are traced and planned; views such as `narrow` and `transpose` may be candle's.
+//! for files. The loss reads its inputs by name. It calls [`ops`](crate::ops) and layers of [`nn`](crate::nn), since
+//! only these are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar f32. With
+//! [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16, and its cross-entropy f32.
+//! Other losses [must end in f32](crate::compile#half-precision) themselves.
 //!
 //! A plan needs no weights: a model of [`graph::weights`](crate::graph::weights()) has shapes alone, so that the memory
-//! of a step is known before anything is allocated. The step itself is made with the real model and its optimizer, in
-//! the same precision.
+//! of a step is known before anything is allocated. The step itself is made with the real model and its optimizer, with
+//! the same [`StepConfig`](crate::compile::StepConfig) and f32 weights.
+//!
+//! `Cargo.toml` needs `candle-core`, as in the README. `VarBuilder` comes from
+//! [`tallow::candle_nn`](crate::candle_nn), so `candle-nn` is not needed.
 //!
 //! ```
 //! use candle_core::{DType, Tensor};
-//! use candle_nn::VarBuilder;
+//! use tallow::candle_nn::VarBuilder;
 //! use tallow::compile::{Inputs, PlanKind, Step, StepConfig};
 //! use tallow::memory::planned_breakdown;
 //! use tallow::nn::{self, Embedding, Layer, Linear};
@@ -78,6 +83,9 @@
 //! # let _ = std::fs::remove_dir_all(&folder);
 //! # Ok::<(), tallow::Error>(())
 //! ```
+//!
+//! On the CPU `total_bytes` lacks the kernels' [scratch memory](crate::compile#what-a-plan-is-exact-about), which grows
+//! with the number of threads: `RAYON_NUM_THREADS`, or one for each core.
 //!
 //! # The same model eagerly
 //!

@@ -6,10 +6,10 @@
 //!
 //! # The program
 //!
-//! One process per GPU runs the same program: 16 ranks. [`init`](crate::distributed::init) reads the rank from the
-//! environment, waits for all ranks, and returns a [`Communicator`](crate::distributed::Communicator). Without a
-//! launcher's variables it is a job of one rank, so the same program runs alone. It needs the features `cuda` and
-//! `train`, which is on by default:
+//! One process per GPU runs the same program: 16 ranks. [`distributed::init`](crate::distributed::init()) reads the
+//! rank from the environment, waits for all ranks, and returns a [`Communicator`](crate::distributed::Communicator).
+//! Without a launcher's variables it is a job of one rank, so the same program runs alone. It needs the features `cuda`
+//! and `train`, which is on by default:
 //!
 //! ```toml
 //! tallow = { path = "../tallow", features = ["cuda"] }
@@ -92,14 +92,15 @@
 //! #SBATCH --ntasks-per-node=8
 //! #SBATCH --cpus-per-task=4                           # cores of a rank, for data and files; by default one
 //! #SBATCH --gpus-per-node=8
-//! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)    # srun passes it on
+//! export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK      # srun may not inherit --cpus-per-task
+//! export TALLOW_JOB_TOKEN=$(openssl rand -hex 16)     # srun passes it on
 //! export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500
 //! srun --kill-on-bad-exit=1 target/release/my-program
 //! ```
 //!
-//! `MASTER_ADDR` must be the host of rank 0. All GPUs of a host must be visible to each of its ranks. If each rank sees
-//! only one GPU (`--gpus-per-task=1`), set `LOCAL_RANK=0` for all of them: `srun env LOCAL_RANK=0
-//! target/release/my-program`.
+//! `MASTER_ADDR` must be the host of rank 0. Either each rank sees all GPUs of its host, or each sees one
+//! (`--gpus-per-task=1`). In the second case set `LOCAL_RANK=0` for all of them: `srun --kill-on-bad-exit=1 env
+//! LOCAL_RANK=0 target/release/my-program`.
 //!
 //! # Without a launcher
 //!
@@ -118,8 +119,8 @@
 //!
 //! - Rank 0 listens on `MASTER_PORT`, on all interfaces, and every other rank connects there. Under torchrun, if its
 //!   agent has a store on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next one. Open both.
-//! - A rank whose rank 0 does not answer tries again until [`DistConfig::timeout`](crate::distributed::DistConfig),
-//!   ten minutes by default.
+//! - A rank whose rank 0 does not answer tries again until [`DistConfig::timeout`], ten minutes by default. All ranks
+//!   must join within that time.
 //! - NCCL opens its own connections between the hosts.
 //!
 //! # NCCL's variables
@@ -154,9 +155,9 @@
 //!
 //! # Failures
 //!
-//! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process dies, or is
-//! behind when a call has lasted longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which
-//! names the rank. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks again,
+//! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process dies, or a
+//! call lasts longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names the rank that
+//! has failed. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks again,
 //! and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with the option
 //! `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried.
 //! [`distributed`](crate::distributed#failures) says when a rank has failed, how long that takes to notice, and what
@@ -171,6 +172,7 @@
 //! 3. Measure the collectives on both hosts: start the example `distributed_benchmark` as above, with `--device cuda
 //!    --part collectives`.
 //!
+//! [`DistConfig::timeout`]: crate::distributed::DistConfig::timeout
 //! [`Trainer::save`]: crate::train::Trainer::save
 //! [`Trainer::resume`]: crate::train::Trainer::resume
 //! [`Trainer::replicate`]: crate::train::Trainer::replicate

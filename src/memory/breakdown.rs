@@ -27,7 +27,8 @@ pub enum MemoryKind {
     Gradients,
     /// Scratch memory of a single op, and gradients between ops.
     Scratch,
-    /// Memory of no known use where memory is measured: allocated outside of a step, or too small to be recorded.
+    /// Memory of no known use where memory is measured: allocated outside of the phases `forward`, `backward` and
+    /// `optimizer`, or too small to be recorded.
     Other,
 }
 

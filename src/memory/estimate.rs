@@ -64,7 +64,8 @@ pub struct Estimate {
     /// With the optimizer, 2 P in f32: AdamW's exp_avg and exp_avg_sq. 3 P if it keeps an f32 copy of half-precision
     /// weights.
     pub optimizer_bytes: u64,
-    /// Memory of the blocks' graph when forward is done, as above; without a graph, the part that is alive at the peak.
+    /// Memory of the transformer blocks' graph when forward is done, as above; without a graph, the part that is alive
+    /// at the peak.
     pub activation_bytes: u64,
     /// Half-precision copies of weights, at the same point in time.
     pub weight_cast_bytes: u64,
@@ -108,7 +109,7 @@ pub struct Estimate {
 /// ```
 ///
 /// # Errors
-/// An invalid model configuration; heads too wide for the workload's attention; more than 4,096 blocks; a
+/// An invalid model configuration; heads too wide for the workload's attention; more than 4,096 transformer blocks; a
 /// batch size or sequence length of 0.
 pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estimate> {
     check_pass(config, workload)?;

@@ -13,7 +13,9 @@ use serde::Serialize;
 ///
 /// On the CPU they are those of the [`tracker`], if it is installed: all allocations of the process. On CUDA they are
 /// those of the GPU's memory pool, from which tensors of this process are allocated: PyTorch's `memory_allocated`,
-/// `max_memory_allocated` and `max_memory_reserved`. cuBLAS's workspace is not included.
+/// `max_memory_allocated` and `max_memory_reserved`. The workspace that a planned step passes to cuBLASLt
+/// ([`Plan::workspace_bytes`](crate::compile::Plan::workspace_bytes)) is from the pool and included. What cuBLAS
+/// allocates itself, as for eager matmuls, is not.
 ///
 /// ```
 /// use candle_core::Device;

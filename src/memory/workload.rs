@@ -60,19 +60,19 @@ pub struct Workload {
     pub sequence_length: usize,
     /// The part of a step that is run.
     pub mode: Mode,
-    /// The algorithm of attention. The serialized default is naive.
+    /// The algorithm of attention. The default is naive, also if a file leaves it out.
     #[serde(default)]
     pub attention: Algorithm,
-    /// The precision of forward and loss. The serialized default is f32.
+    /// The precision of forward and loss. The default is f32, also if a file leaves it out.
     #[serde(default)]
     pub precision: Precision,
-    /// The activation checkpointing of the blocks. The serialized default is none.
+    /// The activation checkpointing of the blocks. The default is none, also if a file leaves it out.
     #[serde(default)]
     pub checkpointing: Checkpointing,
-    /// The kernels that compute it. The serialized default is the CPU's.
+    /// The kernels that compute it. The default is the CPU's, also if a file leaves it out.
     #[serde(default)]
     pub kernels: Target,
-    /// The storage of AdamW's moments. The serialized default is f32.
+    /// The storage of AdamW's moments. The default is f32, also if a file leaves it out.
     #[serde(default)]
     pub moments: Moments,
 }

@@ -49,7 +49,8 @@ pub fn save(layer: &(impl Layer + ?Sized), path: impl AsRef<Path>) -> Result<()>
 /// planned steps keep them. Weights of any float dtype are converted to the layer's dtypes. A tied weight is read from
 /// its first name.
 ///
-/// After loading, call [`Step::refresh`](crate::compile::Step::refresh) on planned steps that have run before.
+/// On a GPU in half precision, call [`Step::refresh`](crate::compile::Step::refresh) after loading, on planned steps
+/// that have run before.
 ///
 /// [`save`] has an example.
 ///

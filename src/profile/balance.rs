@@ -9,9 +9,10 @@ use std::fmt;
 ///
 /// Ops are timed themselves. candle's own work has no ranges. It is found as the time in a phase in which none of this
 /// crate's ops ran. In backward this is the sorting of the graph before the first op; between ops it is the sums of
-/// gradients, the backwards of candle's own ops (references), and this crate's checks. In forward it is candle's own
-/// ops (reshapes, copies) and checks. Gaps in other phases and between phases are unexplained. A planned step has no
-/// candle graph: the time between its calls is one line.
+/// gradients, the backwards of candle's own ops, and this crate's checks. In forward it is candle's own ops (reshapes,
+/// copies) and checks. An op that runs its reference is an op in forward, but its backward is candle's. Gaps in other
+/// phases and between phases are unexplained. A planned step has no candle graph: the time between its calls is one
+/// line.
 ///
 /// With a [GPU's kernels](Recording::kernels) the time of a line is that of the kernels launched in it, and the rest of
 /// a phase is GPU idle time. Concurrent kernels each count in full; if their sum exceeds the wall time, it replaces the

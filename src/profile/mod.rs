@@ -9,12 +9,13 @@
 //! On an NVIDIA GPU, [`Profiler::start_on`] also records kernels through CUPTI, each with the range that launched it,
 //! without waiting for the GPU at each op. Times are then those of kernels: an op's time is that of the kernels it
 //! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is replayed as CUDA graphs, as
-//! without a profiler, and each kernel counts for the call from which it was recorded. With other listeners the calls
-//! are launched one by one, each in its range.
+//! without a profiler, and each kernel counts for the plan's call that put it into the graph. If there is any other
+//! listener, such as a profiler started otherwise, the calls are launched one by one, each in its range.
 //!
-//! Reports also divide the time of composite ops into matmuls, softmax and the rest ([`Row::parts`]). On a GPU the
-//! parts follow from the kernels' names. On the CPU they are timed inside the ops; there the time of attention's
-//! matmuls is also known for scores and for values alone ([`Parts::scores_ns`], [`Parts::values_ns`]).
+//! Reports also divide an op's time into matmuls, softmax and the rest ([`Row::parts`]): attention, linear layers and
+//! matmuls, gated linear layers, the linear cross-entropy and softmax have such parts. On a GPU the parts follow from
+//! the kernels' names. On the CPU they are timed inside the ops; there the time of attention's matmuls is also known
+//! for scores and for values alone ([`Parts::scores_ns`], [`Parts::values_ns`]).
 //!
 //! Profiling needs no build flag: layers, ops, benchmarks and the trainer always open ranges, and without a listener a
 //! range costs one atomic load. [`range`] names parts of your own code; [`step`] and [`phase`] mark those of your own

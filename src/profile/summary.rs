@@ -22,8 +22,9 @@ use std::collections::HashMap;
 pub struct ProfileReport {
     /// The rows, the longest total first; lines of time without ops come after them.
     pub rows: Vec<Row>,
-    /// The time that shares refer to: the wall time of the selected phase or steps, or, with a part of the model or
-    /// with modules and ranges selected, the time of the ops in it.
+    /// The time that shares refer to: the wall time of the selected phase or of all steps. With
+    /// [`Selection::within`] it is the time of the ops in that part of the model, or of their kernels with
+    /// [`Grouping::Kernel`].
     pub whole_ns: u64,
     /// Number of steps; `None` if none were recorded.
     pub steps: Option<usize>,

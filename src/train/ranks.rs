@@ -102,7 +102,7 @@ impl Trainer {
     }
 
     /// Returns the model with full weights on rank 0; `None` on other ranks. [Sharded weights](Self::fully_sharded) are
-    /// gathered on the host of rank 0, so all ranks must call this.
+    /// gathered in rank 0's CPU memory, so all ranks must call this.
     ///
     /// # Errors
     /// [`Error::Rank`]; a model that is too large for the host.

@@ -22,11 +22,11 @@ impl Trainer {
     /// Resumes the run that [`Trainer::save`] wrote to `path`. Its steps have the same bits as without the interruption
     /// (on one machine and build, and one kind of device).
     ///
-    /// `model`, `config` and the data must be those it was saved with, where steps depend on them. Steps depend on
-    /// [`attention`](TrainConfig::attention) by rounding: for another algorithm start a new run from the weights, with
-    /// [`TransformerLM::load`]. They do not depend on `checkpointing`, `steps`, `evaluate_every` and `keep`. A finished
-    /// run continues if it gets more steps, with the learning rates that its schedule has after its end. The data may be
-    /// at another path if it is the same.
+    /// `model`, `config` and the data must be those it was saved with. In `config` only `steps`, `evaluate_every`,
+    /// `keep`, `checkpointing`, `memory_budget_bytes` and the unused `optimizer.lr` may differ.
+    /// [`attention`](TrainConfig::attention) may not, because it changes the rounding: for another algorithm start a
+    /// new run from the weights, with [`TransformerLM::load`]. A finished run continues if it gets more steps, with the
+    /// learning rates that its schedule has after its end. The data may be at another path if it is the same.
     ///
     /// The file is opened once, so another save to `path` meanwhile does no harm. Temporary files of killed processes
     /// in its folder are removed.
@@ -53,8 +53,9 @@ impl Trainer {
         )
     }
 
-    /// Resumes a run as one that is [fully sharded](Self::fully_sharded), whatever ranks saved it. `sharded`, from
-    /// which nothing may have been built yet, gets this rank's parts. Every rank calls this.
+    /// Resumes a run as one that is [fully sharded](Self::fully_sharded), whatever ranks saved it. Every rank calls
+    /// this. Pass a new `sharded`, whose [`builder`](FullyShard::builder) has not been called: this call fills it with
+    /// the rank's parts.
     ///
     /// The run has the same bits as without the interruption if it was saved by the same number of ranks.
     ///

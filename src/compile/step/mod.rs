@@ -112,7 +112,7 @@ impl<'l> Step<'l> {
     ///
     /// # Errors
     /// Errors of the loss and of its trace; an op that cannot be planned, with its path; a loss that is not a scalar
-    /// float; a weight of the optimizer that the loss does not depend on, unless its group [permits
+    /// f32, or on the CPU f64; a weight of the optimizer that the loss does not depend on, unless its group [permits
     /// that](crate::optim::AdamWConfig::missing_gradients); a missing input, or one that the loss does not read; on a
     /// GPU, heads that flash attention [has no kernel for](crate::compile#on-a-gpu); a memory budget that no plan fits,
     /// with the smallest that would do; an arena that does not fit in the device's memory.
@@ -202,9 +202,9 @@ impl<'l> Step<'l> {
 
     /// Makes the next [`run`](Self::run) renew the [half-precision copies](crate::compile#half-precision) of weights.
     /// It has an effect only on a GPU, where copies persist from run to run. Call it after you have set weights of the
-    /// existing model in place: with [`Var::set`] on the variables of
-    /// [`Layer::parameters`](crate::nn::Layer::parameters), or with `VarMap::load`. (A model that is loaded anew has
-    /// other variables and needs another optimizer and step.) It is not needed after
+    /// existing model in place: with [`nn::load`](crate::nn::load()), `VarMap::load`, or [`Var::set`] on the variables
+    /// of [`Layer::parameters`](crate::nn::Layer::parameters). (A newly built model has other variables, and needs
+    /// another optimizer and step.) It is not needed after
     /// [`AdamW::load`](crate::optim::AdamW::load), nor after an eager step of the same optimizer, which is detected,
     /// nor for [`forward_backward`](Self::forward_backward), which always renews the copies.
     pub fn refresh(&mut self) {

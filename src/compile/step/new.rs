@@ -17,7 +17,7 @@ use candle_core::{Device, Tensor, Var};
 impl<'l> Step<'l> {
     /// Creates a step of `loss` with `optimizer`.
     ///
-    /// `loss` returns a scalar f32 (f64 on the CPU): the mean loss of a batch or, for a batch with
+    /// `loss` returns a scalar f32, or on the CPU also f64: the mean loss of a batch or, for a batch with
     /// [counted targets](crate::compile::Batch::with_counted_targets), the sum over these.
     ///
     /// # Errors

@@ -51,9 +51,9 @@ impl fmt::Display for FailedRank {
 /// that failed, or `None` if all succeeded.
 ///
 /// Lines that ranks print stay whole. Each begins with its rank (`[1] `), except on rank 0's standard output, which is
-/// unchanged. Rank 0 has this process's standard input, the others have none. When one rank fails, the others have 10
-/// seconds to report it and are then ended. They also end with this process (on Linux, for whatever reason it ends).
-/// SIGINT and SIGTERM are forwarded to them, and this process waits for them to end.
+/// unchanged. Rank 0 has this process's standard input, the others have none. Once a rank has ended with an error, the
+/// others get SIGTERM after 10 seconds, and SIGKILL 5 seconds later. They also end with this process (on Linux, for
+/// whatever reason it ends). SIGINT and SIGTERM are forwarded to them, and this process waits for them to end.
 ///
 /// The ranks meet on a free port of 127.0.0.1, chosen at the start (another process could take it meanwhile). They
 /// share this host's cores: each rank starts `RAYON_NUM_THREADS` threads or, if that is not set, one for each core.
