@@ -41,6 +41,7 @@ fn run(attention: &mut Step, d_out: &Tensor) -> Results {
         dq,
         dk,
         dv,
+        d_bias: Vec::new(),
     }
 }
 
