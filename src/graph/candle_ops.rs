@@ -38,12 +38,12 @@ const OPS: [CandleOp; 21] = [
     op(
         &["map1"],
         "an op with a number (`x * 2.0`), sum or mean",
-        "call ops::sum, ops::mean, ops::sum_over or ops::mean_over, or ops::mul with a tensor",
+        "call ops::affine, ops::sum, ops::mean, ops::sum_over or ops::mean_over",
     ),
     op(
         &["map1any"],
         "max, min or softmax",
-        "call ops::softmax, ops::log_softmax or ops::cross_entropy",
+        "call ops::max_over, ops::min_over, ops::softmax, ops::log_softmax or ops::logsumexp",
     ),
     op(
         &["softmax"],
@@ -53,7 +53,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["unary"],
         "a function of each element",
-        "call ops::exp, log, pow, rsqrt, tanh, sigmoid, relu, gelu or silu",
+        "call ops::exp, log, pow, sqrt, rsqrt, abs, tanh, sigmoid, relu, gelu or silu",
     ),
     op(&["sigmoid"], "sigmoid", "call ops::sigmoid"),
     op(&["powf"], "powf", "call ops::pow"),
@@ -61,7 +61,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["maximum", "minimum"],
         "maximum, minimum or clamp",
-        "call ops::relu",
+        "call ops::clamp or ops::relu",
     ),
     op(
         &["cmp"],

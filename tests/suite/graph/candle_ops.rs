@@ -7,7 +7,7 @@ type Ours = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 type Candles = fn(&Tensor, &Tensor, &Tensor) -> candle_core::Result<Tensor>;
 
 /// A call of candle's, the words that the error has for it, the counterpart that the hint names, and a call of that.
-const CASES: [(Candles, &str, &str, Ours); 14] = [
+const CASES: [(Candles, &str, &str, Ours); 18] = [
     (|x, y, _| x + y, "`+`", "ops::add", |x, y, _| ops::add(x, y)),
     (
         |x, y, _| x.broadcast_sub(y),
@@ -70,6 +70,30 @@ const CASES: [(Candles, &str, &str, Ours); 14] = [
         "cat",
         "ops::concat",
         |x, y, _| ops::concat(&[x, y], 1),
+    ),
+    (
+        |x, _, _| x * 2.0,
+        "`x * 2.0`",
+        "ops::affine",
+        |x, _, _| ops::affine(x, 2.0, 0.0),
+    ),
+    (
+        |x, _, _| x.clamp(0f32, 1f32),
+        "clamp",
+        "ops::clamp",
+        |x, _, _| ops::clamp(x, 0.0, 1.0),
+    ),
+    (
+        |x, _, _| x.max(1),
+        "max",
+        "ops::max_over",
+        |x, _, _| ops::max_over(x, 1),
+    ),
+    (
+        |x, _, _| x.sqrt(),
+        "a function of each element",
+        "sqrt",
+        |x, _, _| ops::sqrt(x),
     ),
     (
         |x, _, i| x.embedding(i),
