@@ -23,7 +23,7 @@ use crate::ops::check_probability;
 use crate::ops::choose_where;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{Spec, by_strided_kernels};
-use crate::ops::{Path, cast_for, choose};
+use crate::ops::{Dropout, Path, cast_for, choose};
 use crate::{Error, Result, graph, hardware};
 use candle_core::Tensor;
 use op::Flash;
@@ -159,7 +159,7 @@ pub fn flash_with_lse(
     let lse = Arc::<OnceLock<Tensor>>::default();
     let op = Flash {
         sizes,
-        config: config.clone(),
+        dropout: config.dropout.as_ref().map(Dropout::kernel),
         reads: config.reads(&masks),
         tf32,
         lse: Arc::clone(&lse),

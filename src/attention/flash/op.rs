@@ -2,8 +2,9 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use crate::attention::AttentionConfig;
+use crate::attention::attributes;
 use crate::graph::{Attribute, Target};
+use crate::kernels::Dropout;
 use crate::kernels::attention::Sizes;
 use crate::kernels::workspace::flash_lse_parts;
 use crate::ops::record::Spec;
@@ -14,8 +15,8 @@ use std::sync::{Arc, OnceLock};
 /// A call of flash attention.
 pub(super) struct Flash {
     pub sizes: Sizes,
-    pub config: AttentionConfig,
-    /// Its extra inputs.
+    pub dropout: Option<Dropout>,
+    /// The extra inputs: first keys, key mask and dropout key, if there are any.
     pub reads: Vec<Tensor>,
     /// Whether a GPU multiplies f32 in TF32. Backward follows forward, even if the switch has changed since: lse
     /// belongs to the scores that forward computed.
@@ -26,7 +27,7 @@ pub(super) struct Flash {
 
 impl Spec for Flash {
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
-        let mut attributes = self.config.attributes(&self.sizes);
+        let mut attributes = attributes(&self.sizes, self.dropout);
         if self.tf32 {
             attributes.push(("tf32", Attribute::Flag(true)));
         }
