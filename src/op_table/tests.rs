@@ -51,7 +51,7 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     let heads = attention::flash(&heads, &heads, &heads, &config)?;
     let config = AttentionConfig {
         key_mask: Some(KeyMask::padding_input("key_mask", (2, 3))?),
-        bias: Some(ScoreBias::new(&meta("terms", &[4, 3, 3])?)?),
+        bias: Some(ScoreBias::new(&meta("terms", &[8, 3, 3])?)?),
         ..Default::default()
     };
     let heads = attention::naive(&heads, &heads, &heads, &config)?;
