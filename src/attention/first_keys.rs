@@ -149,7 +149,7 @@ impl FirstKeys {
     /// Declares first keys as an input of a plan: each run passes a u32 tensor (B, Tq) by this name, and checks it.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
+    /// Those of [`graph::input`](crate::graph::input()).
     pub fn input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::new(&graph::input(name, shape, DType::U32)?)
     }

@@ -56,7 +56,7 @@ pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor>
 /// Computes [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
 ///
 /// # Errors
-/// As [`linear_bias()`].
+/// Those of [`linear_bias()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     check(x, weight, bias)?;
     let dtype = x.dtype();

@@ -127,7 +127,7 @@ pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// ```
 ///
 /// # Errors
-/// As [`flash()`].
+/// Those of [`flash()`].
 pub fn flash_with_lse(
     q: &Tensor,
     k: &Tensor,

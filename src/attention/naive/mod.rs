@@ -117,7 +117,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// ```
 ///
 /// # Errors
-/// As [`naive()`].
+/// Those of [`naive()`].
 pub fn naive_with_lse(
     q: &Tensor,
     k: &Tensor,
@@ -188,7 +188,7 @@ fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Res
 /// values, whose gradients sum over all rows.
 ///
 /// # Errors
-/// As [`naive`].
+/// Those of [`naive`].
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     without_autocast(|| in_three_ops(q, k, v, config)) // the softmax inside is attention's, not one of its own

@@ -40,7 +40,7 @@ const K_TILE: usize = 64;
 /// Differentiable in q, k and v, as one op of candle's graph. No gradient flows through lse.
 ///
 /// # Errors
-/// As [`flash`](super::flash()).
+/// Those of [`flash`](super::flash()).
 pub fn reference(
     q: &Tensor,
     k: &Tensor,
