@@ -211,14 +211,14 @@ impl Communicator {
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
     ///   [`Replicated::new`](super::Replicated::new), [`AdamW::shard`](crate::optim::AdamW::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
-    /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and in
-    ///   a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the calls
-    ///   in which the others wait for it are.
+    /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and
+    ///   in a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the
+    ///   calls in which the others wait for it are.
     ///
-    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your own
-    /// collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together with
-    /// the reads of their results, or a rank that hangs in them may never be noticed (a rank whose process dies always
-    /// is).
+    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your
+    /// own collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together
+    /// with the reads of their results, or a rank that hangs in them may never be noticed (a rank whose process dies
+    /// always is).
     ///
     /// ```
     /// # use tallow::distributed::Communicator;

@@ -2,11 +2,11 @@
 //!
 //! The example is a classifier of token sequences: an embedding, the mean over the sequence, a linear layer.
 //!
-//! A model is a struct of layers. Its [`Layer::visit`](crate::nn::Layer::visit) names the weights, for the optimizer and
-//! for files. The loss reads its inputs by name. It calls [`ops`](crate::ops) and layers of [`nn`](crate::nn), since
-//! only these are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar f32. With
-//! [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16, and its cross-entropy f32.
-//! Other losses [must end in f32](crate::compile#half-precision) themselves.
+//! A model is a struct of layers. Its [`Layer::visit`](crate::nn::Layer::visit) names the weights, for the optimizer
+//! and for files. The loss reads its inputs by name. It calls [`ops`](crate::ops) and layers of [`nn`](crate::nn),
+//! since only these are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar
+//! f32. With [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16, and its
+//! cross-entropy f32. Other losses [must end in f32](crate::compile#half-precision) themselves.
 //!
 //! A plan needs no weights: a model of [`graph::weights`](crate::graph::weights()) has shapes alone, so that the memory
 //! of a step is known before anything is allocated. The step itself is made with the real model and its optimizer, with

@@ -283,8 +283,8 @@ impl<'l> Step<'l> {
         Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
 
-    /// Plans the loss of a model, which may be a [meta model](TransformerLM::meta), without a step. Returns the plan and
-    /// the blocks that it recomputes, which a memory budget may have chosen.
+    /// Plans the loss of a model, which may be a [meta model](TransformerLM::meta), without a step. Returns the plan
+    /// and the blocks that it recomputes, which a memory budget may have chosen.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};
