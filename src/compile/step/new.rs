@@ -237,10 +237,11 @@ impl<'l> Step<'l> {
         Ok(self)
     }
 
-    /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. All weights are
-    /// trained. The plan is that of a run of this kind with such a batch. [`Plan::total_bytes`] and
-    /// [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For [`PlanKind::Gradients`] the batch
-    /// must not include the output's gradient.
+    /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. The plan is that of a
+    /// run of this kind with such a batch. All meta weights are trained, detached ones too: for a model with frozen
+    /// weights the plan has gradients and optimizer state that its step does not need. [`prepare`](Self::prepare) plans
+    /// the step of the real model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown)
+    /// have its memory. For [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// `function` gets an input by its name in the batch. The name that was passed to
     /// [`graph::input`](crate::graph::input()) is not used.
@@ -263,7 +264,8 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`prepare`](Self::prepare), except for those of real weights and of the device's memory.
+    /// An invalid configuration; those of [`prepare`](Self::prepare), except for [`Error::OutOfMemory`], since nothing
+    /// is allocated.
     pub fn plan_for(
         target: impl Into<Target>,
         kind: PlanKind,
