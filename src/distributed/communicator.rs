@@ -192,13 +192,19 @@ impl Communicator {
     }
 
     /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
-    /// longer than that, the job fails. The error names the first of these that there is:
+    /// longer than that, the job fails. The error names the rank that this one waits for, which is the first that
+    /// exists of:
     ///
     /// - a rank whose heartbeats have stopped;
-    /// - the rank that is *behind*: it has begun fewer collectives than another (those inside of a planned step on a
-    ///   GPU are not counted);
-    /// - a rank that is in another collective than this one, or has left;
-    /// - this rank.
+    /// - a rank that is *behind*: it has begun fewer collectives than another;
+    /// - a rank that is in another collective than this one;
+    /// - a rank that has left;
+    /// - this rank itself.
+    ///
+    /// Collectives inside of a planned step on a GPU do not count. If a rank hangs in work of its own, such as its data
+    /// loader, while the others wait in [`Step::run`](crate::compile::Step::run), no rank is behind there, and the
+    /// error may name a rank that waits. Call [`barrier`](Self::barrier) or [`mean`](Self::mean) before each step, for
+    /// example to combine the flags of signals: they count, and the error names the rank that has not called them.
     ///
     /// These calls are covered without a guard:
     ///

@@ -15,8 +15,8 @@
 //!
 //! A plan needs no weights: a model of [`graph::weights`](crate::graph::weights()) has shapes alone, so that the memory
 //! of a step is known before the weights are allocated. The batch has tensors, as here, or meta tensors of
-//! [`graph::input`](crate::graph::input()), which allocate nothing either. The step itself is made with the real model
-//! and its optimizer, with the same [`StepConfig`](crate::compile::StepConfig) and f32 weights.
+//! [`graph::input`](crate::graph::input()), which allocate nothing. The step itself is made with the real model and its
+//! optimizer, with the same [`StepConfig`](crate::compile::StepConfig) and f32 weights.
 //!
 //! `Cargo.toml` needs `candle-core`, as in the README. `VarBuilder` comes from
 //! [`tallow::candle_nn`](crate::candle_nn), so `candle-nn` is not needed.

@@ -150,7 +150,7 @@ impl<'l> Step<'l> {
 
     /// Makes the step average gradients and loss over the ranks of `replicated`, by [its
     /// configuration](crate::distributed::ReplicatedConfig). Every rank must run the step at the same time, on its own
-    /// part of the batch. All ranks have equal weights after it.
+    /// part of the batch. Without a sharded optimizer all ranks have equal weights after it.
     ///
     /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
@@ -159,6 +159,44 @@ impl<'l> Step<'l> {
     /// run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
     /// concurrently with the first layers. Until [`AdamW::gather_weights`], parameters owned by other ranks lag by one
     /// update.
+    ///
+    /// A program calls these functions in this order:
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::distributed::{self, Communicator, Replicated, ReplicatedConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamW, AdamWConfig};
+    ///
+    /// let train = |ranks: Communicator| -> tallow::Result<f32> {
+    ///     let config = TransformerConfig {
+    ///         vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///         ..Default::default()
+    ///     };
+    ///     let model = TransformerLM::new(&config, 0, ranks.device())?;
+    ///     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    ///     // Here a run that continues loads the files of both: TransformerLM::load, AdamW::load.
+    ///     let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+    ///     optimizer.shard(&ranks)?; // leave this out if each rank has memory for the full state
+    ///     let step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
+    ///     let mut step = step.replicated(&optimizer, &replicated)?;
+    ///     let tokens = Tensor::full(ranks.rank() as u32, (2, 4), ranks.device())?; // this rank's part of the batch
+    ///     step.run(&mut optimizer, (&tokens, &tokens))?;
+    ///     let loss = step.run(&mut optimizer, (&tokens, &tokens))?; // the mean of both ranks
+    ///     optimizer.gather_weights()?; // before this rank reads or saves the weights
+    ///     Ok(loss)
+    /// };
+    ///
+    /// // Two ranks, here threads of one process; processes call distributed::init.
+    /// let losses = std::thread::scope(|scope| -> tallow::Result<Vec<f32>> {
+    ///     let ranks = distributed::threads(2)?.into_iter();
+    ///     let ranks: Vec<_> = ranks.map(|rank| scope.spawn(move || train(rank))).collect();
+    ///     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    /// })?;
+    /// assert_eq!(losses[0], losses[1]);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
     ///
     /// # Errors
     /// A configuration that does not support several ranks; [`Error::Placement`] for parameters on another device than
