@@ -172,7 +172,7 @@ impl FirstKeys {
         &self.0
     }
 
-    /// Checks that there is a first key for each query of q (..., H, Tq, Dh).
+    /// Checks that each query of q (..., H, Tq, Dh) has a first key.
     pub(super) fn check_shape(&self, op: &'static str, q: &Tensor) -> Result<()> {
         let wanted = match q.dims() {
             [leading @ .., _, queries, _] => [leading, &[*queries]].concat(),

@@ -121,11 +121,12 @@
 //!   from ([`Meter`](crate::memory::Meter)). The process needs more: the CUDA context, its loaded kernels, recorded
 //!   CUDA graphs and, with several ranks, NCCL's buffers.
 //! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Each thread keeps a
-//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. The threads are the
-//!   calling one and those of rayon's pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few
-//!   tiles per thread, naive attention the bytes that
-//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts. In tests all other scratch
-//!   memory of a run is under 1 MiB.
+//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. Small matmuls in
+//!   f32, and on processors without AVX-512 most, are by the `gemm` crate: it keeps a buffer of the size of the level 2
+//!   cache for each thread, and packs into memory that it frees. The threads are the calling one and those of rayon's
+//!   pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles per thread, naive attention the
+//!   bytes that [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts. In tests all other
+//!   scratch memory of a run is under 1 MiB.
 //!
 //! With accumulation, inputs are counted for one micro-batch.
 //!

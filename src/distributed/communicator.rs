@@ -192,8 +192,8 @@ impl Communicator {
     }
 
     /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
-    /// longer than that, the job fails. The error names the rank that this one waits for, which is the first that
-    /// exists of:
+    /// longer than that, the job fails. The error names the rank that this one waits for, by the first of these rules
+    /// that applies:
     ///
     /// - a rank whose heartbeats have stopped;
     /// - a rank that is *behind*: it has begun fewer collectives than another;

@@ -104,9 +104,10 @@
 //! # Memory that the plan does not count
 //!
 //! On the CPU add the kernels' [scratch memory](crate::compile#what-a-plan-is-exact-about) to `total_bytes`. For this
-//! model it is 2.5 MiB a thread in bf16 (0.75 MiB in f32), for the calling thread and each of the pool's. No function
-//! returns it. With frozen weights [`Step::plan_for`](crate::compile::Step::plan_for) returns an upper bound;
-//! [`Step::prepare`](crate::compile::Step::prepare) on the real model is exact.
+//! model in bf16 it is 2.5 MiB a thread, for the calling thread and each of the pool's.
+//! [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates it; no function returns its size.
+//! [`Step::plan_for`](crate::compile::Step::plan_for) counts all weights as trained, which is too much if some are
+//! frozen; [`Step::prepare`](crate::compile::Step::prepare) on the real model is exact.
 //!
 //! # The same model eagerly
 //!
