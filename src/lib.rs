@@ -88,7 +88,7 @@
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
 //! | see which tensor uses the memory | [`memory::record_on()`], [the guide](guide::reading_a_profile) |
-//! | see that of a `TransformerLM` | [`EndToEnd::profile_memory`](bench::EndToEnd::profile_memory) |
+//! | record the memory of a `TransformerLM`'s step | [`EndToEnd::profile_memory`](bench::EndToEnd::profile_memory) |
 //! | read the peak of memory | [`memory::Meter`] |
 //! | profile a step | [`profile::Profiler`], [the guide](guide::reading_a_profile) |
 //! | count FLOPs | [`model::flops`] |

@@ -126,7 +126,7 @@
 //! | setting | time | memory |
 //! |---|---|---|
 //! | [`Algorithm::Flash`] | as naive for 256 tokens, less from about 1,024 on | no (T, T) matrix is saved |
-//! | `--checkpoint block` | at most one forward more, which is a third of the FLOPs | block inputs, and activations of one block |
+//! | `--checkpoint block` | at most one forward more: a third of the FLOPs | block inputs, one block's activations |
 //! | bf16, planned, AMX | a third of f32's | half the activations, and copies of weights |
 //! | bf16, planned, AVX512-BF16 of a Zen 4 | 0.6 of f32's | the same |
 //! | bf16 on other processors | not less than f32's | the same |
@@ -289,8 +289,8 @@
 //! softmax, add up [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
 //! [`ProfileReport::whole_ns`]. [`Balance`](crate::profile::Balance) prints one line for each part of the step, in
 //! milliseconds a step and in percent. The lines are the ops of each phase (`forward, ops`), the last rows of that
-//! table with the phase first (`backward, freeing the graph`), and the `wall time`. Here
-//! they are of the small model above, on a busier machine:
+//! table with the phase first (`backward, freeing the graph`), and the `wall time`. Here they are of the small model
+//! above, on a busier machine:
 //!
 //! ```text
 //! forward, ops                                         9.294 ms  31.93%

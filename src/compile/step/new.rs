@@ -303,8 +303,8 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// An invalid configuration; those of [`prepare`](Self::prepare), except for [`Error::OutOfMemory`], since nothing
-    /// is allocated.
+    /// An invalid configuration; those of [`prepare`](Self::prepare), except for [`Error::OutOfMemory`] of the arena:
+    /// nothing is allocated.
     pub fn plan_for(
         target: impl Into<Target>,
         kind: PlanKind,
