@@ -72,7 +72,7 @@
 //! | stop and resume a run | [`Trainer::save`](train::Trainer::save), [`Trainer::resume`](train::Trainer::resume) |
 //! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
 //! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
-//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`AdamW::save`](optim::AdamW::save) |
+//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`AdamW::save`][adamw] |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
 //! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/gpt2.rs` |
 //! | freeze or tie weights, add a LoRA | [`nn`], [`nn::Parameter`] |
@@ -84,15 +84,18 @@
 //! | plan my own model and loss | [the guide](guide::own_model), [`compile::Step::new`], `examples/custom_model.rs` |
 //! | predict the memory of a `TransformerLM` | [`memory::estimate`], planned: [`compile::Step::plan_for_model`] |
 //! | predict the memory of my own model | [`memory::estimate_graph`], planned: [`compile::Step::plan_for`] |
+//! | predict the memory of one of several ranks | [the guide](guide::several_hosts#the-memory-of-a-rank) |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
 //! | see which tensor uses the memory | [`memory::record_on()`], [the guide](guide::reading_a_profile) |
+//! | record the memory of a `TransformerLM`'s step | [`EndToEnd::profile_memory`](bench::EndToEnd::profile_memory) |
 //! | read the peak of memory | [`memory::Meter`] |
 //! | profile a step | [`profile::Profiler`], [the guide](guide::reading_a_profile) |
 //! | count FLOPs | [`model::flops`] |
 //! | compare two versions of a step | [`bench::EndToEnd`], [`bench::alternate()`] |
 //! | train on several GPUs | [`distributed`], [`Trainer::replicate`](train::Trainer::replicate) |
 //! | train a model that one GPU cannot hold | [`distributed::FullyShard`] |
+//! | plan the steps of several ranks | [`Step::replicated`][replicated], [`Step::fully_sharded`][sharded] |
 //! | train on several hosts | [the guide](guide::several_hosts) |
 //! | look at a forward pass as a graph | [`graph::trace()`], [`Graph::to_dot`](graph::Graph::to_dot) |
 //! | find ops that ran without a kernel | [`ops::fallbacks`], [`ops::KernelPolicy`] |
@@ -102,6 +105,9 @@
 //! [open]: model::TransformerLM::open
 //! [separator]: train::TrainConfig::separator
 //! [budget]: compile::StepConfig::memory_budget_bytes
+//! [adamw]: optim::AdamW::save
+//! [replicated]: compile::Step::replicated
+//! [sharded]: compile::Step::fully_sharded
 //!
 //! # Legend of shapes
 //!

@@ -97,8 +97,8 @@ const OPS: [CandleOp; 21] = [
     ),
 ];
 
-/// Describes the call of candle's that failed on a meta tensor (its storage has the dtype F4), and what to call instead.
-/// `None` for other errors.
+/// Describes the call of candle's that failed on a meta tensor (its storage has the dtype F4), and what to call
+/// instead. `None` for other errors.
 pub(super) fn failed_on_meta_tensor(error: &Error) -> Option<(&'static str, &'static str)> {
     let Error::Candle(error) = error else {
         return None;

@@ -1,5 +1,5 @@
-//! Guides: pages for readers who come from another library, write a model of their own, train on several hosts, or read a
-//! profile.
+//! Guides: pages for readers who come from another library, write a model of their own, train on several hosts, or read
+//! a profile.
 //!
 //! - [`coming_from_candle`]: which ops to replace, how gradients are computed, which settings matter.
 //! - [`coming_from_pytorch`]: a table of PyTorch's parts and what takes their place here, and the differences.

@@ -8,8 +8,8 @@ pub(crate) const ADAMW: OpInfo = OpInfo::new("adamw").costing(
     "14 a parameter",
     "gradient; weight and two moments, read and written",
     |o| {
-        // Weights are kept in f32 at least, half precision has its rounded weights beside them; moments as the second
-        // input says, or as weights.
+        // Weights are kept in f32 at least; in half precision the rounded weights are in addition to them. Moments have
+        // the dtype of the second input, or else that of the weights.
         let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
         let wide = own.max(4.0);
         let rounded = if own < wide { own } else { 0.0 };

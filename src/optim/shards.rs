@@ -24,8 +24,9 @@ impl AdamW {
     /// next run.
     ///
     /// Parameters are not split; each rank owns about the same number of elements. State and update need 1 / world_size
-    /// of the memory and the time of one rank. All ranks have to call `step` with the same gradients, as
-    /// [`Replicated`](crate::distributed::Replicated) returns them; the weights are then those of one rank alone.
+    /// of the memory and the time of one rank. [`AdamW::new`] allocates the full state, so each rank has it until this
+    /// call. All ranks have to call `step` with the same gradients, as [`Replicated`](crate::distributed::Replicated)
+    /// returns them; the weights are then those of one rank alone.
     ///
     /// [`state`](Self::state) returns the state of this rank's parameters; [`save`](Self::save) and the
     /// [trainer](crate::train::Trainer::save) write that of all. Load a state before sharding.

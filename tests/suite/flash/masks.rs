@@ -1,5 +1,5 @@
-//! Masks and biases that are tensors: against the oracle in every broadcast shape, combined with everything else; hidden
-//! NaNs, threads, strides, plans and refused inputs.
+//! Masks and biases that are tensors: against the oracle in every broadcast shape, combined with everything else;
+//! hidden NaNs, threads, strides, plans and refused inputs.
 
 use super::judge::judge_each;
 use super::oracle::Oracle;
