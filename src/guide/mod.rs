@@ -1,5 +1,5 @@
-//! Guides: pages for readers who come from another library, write a model of their own, train on several hosts, or read a
-//! profile.
+//! Guides: pages for readers who come from another library, write a model of their own, train on several hosts, or read
+//! a profile.
 //!
 //! - [`names`]: PyTorch's names, module by module, and candle's, and what takes the place of each.
 //! - [`coming_from_pytorch`]: a training loop, eagerly and planned, and the differences that matter.

@@ -11,7 +11,7 @@
 //! | a link into tallow | has a gradient, follows [`autocast`] and [`no_grad`], can be [traced] and [planned] |
 //! | **view** | candle's method. It copies nothing and works wherever tallow's ops do |
 //! | **candle's** | candle's method or layer: it runs eagerly, ignores [`autocast`] and [`no_grad`], fails in a trace |
-//! | **composed** | a function of tallow's ops in the code below the table, with all that these ops can do |
+//! | **composed** | a function in the code below the tables: it is made of tallow's ops and does what they do |
 //! | **none** | not there; the row says what to do instead, if there is something |
 //!
 //! Candle's ops have gradients unless a row says "no gradient". They may always prepare data, masks and constants
@@ -20,6 +20,8 @@
 //! # `torch`
 //!
 //! ## Creation
+//!
+//! Constructors and reads of elements are candle's. Call them outside of a trace.
 //!
 //! | PyTorch | tallow |
 //! |---|---|
@@ -49,26 +51,29 @@
 //! |---|---|
 //! | `a + b`, `a - b`, `a * b`, `a / b` | [`ops::add`], [`ops::sub`], [`ops::mul`], [`ops::div`] (they broadcast) |
 //! | `2 * x + 1`, `-x`, `1 - x` | [`ops::affine`] |
-//! | `add(a, b, alpha=s)`, `sub(..., alpha=s)` | [`ops::add_scaled`] |
-//! | `lerp`, `addcmul`, `addcdiv` | [`ops::add_scaled`] of [`ops::sub`], [`ops::mul`] or [`ops::div`] |
+//! | `add(a, b, alpha=s)`, `sub(a, b, alpha=s)` | [`ops::add_scaled`] with s, or with -s |
+//! | `lerp(a, b, w)` | [`ops::add_scaled`] of a and `ops::sub(b, a)`, with w |
+//! | `addcmul(x, a, b, value=s)` | [`ops::add_scaled`] of x and `ops::mul(a, b)`, with s; `addcdiv` by [`ops::div`] |
 //! | `add_`, `mul_`, `copy_`, `fill_` | none: ops return new tensors. The values of a variable: [`Var::set`] |
 //! | `abs`, `exp`, `log`, `sqrt`, `rsqrt` | [`ops::abs`], [`ops::exp`], [`ops::log`], [`ops::sqrt`], [`ops::rsqrt`] |
 //! | `pow`, `square`, `reciprocal` | [`ops::pow`] with a number: 2.0, -1.0 |
 //! | `a ** b` of tensors, `xlogy` | [`ops::exp`] of [`ops::mul`] of b and [`ops::log`], for a above 0 |
-//! | `log1p`, `expm1`, `log2`, `log10` | [`ops::affine`] before [`ops::log`] or after it: not exact near 0 |
+//! | `log1p` | [`ops::log`] of `ops::affine(x, 1.0, 1.0)`, which is not exact near 0 |
+//! | `expm1` | [`ops::exp`], then [`ops::affine`] with 1 and -1, which is not exact near 0 |
+//! | `log2`, `log10` | [`ops::log`], then [`ops::affine`] with 1 / ln 2 or 1 / ln 10, and 0 |
 //! | `tanh`, `sigmoid`, `relu` | [`ops::tanh`], [`ops::sigmoid`], [`ops::relu`] |
 //! | `sin`, `cos` | candle's [`Tensor::sin`], [`Tensor::cos`]; rotary positions: [`nn::RotaryEmbedding`] |
 //! | `erf` | candle's [`Tensor::erf`]; the exact GELU: [`Gelu::Erf`] |
 //! | `sign`, `round` | candle's, no gradient: [`Tensor::sign`], [`Tensor::round`] |
 //! | `floor`, `ceil` | candle's, no gradient: [`Tensor::floor`], [`Tensor::ceil`] |
 //! | `clamp`, `clip`, `clamp_min`, `clamp_max` | [`ops::clamp`]; an infinite bound is none |
-//! | `maximum`, `minimum`, `fmax`, `fmin` | composed: `maximum`, `minimum` |
-//! | `where`, `masked_fill` | composed: `select`, by a mask of 0 and 1; scores of attention: [`KeyMask`] |
+//! | `maximum`, `minimum` of two tensors | [composed] |
+//! | `where`, `masked_fill` | [composed]: `select`, by a mask of 0 and 1; scores of attention: [`KeyMask`] |
 //! | `eq`, `ne`, `lt`, `le`, `gt`, `ge` | candle's, 0 and 1 in u8, no gradient: [`Tensor::eq`], [`Tensor::lt`], ... |
 //! | `logical_and`, `logical_not` | of masks of 0 and 1: [`ops::mul`], [`ops::affine`] with -1 and 1 |
 //! | `isnan`, `isfinite` | candle's: `x.ne(&x)` is 1 for NaN; of gradients: [`check_finite`] |
 //! | `nan_to_num` | none: hide the element before the op that makes the NaN |
-//! | `allclose`, `equal` | candle's `a.sub(&b)?.abs()?` and [`Tensor::max_all`] |
+//! | `allclose`, `equal` | candle's `a.sub(&b)?.abs()?.max_all()?`, compared with the tolerance: [`Tensor::max_all`] |
 //!
 //! ## Matmuls
 //!
@@ -77,10 +82,10 @@
 //! | `a @ b`, `matmul`, `mm`, `bmm` | [`ops::matmul`]; to broadcast a batch: [`Tensor::broadcast_as`] before it |
 //! | `a @ b.mT` | [`ops::matmul_transposed`] |
 //! | `mv`, `dot`, `inner`, `vdot` | [`ops::matmul`] of unsqueezed views, or [`ops::sum_over`] of [`ops::mul`] |
-//! | `outer`, `ger` | composed: `outer` |
+//! | `outer`, `ger` | [composed]: `outer` |
 //! | `addmm`, `baddbmm` | [`ops::linear_bias`]; [`ops::add`] of [`ops::matmul`] |
-//! | `einsum`, `tensordot` | composed, as in `scores`: matmuls of transposed views |
-//! | `linalg.norm`, `linalg.vector_norm`, `norm` | composed: `norm`; of all gradients: [`grad_norm`] |
+//! | `einsum`, `tensordot` | [composed], as in `scores`: matmuls of transposed views |
+//! | `linalg.norm`, `linalg.vector_norm`, `norm` | [composed]: `norm`; of all gradients: [`grad_norm`] |
 //! | `linalg.qr`, `linalg.svd`, `linalg.inv`, `linalg.solve` | none |
 //! | `set_float32_matmul_precision("high")` | [`hardware::set_tf32`] |
 //!
@@ -96,7 +101,7 @@
 //! | `min(dim).values`, `amin` | [`ops::min_over`], [`ops::min_keepdim`] |
 //! | `argmax`, `argmin`, `max(dim).indices` | candle's, no gradient: [`Tensor::argmax`], [`Tensor::argmin`] |
 //! | `logsumexp` | [`ops::logsumexp`], [`ops::logsumexp_keepdim`] |
-//! | `cumsum` | composed: a matmul with a triangle, n^2 work |
+//! | `cumsum` | [composed]: a matmul with a triangle, n^2 work |
 //! | `prod`, `cumprod` | none; of positive numbers [`ops::exp`] of the sum of [`ops::log`] |
 //! | `sort`, `argsort` | candle's [`Tensor::sort_last_dim`]; no gradient: [`Tensor::arg_sort_last_dim`] |
 //! | `topk`, `kthvalue`, `median`, `quantile` | candle's [`Tensor::sort_last_dim`], then [`Tensor::narrow`] |
@@ -118,13 +123,13 @@
 //! | `contiguous` | [`ops::contiguous`] |
 //! | `clone` | candle's [`Tensor::copy`]; Rust's `clone()` shares the elements |
 //! | `cat`, `concat`, `hstack`, `vstack` | [`ops::concat`] |
-//! | `stack` | composed |
-//! | `repeat`, `tile` | [`ops::concat`] of a tensor with itself |
-//! | `repeat_interleave` | composed; heads of keys and values: [`ops::repeat_heads`] |
-//! | `roll` | composed |
+//! | `stack` | [composed] |
+//! | `repeat`, `tile` | [`ops::concat`] of the tensor with itself |
+//! | `repeat_interleave` | [composed]; heads of keys and values: [`ops::repeat_heads`] |
+//! | `roll` | [composed] |
 //! | `flip` | candle's [`Tensor::flip`] |
 //! | `x[ids]`, `index_select(x, 0, ids)` | [`ops::embedding`] for x (N, D); else candle's [`Tensor::index_select`] |
-//! | `gather`, `take_along_dim` | composed: `gather`, one element of each row; else candle's [`Tensor::gather`] |
+//! | `gather`, `take_along_dim` | [composed]: `gather`, one element of each row; else candle's [`Tensor::gather`] |
 //! | `scatter_add`, `index_add` | candle's [`Tensor::scatter_add`], [`Tensor::index_add`] |
 //! | `scatter`, `x[a:b] = y` | candle's [`Tensor::scatter`], [`Tensor::slice_scatter`], which return a new tensor |
 //! | `x[mask]`, `masked_select`, `nonzero` | none: the shape would depend on values. Multiply by the mask |
@@ -264,8 +269,7 @@
 //!
 //! | PyTorch | tallow |
 //! |---|---|
-//! | `Module` | [`Layer`] |
-//! | `forward` | a method of yours; [`own_model`] shows a model with its loss |
+//! | `Module`, `forward` | a struct that implements [`Layer`], with a method; [`own_model`] shows one with its loss |
 //! | `parameters()`, `named_parameters()` | [`Layer::parameters`] |
 //! | `state_dict()`, `load_state_dict()` | [`Layer::weights`]; to and from a file [`nn::save`], [`nn::load`] |
 //! | `Parameter` | [`nn::Parameter`] |
@@ -273,7 +277,7 @@
 //! | `ModuleList`, `ModuleDict`, `ParameterList` | a `Vec`, each element visited under a name from [`nn::join`] |
 //! | `Sequential` | call one `forward` after the other; candle's [`Sequential`] lists no weights |
 //! | `train()`, `eval()` | the context of a forward pass: [`ForwardContext::training`], or the default |
-//! | `module.to(device)`, `module.to(dtype)` | the `VarBuilder` has both, as [`nn::seeded`] |
+//! | `module.to(device)`, `module.to(dtype)` | choose both when you build it, in the `VarBuilder`: [`nn::seeded`] |
 //! | `init.trunc_normal_`, `init.zeros_` | an [`Init`] for [`nn::Parameter::new`]; of a finished layer [`Var::set`] |
 //! | `init.kaiming_uniform_` | [`Init::Kaiming`] with a builder of a [`VarMap`], without a seed; not [`nn::seeded`] |
 //! | `a.weight = b.weight` (tied) | [`Linear::from_weights`] with the same tensor |
@@ -285,7 +289,7 @@
 //! | `Dropout` | [`ForwardContext`] for the layers of [`nn`]; in a layer of yours [`ops::dropout`] |
 //! | `ReLU`, `GELU`, `SiLU`, `Softmax`, ... | the functions of [`nn.functional`](#torchnnfunctional) |
 //! | `MultiheadAttention`, causal | [`nn::CausalSelfAttention`] |
-//! | `MultiheadAttention`, others | [`nn::Linear`] four times, [`ops::split_heads`], [`attention::flash`] |
+//! | `MultiheadAttention`, others | [`nn::Linear`], [`ops::split_heads`], [`attention::flash`], [`ops::merge_heads`] |
 //! | `TransformerEncoderLayer` | [`nn::TransformerBlock`], which is causal |
 //! | `TransformerDecoderLayer`, `Transformer` | none: write the block with these layers and ops |
 //! | feed-forward networks | [`nn::SwiGlu`], [`nn::GeGlu`], [`nn::GeluMlp`] |
@@ -341,32 +345,35 @@
 //! | `relu`, `silu`, `tanh`, `sigmoid` | [`ops::relu`], [`ops::silu`], [`ops::tanh`], [`ops::sigmoid`] |
 //! | `gelu(x)`, `gelu(x, approximate="tanh")` | [`ops::gelu`] with [`Gelu::Erf`], [`Gelu::Tanh`] |
 //! | `relu6`, `hardtanh` | [`ops::clamp`] |
-//! | `leaky_relu`, `elu`, `softplus`, `logsigmoid`, `mish`, `glu` | composed; candle's [`Tensor::elu`] |
+//! | `leaky_relu`, `elu`, `softplus`, `logsigmoid`, `mish`, `glu` | [composed][f]; candle's [`Tensor::elu`] |
 //! | `relu(x) ** 2` | [`ops::mul`] of [`ops::relu`] with itself |
 //! | SwiGLU, GeGLU (Liger, xformers) | [`ops::swiglu`], [`ops::geglu`] |
 //! | the same with their matmuls | [`ops::swiglu_linear`], [`ops::geglu_linear`] |
 //! | logit soft-capping | [`ops::soft_cap`] |
 //! | `dropout` | [`ops::dropout`], whose [`DropoutKey`] selects the elements |
 //! | `layer_norm`, `rms_norm` | [`ops::layer_norm`], [`ops::rms_norm`]; Gemma's: [`ops::offset_rms_norm`] |
-//! | `normalize`, `cosine_similarity` | composed |
+//! | `normalize`, `cosine_similarity` | [composed][f] |
 //! | `cross_entropy` | [`ops::cross_entropy`]; targets are class ids |
 //! | `cross_entropy(ignore_index=...)` | [`ops::cross_entropy_ignoring`] |
 //! | `cross_entropy(label_smoothing=..., weight=...)` | none: from [`ops::log_softmax`] and other ops |
 //! | `cross_entropy(reduction="none")` | `gather` above of [`ops::log_softmax`], negated by [`ops::affine`] |
 //! | fused linear cross-entropy (Liger) | [`ops::linear_cross_entropy`], [`ops::linear_cross_entropy_ignoring`] |
 //! | `nll_loss` | [`ops::cross_entropy`] of the logits, or of the log-probabilities: the result is the same |
-//! | `mse_loss`, `l1_loss`, `huber_loss`, `smooth_l1_loss` | composed: `mse`, `l1`, `huber` |
-//! | `binary_cross_entropy_with_logits` | composed: `bce_with_logits` |
-//! | `kl_div` | composed |
+//! | `mse_loss`, `l1_loss`, `huber_loss`, `smooth_l1_loss` | [composed][f]: `mse`, `l1`, `huber` |
+//! | `binary_cross_entropy_with_logits` | [composed][f]: `bce_with_logits` |
+//! | `kl_div` | [composed][f] |
 //! | `cosine_embedding_loss`, `triplet_margin_loss` | [`ops::relu`] and [`ops::mean`] of `cosine_similarity`, `norm` |
 //! | `ctc_loss` | none |
 //! | `pad` | [`ops::concat`] with [`Tensor::zeros`] |
 //! | `conv1d`, `conv2d` | candle's [`Tensor::conv1d`], [`Tensor::conv2d`] |
-//! | `avg_pool2d`, `max_pool2d` | candle's [`Tensor::avg_pool2d`], [`Tensor::max_pool2d`]; backward if kernel = stride |
+//! | `avg_pool2d`, `max_pool2d` | candle's [`Tensor::avg_pool2d`], [`Tensor::max_pool2d`]; backward: kernel = stride |
 //! | `interpolate` | candle's [`Tensor::upsample_nearest2d`]; backward if factors are whole |
+//!
+//! ## Activations, norms and losses
 //!
 //! ```
 //! use candle_core::{D, Device, Tensor};
+//! use tallow::attention::Mask;
 //! use tallow::{Result, ops};
 //!
 //! fn softplus(x: &Tensor) -> Result<Tensor> {
@@ -455,6 +462,12 @@
 //! check(huber(&row([0.0, 3.0])?, &row([0.5, 0.0])?, 1.0)?, &[1.3125])?;
 //! check(bce_with_logits(&row([0.0, 2.0])?, &row([1.0, 0.0])?)?, &[1.4100376])?;
 //! check(kl_div(&row([0.25f32.ln(), 0.75f32.ln()])?, &row([0.5, 0.5])?)?, &[0.1438410])?;
+//!
+//! // `softmax(x, 0)` by a transposed view, and `nll_loss` of log-probabilities by `ops::cross_entropy`.
+//! let x = Tensor::new(&[[1f32, 5.0], [3.0, 5.0]], &Device::Cpu)?;
+//! check(ops::softmax(&x.t()?, 1.0, Mask::Full)?.t()?, &[0.1192029, 0.5, 0.8807971, 0.5])?;
+//! let log_p = ops::log_softmax(&row([1.0, 3.0])?)?;
+//! check(ops::cross_entropy(&log_p, &Tensor::new(&[1u32], &Device::Cpu)?)?, &[0.126928])?;
 //! # // Each of them can be traced too.
 //! # use tallow::graph::{self, Target};
 //! # use candle_core::DType;
@@ -482,7 +495,7 @@
 //! | `attn_mask`, float | [`ScoreBias`], with a gradient if it is tracked |
 //! | `key_padding_mask` (true hides) | [`KeyMask::padding`] (1 shows) |
 //! | `scale`, `dropout_p` | [`AttentionConfig::scale`], [`AttentionConfig::dropout`] |
-//! | `enable_gqa=True` | k and v may have fewer heads than q |
+//! | `enable_gqa=True` | nothing to set: k and v may have fewer heads than q |
 //! | `nn.attention.sdpa_kernel` | [`Algorithm`], or a call of the one that you choose |
 //! | `nn.attention.bias.causal_lower_right` | [`Mask::CausalEnd`] |
 //! | FlexAttention: windows, documents, soft caps | [`Mask::Window`], [`FirstKeys`], [`AttentionConfig::soft_cap`] |
@@ -741,11 +754,11 @@
 //! | `Embedding`, `embedding` | [`nn::Embedding`]; of the same table [`Embedding::from_weight`] |
 //! | `LayerNorm`, `RmsNorm` | [`nn::LayerNorm`], [`nn::RmsNorm`]; see also [`coming_from_candle`] |
 //! | `ops::silu`, `ops::swiglu`, `ops::sigmoid` | [`ops::silu`], [`ops::swiglu`], [`ops::sigmoid`] |
-//! | `Activation`, `ops::mish`, ... | [`ops::gelu`], [`ops::relu`]; others are composed [above](#torchnnfunctional) |
+//! | `Activation`, `ops::mish`, ... | [`ops::gelu`], [`ops::relu`]; others are [composed][f] |
 //! | `ops::softmax`, `ops::log_softmax` | [`ops::softmax`], [`ops::log_softmax`] over the last dimension |
 //! | `ops::dropout`, `Dropout` | [`ops::dropout`], with a seed |
 //! | `loss::cross_entropy`, `loss::nll` | [`ops::cross_entropy`] |
-//! | `loss::mse`, `loss::huber`, `loss::binary_cross_entropy_with_logit` | composed [above](#torchnnfunctional) |
+//! | `loss::mse`, `loss::huber`, `loss::binary_cross_entropy_with_logit` | [composed][f] |
 //! | `SGD` | stays candle's, or [`AdamW`] |
 //! | `AdamW`, `ParamsAdamW` | [`AdamW`], [`AdamWConfig`] |
 //! | `Optimizer::backward_step` | [`backward`], then [`AdamW::step`] |
@@ -756,6 +769,8 @@
 //! | `safetensors::save`, `VarMap::save`, `VarMap::load` | [`nn::save`], [`nn::load`] |
 //! | `Device::new_cuda` | [`device`], which returns the same device for the same name |
 //!
+//! [composed]: #the-compositions
+//! [f]: #activations-norms-and-losses
 //! [meta tensors]: crate::graph#meta-tensors
 //! [planned]: crate::compile
 //! [traced]: crate::graph::trace()
