@@ -8,13 +8,13 @@
 //!
 //! | on the right | meaning |
 //! |---|---|
-//! | a link into tallow | has a gradient, follows [`autocast`] and [`no_grad`], can be [traced] and [planned] |
+//! | a link to an op or a layer | has a gradient, follows [`autocast`] and [`no_grad`], can be [traced] and [planned] |
 //! | **view** | candle's method. It copies nothing and works wherever tallow's ops do |
 //! | **candle's** | candle's method or layer: it runs eagerly, ignores [`autocast`] and [`no_grad`], fails in a trace |
 //! | **composed** | a function in the code below the tables: it is made of tallow's ops and does what they do |
 //! | **none** | not there; the row says what to do instead, if there is something |
 //!
-//! Candle's ops have gradients unless a row says "no gradient". They may always prepare data, masks and constants
+//! candle's ops have gradients unless a row says "no gradient". They may always prepare data, masks and constants
 //! *before* a trace: a step gets what changes from run to run as an input, and keeps other tensors as constants.
 //!
 //! # `torch`
@@ -57,7 +57,7 @@
 //! | `add_`, `mul_`, `copy_`, `fill_` | none: ops return new tensors. The values of a variable: [`Var::set`] |
 //! | `abs`, `exp`, `log`, `sqrt`, `rsqrt` | [`ops::abs`], [`ops::exp`], [`ops::log`], [`ops::sqrt`], [`ops::rsqrt`] |
 //! | `pow`, `square`, `reciprocal` | [`ops::pow`] with a number: 2.0, -1.0 |
-//! | `a ** b` of tensors, `xlogy` | [`ops::exp`] of [`ops::mul`] of b and [`ops::log`], for a above 0 |
+//! | `a ** b` of tensors | [`ops::exp`] of [`ops::mul`] of b and [`ops::log`], for a above 0 |
 //! | `log1p` | [`ops::log`] of `ops::affine(x, 1.0, 1.0)`, which is not exact near 0 |
 //! | `expm1` | [`ops::exp`], then [`ops::affine`] with 1 and -1, which is not exact near 0 |
 //! | `log2`, `log10` | [`ops::log`], then [`ops::affine`] with 1 / ln 2 or 1 / ln 10, and 0 |
@@ -339,7 +339,7 @@
 //! | `one_hot` | [`ops::embedding`] of ids and [`Tensor::eye`], as in `gather` above |
 //! | `softmax(x, -1)` | `ops::softmax(x, 1.0, Mask::Full)`: [`ops::softmax`] |
 //! | `log_softmax(x, -1)` | [`ops::log_softmax`] |
-//! | either over another dimension | of the transposed view, and transposed back |
+//! | `softmax(x, dim)`, `log_softmax(x, dim)` | [`ops::softmax`] of a transposed view, transposed back |
 //! | `softmin`, a temperature | [`ops::softmax`] with scale -1, or 1 / temperature |
 //! | `gumbel_softmax` | candle's [`gumbel_softmax`] returns ids, without a gradient |
 //! | `relu`, `silu`, `tanh`, `sigmoid` | [`ops::relu`], [`ops::silu`], [`ops::tanh`], [`ops::sigmoid`] |
@@ -348,7 +348,7 @@
 //! | `leaky_relu`, `elu`, `softplus`, `logsigmoid`, `mish`, `glu` | [composed][f]; candle's [`Tensor::elu`] |
 //! | `relu(x) ** 2` | [`ops::mul`] of [`ops::relu`] with itself |
 //! | SwiGLU, GeGLU (Liger, xformers) | [`ops::swiglu`], [`ops::geglu`] |
-//! | the same with their matmuls | [`ops::swiglu_linear`], [`ops::geglu_linear`] |
+//! | SwiGLU, GeGLU with their matmuls | [`ops::swiglu_linear`], [`ops::geglu_linear`] |
 //! | logit soft-capping | [`ops::soft_cap`] |
 //! | `dropout` | [`ops::dropout`], whose [`DropoutKey`] selects the elements |
 //! | `layer_norm`, `rms_norm` | [`ops::layer_norm`], [`ops::rms_norm`]; Gemma's: [`ops::offset_rms_norm`] |
@@ -554,7 +554,7 @@
 //! | `get_cosine_schedule_with_warmup` | [`Schedule::WarmupCosine`] with `min_lr` 0 |
 //! | `get_linear_schedule_with_warmup` | [`Schedule::WarmupLinear`] with `min_lr` 0 |
 //! | `LambdaLR`, `StepLR`, `ExponentialLR`, `OneCycleLR` | [`AdamW::set_learning_rate`] with any function of the step |
-//! | `CosineAnnealingWarmRestarts`, warm-up-stable-decay | the same |
+//! | `CosineAnnealingWarmRestarts`, warm-up-stable-decay | [`AdamW::set_learning_rate`] with a function of yours |
 //! | `ReduceLROnPlateau` | [`AdamW::set_learning_rate`] after an evaluation |
 //!
 //! # `torch.amp`
@@ -669,7 +669,7 @@
 //! | `with_flops=True` | always: [`Row::flops_per_s`] |
 //! | `profile_memory=True` | [`memory::record_on`] |
 //! | `emit_nvtx`, `cuda.nvtx.range` | [`profile::emit_nvtx`] passes on all ranges, also yours: [`profile::range`] |
-//! | `cuda.Event`, `elapsed_time` | [`Step::time_phases`], [`Step::phase_times`] |
+//! | `cuda.Event`, `elapsed_time` | [`Stopwatch`]; of a planned step [`Step::time_phases`], [`Step::phase_times`] |
 //! | `cuda.synchronize` | [`Device::synchronize`] |
 //! | `utils.benchmark.Timer` | [`Stopwatch`] |
 //!
@@ -745,14 +745,15 @@
 //!
 //! ## Layers and functions that autocast does not see
 //!
-//! These have gradients in candle. Under [`autocast`] they compute in the dtype of their weights, and fail with "dtype
-//! mismatch" when a layer of tallow has returned the lower one. [`ops::cast_for`] casts the inputs of candle's ops.
+//! Under [`autocast`] these compute in the dtype of their weights, and fail with "dtype mismatch" on the output of a
+//! layer of tallow in the lower dtype. [`ops::cast_for`] casts the inputs of candle's ops. The fused ops, which have no
+//! gradient either, are in [`coming_from_candle`].
 //!
 //! | candle | tallow |
 //! |---|---|
 //! | `Linear`, `linear`, `linear_no_bias`, `linear_b` | [`nn::Linear`]; of the same weights [`Linear::from_weights`] |
 //! | `Embedding`, `embedding` | [`nn::Embedding`]; of the same table [`Embedding::from_weight`] |
-//! | `LayerNorm`, `RmsNorm` | [`nn::LayerNorm`], [`nn::RmsNorm`]; see also [`coming_from_candle`] |
+//! | `LayerNorm`, `RmsNorm` | [`nn::LayerNorm`], [`nn::RmsNorm`]: candle's have no gradient on contiguous inputs |
 //! | `ops::silu`, `ops::swiglu`, `ops::sigmoid` | [`ops::silu`], [`ops::swiglu`], [`ops::sigmoid`] |
 //! | `Activation`, `ops::mish`, ... | [`ops::gelu`], [`ops::relu`]; others are [composed][f] |
 //! | `ops::softmax`, `ops::log_softmax` | [`ops::softmax`], [`ops::log_softmax`] over the last dimension |
@@ -764,7 +765,7 @@
 //! | `Optimizer::backward_step` | [`backward`], then [`AdamW::step`] |
 //! | `VarMap`, `VarBuilder`, `Init`, `Module` | stay candle's; the variables for an optimizer: [`parameters_of`] |
 //! | `Conv1d`, `Conv2d`, `BatchNorm`, `GroupNorm`, `LSTM`, `GRU` | stay candle's; [`ops::cast`] their input to f32 |
-//! | `KvCache`, `LogitsProcessor`, quantized tensors | stay candle's; they are for inference |
+//! | `kv_cache`, quantized tensors | stay candle's; they are for inference |
 //! | `Tensor::backward` | [`backward`] |
 //! | `safetensors::save`, `VarMap::save`, `VarMap::load` | [`nn::save`], [`nn::load`] |
 //! | `Device::new_cuda` | [`device`], which returns the same device for the same name |
