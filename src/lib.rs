@@ -38,8 +38,9 @@
 //!
 //! # Guides
 //!
-//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [a model of your
-//! own](guide::own_model), [several hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
+//! [PyTorch's names, and what takes their place](guide::names), [from PyTorch](guide::coming_from_pytorch), [from
+//! candle](guide::coming_from_candle), [a model of your own](guide::own_model), [several hosts](guide::several_hosts),
+//! [reading a profile](guide::reading_a_profile).
 //!
 //! # Modules
 //!
