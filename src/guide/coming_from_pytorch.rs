@@ -6,6 +6,8 @@
 //! |---|---|
 //! | `nn.Module`, `state_dict()`, `parameters()` | [`Layer`], [`Layer::weights`], [`Layer::parameters`] |
 //! | `nn.Parameter`, `nn.Linear`, `nn.RMSNorm`, ... | [`nn::Parameter`](crate::nn::Parameter), [`nn`](crate::nn) |
+//! | `nn.MultiheadAttention` | [`nn::Attention`](crate::nn::Attention), for cross-attention [`cross`](crate::nn::Attention::cross) |
+//! | `requires_grad_(False)` | [`nn::freeze`](crate::nn::freeze()), [`TransformerLM::freeze`] |
 //! | `torch.nn.functional` | [`ops`](crate::ops), [`attention`](crate::attention) |
 //! | `sum(dim)`, `mean(dim, keepdim=True)` | [`ops::sum_over`], [`ops::mean_keepdim`] |
 //! | `max(dim).values`, `logsumexp(dim)`, `var(dim)` | [`ops::max_over`], [`ops::logsumexp`], [`ops::var`] |
@@ -191,6 +193,7 @@
 //! [`AdamW::save`]: crate::optim::AdamW::save
 //! [`clip_grad_norm`]: crate::optim::clip_grad_norm
 //! [`clip_grad_value`]: crate::optim::clip_grad_value
+//! [`TransformerLM::freeze`]: crate::model::TransformerLM::freeze
 //! [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing
 //! [`TransformerLM::save`]: crate::model::TransformerLM::save
 //! [`Trainer::save`]: crate::train::Trainer::save
