@@ -2,7 +2,7 @@
 //!
 //! Two algorithms compute the same result. [`naive()`] saves the probabilities for backward; [`flash()`] computes them
 //! tile by tile and recomputes them in backward. Both take an [`AttentionConfig`]; [`Algorithm`] selects one at run
-//! time. [`nn::CausalSelfAttention`](crate::nn::CausalSelfAttention) adds the projections.
+//! time. [`nn::Attention`](crate::nn::Attention) adds the projections.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

@@ -11,7 +11,7 @@ use crate::nn::{Architecture, Checkpointing, ForwardContext};
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
-use crate::{Error, Result, autocast};
+use crate::{Error, Result, autocast, nn};
 use candle_core::{DType, Tensor, Var};
 use std::cell::RefCell;
 use std::fmt;
@@ -40,6 +40,7 @@ impl Loss<'_> {
                 true => inputs.dropout()?,
                 false => None,
             },
+            ..Default::default()
         };
         match inputs.sums_targets() {
             true => model.sum_of_losses(&tokens, &targets, &context),
@@ -137,7 +138,8 @@ impl PlanRequest<'_> {
         Inputs::of(self.op, batch, self.config.accumulation, drops)
     }
 
-    /// Returns a lower bound of the arena, in bytes, or 0 if the loss is not a known model's.
+    /// Returns a lower bound of the arena, in bytes, or 0 if the loss is not that of a known model without frozen
+    /// weights.
     fn memory_lower_bound(&self, batch: &Batch) -> Result<u64> {
         let tokens = batch.inputs().find(|(name, _)| *name == "tokens");
         match (
@@ -145,7 +147,9 @@ impl PlanRequest<'_> {
             self.kind,
             tokens.map(|(_, tokens)| tokens.dims()),
         ) {
-            (Loss::Model(model), PlanKind::TrainStep, Some([rows, length])) => {
+            (Loss::Model(model), PlanKind::TrainStep, Some([rows, length]))
+                if model.frozen_weights().is_empty() =>
+            {
                 let sizes = [rows / self.config.accumulation, *length];
                 budget::step_arena_lower_bound(model, self.config, sizes)
             }
@@ -205,7 +209,10 @@ pub(crate) fn meta_model(model: &TransformerLM, sequence_length: usize) -> Resul
         },
         Architecture::Gpt2 => config.clone(),
     };
-    let meta = TransformerLM::for_trace(&twin, graph::weights(DType::F32))?;
+    let frozen = model.frozen_weights();
+    let is_frozen = |name: &str| frozen.iter().any(|frozen| frozen == name);
+    let weights = nn::freeze(graph::weights(DType::F32), is_frozen);
+    let meta = TransformerLM::for_trace(&twin, weights)?;
     let meta = meta.with_attention(model.attention())?;
     Ok(meta.with_checkpointing(model.checkpointing()))
 }

@@ -2,7 +2,7 @@
 
 use super::{Collective, Communicator, FullyShardConfig, Shard, locked};
 use crate::gradients::described;
-use crate::{Error, Result, graph, ops};
+use crate::{Error, Result, graph, nn, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -252,6 +252,10 @@ impl SimpleBackend for Sharding<'_> {
         }
         drop(known);
         let whole = self.vb.get_with_hints(shape.clone(), name, init)?;
+        if !whole.is_variable() && nn::keeps_frozen(&self.vb, name) {
+            let hint = "sharded weights are trained: freeze none of them";
+            return Err(Error::order(OP, format!("{name} is frozen"), hint).into());
+        }
         let part = self.sharded.own_part(&whole)?.detach();
         let part = ops::variable_of(&part.to_device(self.sharded.communicator.device())?)?;
         let meta = graph::meta_weight(name, shape, part.dtype())?;

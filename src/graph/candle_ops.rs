@@ -1,4 +1,4 @@
-//! Errors of candle's own ops on meta tensors: which op it was, and what to call instead.
+//! Errors of candle's own ops on meta tensors and in autocast regions: which op it was, and what to call instead.
 //!
 //! [`guide::names`](crate::guide::names) has the same table; a test compares them.
 
@@ -35,7 +35,8 @@ const OPS: [CandleOp; 21] = [
     op(
         &["mat_mul", "matmul"],
         "matmul or a linear layer",
-        "call ops::matmul, ops::matmul_transposed or ops::linear, or build an nn::Linear",
+        "call ops::matmul, ops::matmul_transposed or ops::linear, or build an nn::Linear (nn::Linear::try_from takes \
+         candle_nn's)",
     ),
     op(
         &["map1"],
@@ -85,7 +86,8 @@ const OPS: [CandleOp; 21] = [
     op(
         &["rmsnorm"],
         "a norm",
-        "call ops::rms_norm or ops::layer_norm, or build an nn::RmsNorm",
+        "call ops::rms_norm or ops::layer_norm, or build an nn::RmsNorm or nn::LayerNorm (their try_from takes \
+         candle_nn's)",
     ),
     op(
         &["argsort"],
@@ -121,6 +123,35 @@ pub(super) fn failed_on_meta_tensor(error: &Error) -> Option<(&'static str, &'st
         _ => return None,
     };
     Some(found.map_or(("an op", ANY), |op| (op.calls, op.instead)))
+}
+
+/// Explains candle's error for operands of different dtypes, which its own ops return in autocast regions; other errors
+/// are unchanged.
+pub(crate) fn explain_mixed_dtypes(error: Error) -> Error {
+    let Error::Candle(candle) = &error else {
+        return error;
+    };
+    let find = |is_it: &dyn Fn(&str) -> bool| {
+        let mut ops = OPS.iter();
+        ops.find(|op| op.in_errors.iter().any(|name| is_it(name)))
+    };
+    let (found, got) = match innermost(candle) {
+        Candle::DTypeMismatchBinaryOp { lhs, rhs, op } if ![*lhs, *rhs].contains(&DType::F4) => (
+            find(&|name| name == *op),
+            format!("{} and {}", lhs.as_str(), rhs.as_str()),
+        ),
+        // candle's fused norms have no text of their own for weights of another dtype.
+        Candle::Msg(text) if text.starts_with("unsupported dtype for rmsnorm") => {
+            (find(&|name| name == "rmsnorm"), text.clone())
+        }
+        _ => return error,
+    };
+    let (calls, instead) =
+        found.map_or(("op", "use this crate's ops"), |op| (op.calls, op.instead));
+    Error::dtype("autocast", got).must_be(
+        format!("operands of one dtype in candle's own {calls}"),
+        format!("candle's ops and the layers of candle_nn ignore autocast: {instead}; ops::cast_for casts for others"),
+    )
 }
 
 /// Stands for reads of elements, whose errors do not name them.

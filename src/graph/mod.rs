@@ -45,6 +45,7 @@ pub use data::{
 pub use meta::{input, is_meta, weights};
 pub use session::{Outputs, name, trace};
 
+pub(crate) use candle_ops::explain_mixed_dtypes;
 pub(crate) use data::{CHECKPOINT, LEAF};
 pub(crate) use meta::{are_on_one_device, builds_meta, constant, meta_tensor_error, meta_weight};
 pub(crate) use record::{Call, checkpoint, record, saved_value};

@@ -87,7 +87,7 @@
 //! - From a `VarMap`, a layer shares its variables. [`parameters_of`](crate::optim::parameters_of) lists them for the
 //!   optimizer, sorted by name.
 //! - From a file (`VarBuilder::from_mmaped_safetensors`), each weight becomes a new variable, so a loaded layer can be
-//!   trained. To freeze a weight, pass `weight.detach()` to `from_weights`.
+//!   trained. [`nn::freeze`](crate::nn::freeze()) freezes weights by name.
 //! - [`nn::seeded`](crate::nn::seeded()) draws initial values from a seed: the same bits on any device and with any
 //!   number of threads.
 //!

@@ -7,7 +7,7 @@ use super::{MemoryBreakdown, MemoryKind, Mode, Target};
 use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::grad::with_grad;
 use crate::graph::{self, Graph};
-use crate::nn::CausalSelfAttention;
+use crate::nn::{Attention, AttentionLayerConfig};
 use crate::ops::{Dropout, DropoutKey, KernelPolicy, check_size, with_kernel_policy};
 use crate::precision::{Precision, outside};
 use crate::{Error, Result};
@@ -228,8 +228,7 @@ pub fn attention_breakdown(
     })
 }
 
-/// The sizes of one [`CausalSelfAttention`](crate::nn::CausalSelfAttention) without positions, forward and backward: x
-/// (B, T, D).
+/// The sizes of one causal [`Attention`](crate::nn::Attention) without positions, forward and backward: x (B, T, D).
 ///
 /// [`self_attention_breakdown`] has an example.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -290,11 +289,21 @@ impl SelfAttentionWorkload {
         }
     }
 
+    /// Returns the configuration of the layer.
+    pub(crate) fn layer_config(&self) -> AttentionLayerConfig {
+        AttentionLayerConfig {
+            d_model: self.d_model,
+            num_heads: self.heads,
+            mask: Mask::Causal,
+            ..Default::default()
+        }
+    }
+
     /// Returns the layer with meta weights, and its input, to be traced.
-    pub(super) fn layer(&self) -> Result<(CausalSelfAttention, Tensor)> {
+    pub(super) fn layer(&self) -> Result<(Attention, Tensor)> {
         let shape = (self.batch_size, self.sequence_length, self.d_model);
         let weights = graph::weights(self.dtype);
-        let layer = CausalSelfAttention::new(self.d_model, self.heads, None, weights)?;
+        let layer = Attention::new(&self.layer_config(), None, weights)?;
         let x = graph::input("x", shape, self.dtype)?;
         Ok((layer.with_attention(self.algorithm), x))
     }

@@ -1,7 +1,8 @@
 //! The configuration of a transformer language model.
 
 use super::transformer::HEAD;
-use crate::nn::{Architecture, DropoutRates, RopeScaling, SelfAttentionConfig};
+use crate::attention::Mask;
+use crate::nn::{Architecture, AttentionLayerConfig, DropoutRates, RopeScaling};
 use crate::ops::{Gelu, RotaryPairs};
 use crate::{Error, Result};
 use candle_core::Shape;
@@ -219,19 +220,23 @@ impl TransformerConfig {
     }
 
     /// Returns the attention configuration of block `i`.
-    pub(crate) fn self_attention(&self, i: usize) -> SelfAttentionConfig {
+    pub(crate) fn self_attention(&self, i: usize) -> AttentionLayerConfig {
         let has_window = self.architecture != Architecture::Gemma2 || i.is_multiple_of(2);
-        SelfAttentionConfig {
+        AttentionLayerConfig {
             d_model: self.d_model,
             num_heads: self.num_heads,
-            num_kv_heads: self.num_kv_heads(),
-            head_dim: self.head_dim(),
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            mask: self
+                .sliding_window
+                .filter(|_| has_window)
+                .map_or(Mask::Causal, Mask::Window),
             qkv_bias: self.qkv_bias || self.is_gpt2(),
             output_bias: self.output_bias || self.is_gpt2(),
             qk_norm_eps: self.qk_norm.then_some(self.norm_eps),
-            sliding_window: self.sliding_window.filter(|_| has_window),
             scale: self.attention_scale,
             soft_cap: self.attention_soft_cap,
+            ..Default::default()
         }
     }
 
@@ -241,7 +246,7 @@ impl TransformerConfig {
         let [q, kv] = self.attention_widths();
         let is_gpt2 = self.is_gpt2();
         let is_gemma2 = self.architecture == Architecture::Gemma2;
-        let SelfAttentionConfig {
+        let AttentionLayerConfig {
             qkv_bias,
             output_bias,
             ..

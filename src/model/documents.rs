@@ -93,6 +93,7 @@ impl TransformerLM {
         let context = |first_keys| ForwardContext {
             first_keys,
             dropout: dropout.cloned(),
+            ..Default::default()
         };
         match MaskedTargets::of(tokens, targets, Some(separator), None)? {
             Some(masked) => {

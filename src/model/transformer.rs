@@ -187,6 +187,34 @@ impl TransformerLM {
         self.origin.as_deref()
     }
 
+    /// Freezes the weights that `is_frozen` selects by name, as [`nn::freeze`] does. The trained ones are shared. A tied
+    /// head is frozen with the embedding.
+    ///
+    /// ```
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    ///
+    /// let config = TransformerConfig {
+    ///     vocab_size: 50, context_length: 8, d_model: 16, num_layers: 2, num_heads: 2, d_ff: 32,
+    ///     ..Default::default()
+    /// };
+    /// let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?;
+    /// let model = model.freeze(|name| name != "lm_head.weight" && !name.starts_with("layers.1."))?;
+    /// assert_eq!(model.parameters().len(), 1 + 9); // of the head and of the last block
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Order`] for sharded weights.
+    pub fn freeze(self, is_frozen: impl Fn(&str) -> bool + Send + Sync) -> Result<Self> {
+        let vb = nn::freeze(nn::from_weights(self.weights()), is_frozen);
+        let model = Self::for_trace(&self.config, vb)?.with_attention(self.attention)?;
+        Ok(Self {
+            checkpointing: self.checkpointing,
+            origin: self.origin,
+            ..model
+        })
+    }
+
     /// Sets the activation checkpointing of the blocks; a new model has none. Results do not depend on it. The
     /// parameters are shared.
     pub fn with_checkpointing(self, checkpointing: Checkpointing) -> Self {
@@ -247,13 +275,20 @@ impl TransformerLM {
         &self.device
     }
 
-    /// Returns every parameter with its name, in a fixed order: embeddings, blocks, final norm, head. A tied weight is
-    /// listed once, under its first name.
+    /// Returns every trained weight with its name, in a fixed order: embeddings, blocks, final norm, head. A tied weight
+    /// is listed once, under its first name.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
     }
 
-    /// Returns the number of parameters; a tied weight is counted once.
+    /// Returns the names of the frozen weights.
+    pub(crate) fn frozen_weights(&self) -> Vec<String> {
+        let weights = self.weights().into_iter();
+        let frozen = weights.filter(|(_, weight)| !weight.is_variable());
+        frozen.map(|(name, _)| name).collect()
+    }
+
+    /// Returns the number of trained parameters; a tied weight is counted once.
     pub fn num_parameters(&self) -> usize {
         let parameters = self.parameters().into_iter();
         parameters.map(|(_, var)| var.elem_count()).sum()
@@ -270,13 +305,13 @@ impl TransformerLM {
         self.forward_with(tokens, &ForwardContext::default())
     }
 
-    /// Maps tokens (B, T) to logits (B, T, V) with packed documents or dropout.
+    /// Maps tokens (B, T) to logits (B, T, V) with padding, score bias, packed documents or dropout.
     ///
     /// A document attends only to itself. Learned positions are counted through the whole sequence. Dropout of the
     /// embeddings uses the site of the context's key, that of block i the sites 4 i + 1 to 4 i + 3 after it.
     ///
     /// # Errors
-    /// Those of [`forward`](Self::forward); first keys of another shape.
+    /// Those of [`forward`](Self::forward); first keys, a key mask or a score bias of another shape.
     pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         in_module(HEAD, || self.logits(&hidden)) // (B, T, V)
@@ -330,6 +365,7 @@ impl TransformerLM {
     ///     let context = ForwardContext {
     ///         first_keys: Some(FirstKeys::new(&inputs.get("first_keys")?)?),
     ///         dropout: Some(DropoutKey::input("key")?),
+    ///         ..Default::default()
     ///     };
     ///     model.loss_with(&inputs.get("tokens")?, &inputs.get("targets")?, &context, Some(0))
     /// })?;
@@ -337,7 +373,10 @@ impl TransformerLM {
     /// let text = Tensor::new(&[[7u32, 9, 3, 0, 8, 8, 5, 0, 6], [4, 4, 0, 1, 2, 3, 4, 5, 6]], &device)?;
     /// let (tokens, targets) = (text.narrow(1, 0, 8)?, text.narrow(1, 1, 8)?);
     /// let first_keys = FirstKeys::of_documents(&tokens, 0)?; // documents end with 0, which nothing has to predict
-    /// let context = ForwardContext { first_keys: Some(first_keys), dropout: Some(DropoutKey::new(42, 0)?) };
+    /// let context = ForwardContext {
+    ///     first_keys: Some(first_keys), dropout: Some(DropoutKey::new(42, 0)?),
+    ///     ..Default::default()
+    /// };
     /// let eager = model.loss_with(&tokens, &targets, &context, Some(0))?.to_scalar::<f32>()?;
     /// let (first_keys, key) = (context.first_keys.unwrap(), context.dropout.unwrap());
     /// let inputs = [

@@ -1,6 +1,6 @@
 //! The layers that blocks consist of, by architecture.
 
-use super::{GeGlu, GeluMlp, Layer, LayerNorm, RmsNorm, SwiGlu};
+use super::{Activation, GeGlu, Layer, LayerNorm, Mlp, RmsNorm, SwiGlu};
 use crate::Result;
 use crate::ops::Gelu;
 use candle_core::Tensor;
@@ -17,7 +17,7 @@ pub enum Architecture {
     /// Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023.
     #[default]
     Llama,
-    /// [`LayerNorm`], [`GeluMlp`], biases in every linear layer except the head, and learned position embeddings.
+    /// [`LayerNorm`], [`Mlp`], biases in every linear layer except the head, and learned position embeddings.
     ///
     /// Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     Gpt2,
@@ -70,12 +70,12 @@ impl Layer for Norm {
 pub(super) enum FeedForward {
     SwiGlu(SwiGlu),
     GeGlu(GeGlu),
-    Plain(GeluMlp),
+    Plain(Mlp),
 }
 
 impl FeedForward {
     /// # Errors
-    /// As [`SwiGlu::new`], [`GeGlu::new`] or [`GeluMlp::new`].
+    /// As [`SwiGlu::new`], [`GeGlu::new`] or [`Mlp::new`].
     pub fn new(
         kind: Architecture,
         d_model: usize,
@@ -85,7 +85,7 @@ impl FeedForward {
         Ok(match kind {
             Architecture::Llama => Self::SwiGlu(SwiGlu::new(d_model, d_ff, vb)?),
             Architecture::Gemma2 => Self::GeGlu(GeGlu::new(d_model, d_ff, vb)?),
-            Architecture::Gpt2 => Self::Plain(GeluMlp::new(d_model, d_ff, vb)?),
+            Architecture::Gpt2 => Self::Plain(Mlp::new(d_model, d_ff, vb)?),
         })
     }
 
@@ -94,7 +94,7 @@ impl FeedForward {
         match self {
             Self::SwiGlu(network) => Self::SwiGlu(network),
             Self::GeGlu(network) => Self::GeGlu(network.with_gelu(gelu)),
-            Self::Plain(network) => Self::Plain(network.with_gelu(gelu)),
+            Self::Plain(network) => Self::Plain(network.with_activation(Activation::Gelu(gelu))),
         }
     }
 

@@ -2,10 +2,9 @@
 
 use super::architecture::{Architecture, FeedForward, Norm};
 use super::{
-    CausalSelfAttention, DropoutRates, ForwardContext, Layer, RotaryEmbedding, SelfAttentionConfig,
-    join,
+    Attention, AttentionLayerConfig, DropoutRates, ForwardContext, Layer, RotaryEmbedding, join,
 };
-use crate::attention::Algorithm;
+use crate::attention::{Algorithm, Mask};
 use crate::ops::Gelu;
 use crate::probe::in_module;
 use crate::{Result, ops};
@@ -30,7 +29,7 @@ use candle_nn::VarBuilder;
 #[derive(Clone, Debug)]
 pub struct TransformerBlock {
     ln1: Norm,
-    attn: CausalSelfAttention,
+    attn: Attention,
     /// The norms of both branches, applied before they are added to the residual stream.
     post: Option<Box<[Norm; 2]>>,
     ln2: Norm,
@@ -40,7 +39,7 @@ pub struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    /// Creates a block of [`Architecture::Llama`] with the parameters of `ln1`, `attn`, `ln2` and `ffn` from the
+    /// Creates a causal block of [`Architecture::Llama`] with the parameters of `ln1`, `attn`, `ln2` and `ffn` from the
     /// builder; `eps` is that of the norms.
     ///
     /// # Errors
@@ -53,35 +52,30 @@ impl TransformerBlock {
         rotary: Option<RotaryEmbedding>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        let attn = CausalSelfAttention::new(d_model, num_heads, rotary, vb.pp("attn"))?;
-        Self::around(attn, Architecture::Llama, d_model, d_ff, eps, vb)
+        let attention = AttentionLayerConfig {
+            d_model,
+            num_heads,
+            mask: Mask::Causal,
+            ..Default::default()
+        };
+        Self::with_config(Architecture::Llama, &attention, d_ff, eps, rotary, vb)
     }
 
-    /// Creates a block of any architecture and attention configuration. [`Gemma2`](Architecture::Gemma2) has the
+    /// Creates a block of any architecture and attention configuration: with [`Mask::Full`], a block of an encoder.
+    /// [`Gemma2`](Architecture::Gemma2) has the
     /// parameters of `ln1_post` and `ln2_post` in addition to those of [`new`](Self::new).
     ///
     /// # Errors
     /// Errors of the layers.
     pub fn with_config(
         architecture: Architecture,
-        attention: &SelfAttentionConfig,
+        attention: &AttentionLayerConfig,
         d_ff: usize,
         eps: f64,
         rotary: Option<RotaryEmbedding>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        let attn = CausalSelfAttention::with_config(attention, rotary, vb.pp("attn"))?;
-        Self::around(attn, architecture, attention.d_model, d_ff, eps, vb)
-    }
-
-    fn around(
-        attn: CausalSelfAttention,
-        architecture: Architecture,
-        d_model: usize,
-        d_ff: usize,
-        eps: f64,
-        vb: VarBuilder<'_>,
-    ) -> Result<Self> {
+        let d_model = attention.d_model;
         let norm = |name| Norm::new(architecture, d_model, eps, vb.pp(name));
         let post = match architecture {
             Architecture::Gemma2 => Some(Box::new([norm("ln1_post")?, norm("ln2_post")?])),
@@ -89,7 +83,7 @@ impl TransformerBlock {
         };
         Ok(Self {
             ln1: norm("ln1")?,
-            attn,
+            attn: Attention::new(attention, rotary, vb.pp("attn"))?,
             post,
             ln2: norm("ln2")?,
             ffn: FeedForward::new(architecture, d_model, d_ff, vb.pp("ffn"))?,
@@ -97,13 +91,13 @@ impl TransformerBlock {
         })
     }
 
-    /// Sets the algorithm of attention ([`CausalSelfAttention::with_attention`]).
+    /// Sets the algorithm of attention ([`Attention::with_attention`]).
     pub fn with_attention(self, attention: Algorithm) -> Self {
         let attn = self.attn.with_attention(attention);
         Self { attn, ..self }
     }
 
-    /// Sets the GELU of the feed-forward network, if that is a [`GeluMlp`](super::GeluMlp) or a
+    /// Sets the GELU of the feed-forward network, if that is a [`Mlp`](super::Mlp) or a
     /// [`GeGlu`](super::GeGlu).
     pub fn with_gelu(self, gelu: Gelu) -> Self {
         Self {
@@ -129,7 +123,7 @@ impl TransformerBlock {
         self.forward_with(x, &ForwardContext::default())
     }
 
-    /// Maps x (B, T, D) to (B, T, D) with packed documents or dropout. Attention uses the site of the dropout key, the
+    /// Maps x (B, T, D) to (B, T, D) with padding, score bias, packed documents or dropout. Attention uses the site of the dropout key, the
     /// two branches use the next two sites.
     ///
     /// # Errors

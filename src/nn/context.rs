@@ -1,11 +1,11 @@
-//! Optional arguments of a forward pass: document boundaries and dropout.
+//! Optional arguments of a forward pass: padding, score bias, document boundaries and dropout.
 
 use crate::Result;
-use crate::attention::FirstKeys;
+use crate::attention::{FirstKeys, KeyMask, ScoreBias};
 use crate::ops::{self, Dropout, DropoutKey, check_probability};
 use candle_core::Tensor;
 
-/// Optional arguments of a forward pass. The default is evaluation, with one document in each sequence.
+/// Optional arguments of a forward pass. The default is evaluation, with one document and no padding in each sequence.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -24,6 +24,10 @@ use candle_core::Tensor;
 pub struct ForwardContext {
     /// The boundaries of packed documents, (B, T): no position attends to a position before its first key.
     pub first_keys: Option<FirstKeys>,
+    /// The keys that queries may attend to, in addition to the layer's mask: padding (B, T), or any pairs.
+    pub key_mask: Option<KeyMask>,
+    /// Terms that are added to the attention scores.
+    pub bias: Option<ScoreBias>,
     /// The dropout key of a training step. Layers with [rates](DropoutRates) apply dropout only if there is a key.
     pub dropout: Option<DropoutKey>,
 }
@@ -33,23 +37,31 @@ impl ForwardContext {
     pub fn packed(first_keys: FirstKeys) -> Self {
         Self {
             first_keys: Some(first_keys),
-            dropout: None,
+            ..Self::default()
+        }
+    }
+
+    /// Creates the context of padded sequences.
+    pub fn padded(key_mask: KeyMask) -> Self {
+        Self {
+            key_mask: Some(key_mask),
+            ..Self::default()
         }
     }
 
     /// Creates the context of a training step with dropout.
     pub fn training(dropout: DropoutKey) -> Self {
         Self {
-            first_keys: None,
             dropout: Some(dropout),
+            ..Self::default()
         }
     }
 
     /// Returns the same context with the dropout site advanced by `sites`.
     pub fn at(&self, sites: usize) -> Self {
         Self {
-            first_keys: self.first_keys.clone(),
             dropout: self.dropout.as_ref().map(|key| key.at(sites)),
+            ..self.clone()
         }
     }
 

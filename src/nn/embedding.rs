@@ -1,7 +1,7 @@
 //! Token embedding.
 
 use super::{Layer, check_weight, join, variable};
-use crate::{Result, ops};
+use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
@@ -89,6 +89,18 @@ impl Embedding {
             Some(id) => ops::embedding_with_padding(tokens, &self.weight, id),
             None => ops::embedding(tokens, &self.weight),
         }
+    }
+}
+
+/// Shares the table of a `candle_nn::Embedding`; a variable stays one.
+///
+/// # Errors
+/// Those of [`Embedding::from_weight`].
+impl TryFrom<candle_nn::Embedding> for Embedding {
+    type Error = Error;
+
+    fn try_from(layer: candle_nn::Embedding) -> Result<Self> {
+        Self::from_weight(layer.embeddings().clone())
     }
 }
 

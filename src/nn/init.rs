@@ -16,7 +16,8 @@ use std::collections::TryReserveError;
 ///
 /// The same seed and name give the same bits, in any order of calls, with any number of threads and on any device. (An
 /// NVIDIA GPU draws the values itself.) The builder creates a new variable each time that a weight is requested, also
-/// for a name that was used before. To freeze a weight, pass the tensor's `detach()` to the layer's `from_weights`.
+/// for a name that was used before. [`freeze`](super::freeze()) freezes weights by
+/// name.
 ///
 /// Two of candle's hints are supported: `Init::Const`, and `Init::Randn`, truncated at 3 standard deviations. Element i
 /// is `mean + stdev F^-1(u)`, where F is the truncated distribution and u the i-th uniform number of 32 bits from a

@@ -1,7 +1,7 @@
 //! Linear layers.
 
 use super::{Layer, check_weight, join, variable};
-use crate::{Result, ops};
+use crate::{Error, Result, ops};
 use candle_core::Tensor;
 use candle_nn::{Init, VarBuilder};
 
@@ -92,6 +92,31 @@ impl Linear {
             Some(bias) => ops::linear_bias(x, &self.weight, bias),
             None => ops::linear(x, &self.weight),
         }
+    }
+}
+
+/// Shares the weights of a `candle_nn::Linear`; variables stay variables. Unlike candle's layer, this one can be planned
+/// and runs in [autocast](crate::autocast()) regions.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use tallow::nn::{Layer, Linear};
+///
+/// let weights = VarMap::new();
+/// let candles = candle_nn::linear(8, 4, VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu))?;
+/// let layer = Linear::try_from(candles)?;
+/// assert_eq!(layer.parameters().len(), 2); // the variables of the map
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`Linear::from_weights`].
+impl TryFrom<candle_nn::Linear> for Linear {
+    type Error = Error;
+
+    fn try_from(layer: candle_nn::Linear) -> Result<Self> {
+        Self::from_weights(layer.weight().clone(), layer.bias().cloned())
     }
 }
 

@@ -25,13 +25,15 @@
 //!
 //! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight is trained if it is the
 //! tensor of a variable ([`Layer::parameters`] lists it as a candle [`Var`]), frozen if it is a plain tensor, and tied
-//! if another layer holds the same tensor. A builder creates variables; `from_weights` takes any tensor. [`Parameter`]
-//! is a weight outside of a layer. With feature `files`, `save` and `load` write and read the weights of any layer or
+//! if another layer holds the same tensor. Builders create variables; [`from_weights`] is a builder of any tensors, and
+//! [`freeze`] freezes weights of any builder by name. A layer of `candle_nn` is converted with `try_from`, which shares
+//! its weights. [`Parameter`] is a weight outside of a layer. With feature `files`, `save` and `load` write and read the weights of any layer or
 //! model.
 
 mod architecture;
 mod attention;
 mod block;
+mod builder;
 mod checkpoint;
 mod checkpointing;
 mod context;
@@ -39,9 +41,9 @@ mod embedding;
 #[cfg(feature = "files")]
 mod file;
 mod gated_mlp;
-mod gelu_mlp;
 mod init;
 mod linear;
+mod mlp;
 mod norm;
 mod parameter;
 mod rope_scaling;
@@ -49,8 +51,10 @@ mod rotary;
 
 pub use architecture::Architecture;
 pub(crate) use architecture::Norm;
-pub use attention::{CausalSelfAttention, SelfAttentionConfig};
+pub use attention::{Attention, AttentionLayerConfig};
 pub use block::TransformerBlock;
+pub(crate) use builder::keeps_frozen;
+pub use builder::{freeze, from_weights};
 pub use checkpoint::checkpoint;
 pub use checkpointing::Checkpointing;
 pub use context::{DropoutRates, ForwardContext};
@@ -58,9 +62,9 @@ pub use embedding::Embedding;
 #[cfg(feature = "files")]
 pub use file::{load, save};
 pub use gated_mlp::{GeGlu, SwiGlu};
-pub use gelu_mlp::GeluMlp;
 pub use init::seeded;
 pub use linear::Linear;
+pub use mlp::{Activation, Mlp};
 pub(crate) use norm::check_eps;
 pub use norm::{LayerNorm, RmsNorm};
 pub use parameter::Parameter;
@@ -138,8 +142,8 @@ pub fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// Gets a weight from a builder as a variable: the builder's own if it returns variables (a `VarMap`, [`seeded`]), else
-/// a new one.
+/// Gets a weight from a builder: as a variable, the builder's own if it returns variables (a `VarMap`, [`seeded`]), else
+/// a new one; or as the builder's tensor, if the builder [freezes](keeps_frozen) it.
 fn variable(
     vb: &VarBuilder<'_>,
     name: &str,
@@ -153,7 +157,10 @@ fn variable(
     }
     let weight = vb.get_with_hints(shape.clone(), name, init);
     let weight = weight.map_err(|error| missing_weight(vb, name, &shape, error))?;
-    Ok(ops::variable_of(&weight)?.into_inner())
+    match weight.is_variable() || keeps_frozen(vb, name) {
+        true => Ok(weight),
+        false => Ok(ops::variable_of(&weight)?.into_inner()),
+    }
 }
 
 /// Converts the error of a builder without such a weight.
@@ -207,7 +214,7 @@ impl_module!(
     LayerNorm,
     SwiGlu,
     GeGlu,
-    GeluMlp,
-    CausalSelfAttention,
+    Mlp,
+    Attention,
     TransformerBlock
 );

@@ -100,6 +100,18 @@ impl RmsNorm {
     }
 }
 
+/// Shares the weight of a `candle_nn::RmsNorm`; a variable stays one.
+///
+/// # Errors
+/// Those of [`RmsNorm::from_weight`].
+impl TryFrom<candle_nn::RmsNorm> for RmsNorm {
+    type Error = Error;
+
+    fn try_from(layer: candle_nn::RmsNorm) -> Result<Self> {
+        Self::from_weight(layer.weight().clone(), layer.eps())
+    }
+}
+
 impl Layer for RmsNorm {
     fn visit(&self, path: &str, visit: &mut dyn FnMut(String, &Tensor)) {
         visit(join(path, "weight"), &self.weight);
@@ -205,6 +217,22 @@ impl LayerNorm {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (Bias::Trained(bias) | Bias::Zeros(bias)) = &self.bias;
         ops::layer_norm(x, &self.weight, bias, self.eps)
+    }
+}
+
+/// Shares the weights of a `candle_nn::LayerNorm`; variables stay variables.
+///
+/// # Errors
+/// A layer that does not subtract the mean; those of [`LayerNorm::from_weights`].
+impl TryFrom<candle_nn::LayerNorm> for LayerNorm {
+    type Error = Error;
+
+    fn try_from(layer: candle_nn::LayerNorm) -> Result<Self> {
+        if !layer.remove_mean() {
+            return Err(Error::config("LayerNorm", "remove_mean", false)
+                .must_be("true", "without it the layer is a nn::RmsNorm"));
+        }
+        Self::from_weights(layer.weight().clone(), layer.bias().cloned(), layer.eps())
     }
 }
 

@@ -11,13 +11,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use tallow::nn::{RopeScaling, RotaryConfig, RotaryEmbedding};
+/// use tallow::nn::{RotaryConfig, RotaryEmbedding};
 /// use tallow::ops::RotaryPairs;
 ///
 /// let config = RotaryConfig {
-///     theta: 10_000.0, head_dim: 8, max_length: 64,
+///     head_dim: 8, max_length: 64,
 ///     pairs: RotaryPairs::Halves, // as in Hugging Face's models
-///     scaling: RopeScaling::None,
+///     ..Default::default()
 /// };
 /// let rotary = RotaryEmbedding::with_config(&config, DType::F32, &Device::Cpu)?;
 /// let k = Tensor::ones((1, 2, 5, 8), DType::F32, &Device::Cpu)?; // (B, H, T, Dh)
@@ -37,6 +37,19 @@ pub struct RotaryConfig {
     pub pairs: RotaryPairs,
     /// The scaling of the frequencies.
     pub scaling: RopeScaling,
+}
+
+impl Default for RotaryConfig {
+    /// 1,024 positions of heads of dimension 64, with theta 10,000, adjacent pairs and no scaling.
+    fn default() -> Self {
+        Self {
+            theta: 10_000.0,
+            head_dim: 64,
+            max_length: 1024,
+            pairs: RotaryPairs::Adjacent,
+            scaling: RopeScaling::None,
+        }
+    }
 }
 
 /// Rotary position embedding: tables of cosines and sines for positions up to a maximum.
@@ -92,8 +105,7 @@ impl RotaryEmbedding {
             theta,
             head_dim,
             max_length,
-            pairs: RotaryPairs::Adjacent,
-            scaling: RopeScaling::None,
+            ..Default::default()
         };
         Self::with_config(&config, dtype, device)
     }

@@ -24,8 +24,10 @@
 //!
 //! # What a region does
 //!
-//! - It applies to this crate's ops and layers, on the calling thread. candle's own ops ignore it and fail on mixed
-//!   dtypes; [`ops::cast_for`](crate::ops::cast_for) casts operands for them.
+//! - It applies to this crate's ops and layers, on the calling thread. candle's own ops and the layers of
+//!   `candle_nn` ignore it and fail on mixed dtypes; the error of [`autocast()`] names the op or layer to use instead.
+//!   [`ops::cast_for`](crate::ops::cast_for) casts operands for candle's ops; [`nn::Linear`](crate::nn::Linear),
+//!   [`nn::Embedding`](crate::nn::Embedding) and the norms convert those of `candle_nn` by `try_from`.
 //! - Parameters keep their dtype. A cast is part of the graph: tensors are saved for backward in the lower dtype, and
 //!   gradients have the dtype of the parameters. A linear layer sums the weight's gradient in f32 and returns it in
 //!   f32; PyTorch rounds it to the lower dtype in between.

@@ -56,6 +56,9 @@ pub struct Checkpoint {
     /// The losses so far. `serde` omits them from JSON: those of a long run are too many for a file's metadata.
     #[serde(skip)]
     pub history: History,
+    /// The names of the [frozen](crate::nn::freeze()) weights, which are frozen again when the run is resumed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
     /// The state of the loss scale, in f16. A run saved without one continues with a new one.
     #[serde(default)]
     pub loss_scaling: Option<GradScalerState>,
@@ -210,6 +213,7 @@ impl Trainer {
             train: self.config.clone(),
             training_data: self.training_data.clone(),
             validation_data: self.validation_data.clone(),
+            frozen: self.model.frozen_weights(),
             history: History::default(), // stored as tensors instead
             loss_scaling: self.scaler.as_ref().map(GradScaler::state),
         };

@@ -5,7 +5,7 @@ use crate::distributed::FullyShard;
 use crate::files::{self, TensorFile, first_difference};
 use crate::model::{LoadOptions, STATE_PREFIX, TransformerConfig, TransformerLM};
 use crate::saved::Numbers;
-use crate::{Error, Result};
+use crate::{Error, Result, nn};
 use candle_core::{DType, Device};
 use std::path::Path;
 
@@ -115,9 +115,16 @@ impl Trainer {
             dtype,
             ..Default::default()
         };
-        let model = TransformerLM::read(model, &file, &options, device, |vb| match sharded {
-            Some(sharded) => sharded.builder(vb),
-            None => vb,
+        let frozen = &saved.frozen;
+        let model = TransformerLM::read(model, &file, &options, device, |vb| {
+            let vb = match frozen.is_empty() {
+                true => vb,
+                false => nn::freeze(vb, |name| frozen.iter().any(|frozen| frozen == name)),
+            };
+            match sharded {
+                Some(sharded) => sharded.builder(vb),
+                None => vb,
+            }
         })?;
         let parameters = match sharded {
             Some(sharded) => sharded.parameters(),

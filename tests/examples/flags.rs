@@ -126,41 +126,8 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "custom_model",
-        always: &[
-            &["device", "tf32", "nvtx", "strict"],
-            &[
-                "batch-size",
-                "n-positions",
-                "vocab-size",
-                "n-embd",
-                "n-layer",
-                "n-head",
-            ],
-        ],
-        refused: &[
-            ("trace", &["--nodes --trace", "--graph g.dot --trace"]),
-            ("nodes", &["--graph g.dot --nodes"]),
-            ("graph", &["--nodes --graph g.dot"]),
-            (
-                "planned",
-                &[
-                    "--trace --planned",
-                    "--nodes --planned",
-                    "--graph g.dot --planned",
-                ],
-            ),
-            ("steps", &["--nodes --steps 2"]),
-            ("seed", &["--nodes --seed 2"]),
-            (
-                "format",
-                &["--trace --format csv", "--graph g.dot --format csv"],
-            ),
-            ("output", &["--trace --output out.txt"]),
-            (
-                "columns",
-                &["--trace --columns all", "--format csv --columns all"],
-            ),
-        ],
+        always: &[OUTPUT, COMMON, &["planned", "steps"]],
+        refused: &[("columns", &["--format csv --columns all"])],
     },
     Case {
         name: "distributed_benchmark",

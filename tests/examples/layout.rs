@@ -17,7 +17,6 @@ fn commands() -> Vec<&'static str> {
         "attention_benchmark --sequence-length 8 16 2048 --head-dim 8 --iterations 2 --compare naive flash planned \
          planned-flash --memory-limit-gib 0.1",
         "compiled_benchmark --config 1-8-16-1-2 2-8-16-1-2 --steps 2 --rounds 1 --vocab-size 100 --d-ff 24",
-        "custom_model --nodes",
         "distributed_benchmark SMALL --part paper accounting --strategy replicated sharded-optimizer fully-shard \
          --bucket-mib 1 --product-tflops 600 --memory-gb-s 4000 --reduce-gb-s 330 150 120 --gather-gb-s 190 \
          --alone-ms 2 --contention 0.4",

@@ -25,7 +25,7 @@ const LONG: [(&str, &str); 9] = [
         "--output",
     ),
     ("profile SMALL --steps 1000000000", "--trace"),
-    ("custom_model", "--graph"),
+    ("custom_model --steps 1000000000", "--output"),
     ("train SMALL --data DATA --steps 1000000000", "--checkpoint"),
 ];
 

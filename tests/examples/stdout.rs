@@ -8,7 +8,7 @@ use std::process::Stdio;
 pub const SHORT: [&str; 12] = [
     "attention_benchmark --sequence-length 8 --head-dim 8 --iterations 2 --warmup-steps 0",
     "compiled_benchmark --config 1-8-16-1-2 --steps 2 --rounds 1",
-    "custom_model --n-embd 8 --n-positions 8 --steps 2",
+    "custom_model --steps 2",
     "e2e_benchmark SMALL --mode forward --steps 2 --warmup-steps 0",
     "memory_estimate SMALL",
     "memory_profile SMALL --mode forward",

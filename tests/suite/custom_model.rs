@@ -1,7 +1,8 @@
-//! Custom models of this crate's layers and ops: the GPT-2 of `examples/custom_model` against `transformers`, and a
-//! block with parallel branches and a mixture of experts against finite differences. Both are also traced.
+//! Custom models of this crate's layers and ops: a GPT-2 against `transformers`, the encoder-decoder of
+//! `examples/custom_model` against PyTorch, and a block with parallel branches and a mixture of experts against finite
+//! differences. All are also traced.
 
-#[path = "../../examples/custom_model/gpt2.rs"]
+mod encoder_decoder;
 pub(crate) mod gpt2;
 mod mixture;
 

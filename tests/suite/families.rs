@@ -21,7 +21,7 @@ use tallow::hf::{self, SaveOptions};
 use tallow::memory::{self, Mode, Workload, tracker};
 use tallow::model::{GenerateConfig, LoadOptions, TransformerConfig, TransformerLM, flops};
 use tallow::nn::{
-    Architecture, CausalSelfAttention, DropoutRates, ForwardContext, SelfAttentionConfig, seeded,
+    Architecture, Attention, AttentionLayerConfig, DropoutRates, ForwardContext, seeded,
 };
 use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
@@ -387,23 +387,16 @@ fn sizes_of_heads_that_are_refused(
     #[case] head_dim: usize,
     #[case] named: &str,
 ) {
-    let config = SelfAttentionConfig {
+    let config = AttentionLayerConfig {
         d_model: 16,
         num_heads,
-        num_kv_heads,
-        head_dim,
+        num_kv_heads: Some(num_kv_heads),
+        head_dim: Some(head_dim),
         qkv_bias: true,
-        output_bias: false,
-        qk_norm_eps: None,
-        sliding_window: None,
-        scale: None,
-        soft_cap: None,
+        ..Default::default()
     };
     let vb = seeded(0, DType::F32, &Device::Cpu);
-    refusal(
-        CausalSelfAttention::with_config(&config, None, vb),
-        &[named],
-    );
+    refusal(Attention::new(&config, None, vb), &[named]);
 }
 
 /// Older files have another name for the scaling.

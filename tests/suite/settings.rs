@@ -5,6 +5,7 @@ use candle_nn::VarBuilder;
 use tallow::attention::{Algorithm, AttentionConfig, Mask};
 use tallow::compile::StepConfig;
 use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+use tallow::nn::AttentionLayerConfig;
 use tallow::optim::{AdamWConfig, GradScaler, GradScalerConfig};
 use tallow::precision::Precision;
 
@@ -31,6 +32,16 @@ pub fn with_weights(meta: &TransformerLM, weights: VarBuilder<'_>) -> Transforme
 pub fn with_mask(mask: Mask) -> AttentionConfig {
     AttentionConfig {
         mask,
+        ..Default::default()
+    }
+}
+
+/// Returns the configuration of causal attention with heads of dimension D / H.
+pub fn causal(d_model: usize, num_heads: usize) -> AttentionLayerConfig {
+    AttentionLayerConfig {
+        d_model,
+        num_heads,
+        mask: Mask::Causal,
         ..Default::default()
     }
 }

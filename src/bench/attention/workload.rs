@@ -8,7 +8,7 @@ use crate::memory::{
     AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, attention_breakdown,
     planned_attention_breakdown, planned_self_attention_breakdown, self_attention_breakdown,
 };
-use crate::nn::{CausalSelfAttention, Layer, seeded};
+use crate::nn::{self, Layer, seeded};
 use crate::report::Fields;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
@@ -41,7 +41,7 @@ impl Pass {
 pub enum AttentionTask {
     /// Attention on random q, k, v (B, H, T, Dh): `softmax(q k^T / sqrt(Dh)) v`.
     Alone(AttentionWorkload),
-    /// A [`CausalSelfAttention`], with its four D x D projections, on random x (B, T, D).
+    /// A causal [`nn::Attention`], with its four D x D projections, on random x (B, T, D).
     Layer(SelfAttentionWorkload),
 }
 
@@ -205,8 +205,8 @@ fn prepare_layer(
     let builder = seeded(seed, own.dtype, device);
     let shape = (own.batch_size, own.sequence_length, own.d_model);
     let x = builder.get_with_hints(shape, "x", INIT)?.detach();
-    let layer = CausalSelfAttention::new(own.d_model, own.heads, None, builder)?
-        .with_attention(own.algorithm);
+    let layer = nn::Attention::new(&own.layer_config(), None, builder)?;
+    let layer = layer.with_attention(own.algorithm);
     let precision = own.precision;
     if execution == Execution::Eager {
         let forward = move || precision.run(|| layer.forward(&x));

@@ -1,12 +1,13 @@
 //! A block whose attention and feed-forward are parallel and read the same norm. The feed-forward mixes two experts by
 //! a soft gate.
 
+use crate::settings::causal;
 use candle_core::{D, DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::attention::{Algorithm, Mask};
 use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Attribute, Target};
-use tallow::nn::{CausalSelfAttention, Layer, Linear, RmsNorm, RotaryEmbedding, seeded};
+use tallow::nn::{self, Layer, Linear, RmsNorm, RotaryEmbedding, seeded};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
 use tallow::optim::{AdamW, AdamWConfig};
 use tallow::probe::in_module;
@@ -33,7 +34,7 @@ impl Expert {
 
 struct Block {
     norm: RmsNorm,
-    attention: CausalSelfAttention,
+    attention: nn::Attention,
     gate: Linear,
     experts: [Expert; 2],
 }
@@ -47,7 +48,7 @@ impl Block {
             })
         };
         let rotary = RotaryEmbedding::new(1e4, WIDTH / HEADS, 16, vb.dtype(), vb.device())?;
-        let heads = CausalSelfAttention::new(WIDTH, HEADS, Some(rotary), vb.pp("attention"))?;
+        let heads = nn::Attention::new(&causal(WIDTH, HEADS), Some(rotary), vb.pp("attention"))?;
         Ok(Self {
             norm: RmsNorm::new(WIDTH, 1e-5, vb.pp("norm"))?,
             attention: heads.with_attention(attention),

@@ -250,8 +250,17 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
                 let what = format!("GPT-2 {rows} {vocab_size} {attention} {precision}");
                 wrong.extend(mismatch(&what, found));
             }
-            let model = dropping(attention).unwrap();
+            let whole = dropping(attention).unwrap();
             let (tokens, targets) = (ids(8, 128), ids(8, 128));
+            let model = whole
+                .clone()
+                .freeze(|name| !name.starts_with("layers.3."))
+                .unwrap();
+            let frozen = compared(|| precision.run(|| model.loss(&tokens, &targets)));
+            let all = compared(|| precision.run(|| whole.loss(&tokens, &targets)));
+            assert!(2 * frozen.0[0] < all.0[0] && 2 * frozen.1[1] < all.1[1]);
+            wrong.extend(mismatch(&format!("frozen {attention} {precision}"), frozen));
+            let model = whole;
             let context = ForwardContext::training(DropoutKey::new(1, 0).unwrap());
             let loss = || model.loss_with(&tokens, &targets, &context, None);
             let found = compared(|| precision.run(loss));

@@ -1,11 +1,12 @@
 //! The configured attention algorithm: another way to compute the same numbers, from the same weights.
 
 use super::*;
+use crate::settings::causal;
 use candle_core::safetensors;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::model::GenerateConfig;
-use tallow::nn::{CausalSelfAttention, TransformerBlock};
+use tallow::nn::{Attention, TransformerBlock};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tempfile::tempdir;
 
@@ -155,7 +156,7 @@ fn heads_that_flash_attention_does_not_take() {
     let width = 258;
     let x = numbers(&[1, 3, width], DType::F32, 1);
     let parts = ["attention::flash", "at most 256", "258", "naive"];
-    let layer = CausalSelfAttention::new(width, 1, None, seeded(DType::F32)).unwrap();
+    let layer = Attention::new(&causal(width, 1), None, seeded(DType::F32)).unwrap();
     layer.forward(&x).unwrap();
     let layer = layer.with_attention(Algorithm::Flash);
     refusal(layer.forward(&x), &parts);

@@ -1,9 +1,14 @@
 //! Rotary positions, self-attention and the complete block, against plain formulas.
 
 use super::*;
+use crate::settings::causal;
 use candle_core::{D, Module};
 use rstest::rstest;
-use tallow::nn::{CausalSelfAttention, Layer, RotaryEmbedding, TransformerBlock};
+use tallow::attention::{KeyMask, Mask, ScoreBias};
+use tallow::nn::{
+    Architecture, Attention, AttentionLayerConfig, ForwardContext, Layer, RotaryEmbedding,
+    TransformerBlock,
+};
 use tallow::no_grad;
 
 const THETA: f64 = 100.0;
@@ -137,7 +142,7 @@ fn self_attention(
         return; // rotation needs pairs
     }
     let tables = turns.then(|| rotary(dim, 7));
-    let layer = CausalSelfAttention::new(6, heads, tables, seeded(DType::F64)).unwrap();
+    let layer = Attention::new(&causal(6, heads), tables, seeded(DType::F64)).unwrap();
     let layer = layer.with_attention(attention);
     let x = numbers(&[2, length, 6], DType::F64, 6);
     let got = layer.forward(&x).unwrap();
@@ -159,7 +164,7 @@ fn parts_are_called_as_in_a_checkpoint() {
             .map(|(name, _)| name)
             .collect()
     };
-    let attention = CausalSelfAttention::new(6, 3, None, seeded(DType::F64)).unwrap();
+    let attention = Attention::new(&causal(6, 3), None, seeded(DType::F64)).unwrap();
     let projections = ["q_proj", "k_proj", "v_proj", "output_proj"].map(|p| format!("{p}.weight"));
     assert_eq!(names(&attention), projections);
     let block = TransformerBlock::new(6, 3, 5, 1e-5, None, seeded(DType::F64)).unwrap();
@@ -232,4 +237,157 @@ fn graphs_of_layers(
     assert_eq!(bits(&free), bits(&y));
     let module = no_grad(|| Module::forward(&block, &x)).unwrap();
     assert!(!module.track_op());
+}
+
+/// Computes attention of two heads with projections `p` and added `terms` (B, 1, Tq, Tk) by candle's ops.
+fn attention_by_candle(
+    p: &[Tensor],
+    [x, memory]: [&Tensor; 2],
+    terms: &Tensor,
+) -> candle_core::Result<Tensor> {
+    let split = |x: &Tensor, weight: &Tensor| {
+        let y = x.broadcast_matmul(&weight.t()?)?;
+        let (batch, length, width) = y.dims3()?;
+        let heads = y.reshape((batch, length, 2, width / 2))?;
+        heads.transpose(1, 2)?.contiguous()
+    };
+    let (q, k, v) = (
+        split(x, &p[0])?,
+        split(memory, &p[1])?,
+        split(memory, &p[2])?,
+    );
+    let scale = 1.0 / (q.dim(D::Minus1)? as f64).sqrt();
+    let scores = (q.matmul(&k.t()?)? * scale)?.broadcast_add(terms)?;
+    let out = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
+    let out = out.transpose(1, 2)?.flatten_from(2)?;
+    out.broadcast_matmul(&p[3].t()?)
+}
+
+/// Self-attention and cross-attention with a memory of another width, with any mask, padding and a trained score bias:
+/// outputs and gradients.
+#[rstest]
+fn attention_with_masks_and_memories(
+    #[values(Mask::Full, Mask::Causal, Mask::Window(2.try_into().unwrap()))] mask: Mask,
+    #[values(None, Some((5, 4)))] memory: Option<(usize, usize)>,
+    #[values(Algorithm::Naive, Algorithm::Flash)] algorithm: Algorithm,
+) {
+    let config = AttentionLayerConfig {
+        d_model: 6,
+        kv_dim: memory.map(|(_, width)| width),
+        num_heads: 2,
+        mask,
+        ..Default::default()
+    };
+    let layer = Attention::new(&config, None, seeded(DType::F64)).unwrap();
+    let layer = layer.with_attention(algorithm);
+    let variable =
+        |dims: &[usize], salt| Var::from_tensor(&numbers(dims, DType::F64, salt)).unwrap();
+    let x = variable(&[2, 4, 6], 1);
+    let other = memory.map(|(length, width)| variable(&[2, length, width], 2));
+    let keys = memory.map_or(4, |(length, _)| length);
+    let bias = variable(&[4, keys], 3);
+    let lengths = [keys, 2];
+    let context = ForwardContext {
+        key_mask: Some(KeyMask::of_lengths(&lengths, keys).unwrap()),
+        bias: Some(ScoreBias::new(&bias).unwrap()),
+        ..Default::default()
+    };
+    let got = match &other {
+        Some(memory) => layer.cross(&x, memory, &context).unwrap(),
+        None => layer.forward_with(&x, &context).unwrap(),
+    };
+    let mut hidden = Vec::new();
+    for length in lengths {
+        for query in 0..4 {
+            let seen = mask.visible(query, 4, keys);
+            let shows = |key: usize| seen.contains(&key) && key < length;
+            hidden.extend((0..keys).map(|key| if shows(key) { 0.0 } else { -1e30 }));
+        }
+    }
+    let hidden = Tensor::from_vec(hidden, (2, 1, 4, keys), &CPU).unwrap();
+    let terms = hidden.broadcast_add(&bias).unwrap();
+    let memory = other.as_ref().unwrap_or(&x);
+    let wanted = attention_by_candle(&values(&layer), [&x, memory], &terms).unwrap();
+
+    // A query of the second sequence sees no key if its window is in the padding: it has zeros, candle's has a mean.
+    let rows = match mask {
+        Mask::Window(_) => 3,
+        _ => 4,
+    };
+    let [got, wanted] = [got, wanted].map(|y| y.narrow(1, 0, rows).unwrap());
+    close("output", &got, &wanted, 1e-13);
+    let upstream = numbers(got.dims(), DType::F64, 9);
+    let mut variables = layer.parameters();
+    variables.extend([("x".into(), x.clone()), ("bias".into(), bias)]);
+    variables.extend(other.map(|memory| ("memory".into(), memory)));
+    let gradients = |y: Tensor| {
+        let loss = (y * &upstream).unwrap().sum_all().unwrap();
+        gradients_of(&loss, variables.clone())
+    };
+    let (got, wanted) = (gradients(got), gradients(wanted));
+    alive(&got);
+    for ((name, got), (_, wanted)) in got.iter().zip(&wanted) {
+        close(name, got, wanted, 1e-12);
+    }
+}
+
+/// A block with a full mask is an encoder's: padding does not reach the other rows.
+#[test]
+fn a_block_of_an_encoder() {
+    let config = AttentionLayerConfig {
+        d_model: 6,
+        num_heads: 3,
+        ..Default::default()
+    };
+    let vb = seeded(DType::F64);
+    let block =
+        TransformerBlock::with_config(Architecture::Gpt2, &config, 5, 1e-5, None, vb).unwrap();
+    let x = numbers(&[2, 5, 6], DType::F64, 3);
+    let padding = ForwardContext::padded(KeyMask::of_lengths(&[5, 3], 5).unwrap());
+    let y = block.forward_with(&x, &padding).unwrap();
+    let second = |x: &Tensor| x.narrow(0, 1, 1).unwrap().narrow(1, 0, 3).unwrap();
+    let alone = block.forward(&second(&x).contiguous().unwrap()).unwrap();
+    close("without padding", &second(&y), &alone, 1e-14);
+    // Every row depends on every other.
+    let first = block.forward(&x).unwrap().narrow(1, 0, 1).unwrap();
+    assert!(distance(&first, &y.narrow(1, 0, 1).unwrap()) > 1e-3);
+}
+
+#[test]
+fn sequences_that_do_not_fit_the_layer() {
+    let config = AttentionLayerConfig {
+        d_model: 6,
+        kv_dim: Some(4),
+        num_heads: 2,
+        ..Default::default()
+    };
+    let layer = Attention::new(&config, None, seeded(DType::F64)).unwrap();
+    let (x, memory) = (
+        numbers(&[2, 3, 6], DType::F64, 1),
+        numbers(&[2, 5, 4], DType::F64, 2),
+    );
+    let none = ForwardContext::default();
+    refusal(
+        layer.forward(&x),
+        &["nn::Attention", "width 6", "width 4", "cross"],
+    );
+    refusal(
+        layer.cross(&x, &x, &none),
+        &["linear", "(..., 4)", "[2, 3, 6]"],
+    );
+    refusal(
+        layer.cross(&memory, &memory, &none),
+        &["linear", "(..., 6)", "[2, 5, 4]"],
+    );
+    let one = memory.narrow(0, 0, 1).unwrap();
+    refusal(
+        layer.cross(&x, &one, &none),
+        &["attention::naive", "[1, 2, 5, 3]"],
+    );
+    // A mask of the queries, not of the keys.
+    let wrong = ForwardContext::padded(KeyMask::of_lengths(&[3, 2], 3).unwrap());
+    refusal(
+        layer.cross(&x, &memory, &wrong),
+        &["key_mask [2, 3]", "[2, 5]"],
+    );
 }

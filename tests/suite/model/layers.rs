@@ -5,7 +5,7 @@ use crate::check::refusal;
 use candle_core::{D, Module};
 use candle_nn::VarMap;
 use rstest::rstest;
-use tallow::nn::{Embedding, GeGlu, Layer, LayerNorm, Linear, RmsNorm, SwiGlu};
+use tallow::nn::{Activation, Embedding, GeGlu, Layer, LayerNorm, Linear, Mlp, RmsNorm, SwiGlu};
 use tallow::ops::{self, Gelu};
 
 fn names(layer: &impl Layer) -> Vec<String> {
@@ -120,6 +120,88 @@ fn a_feed_forward_network(#[values(&[2, 5, 6], &[1, 6])] shape: &[usize]) {
         let gated = (gelu * linear(x, &p[2])?)?;
         linear(&gated, &p[1])
     });
+}
+
+#[rstest]
+#[case(Activation::Relu, |x: &Tensor| x.relu())]
+#[case(Activation::Silu, |x: &Tensor| x.silu())]
+#[case(Activation::Tanh, |x: &Tensor| x.tanh())]
+#[case(Activation::Sigmoid, |x: &Tensor| (x.neg()?.exp()? + 1.0)?.recip())]
+#[case(Activation::Gelu(Gelu::Erf), |x: &Tensor| Ok(ops::reference::gelu(x, Gelu::Erf)?))]
+#[case(Activation::default(), |x: &Tensor| Ok(ops::reference::gelu(x, Gelu::Tanh)?))]
+fn a_feed_forward_network_of_any_activation(
+    #[case] activation: Activation,
+    #[case] wanted: fn(&Tensor) -> candle_core::Result<Tensor>,
+) {
+    let layer = Mlp::new(6, 11, seeded(DType::F64)).unwrap();
+    let layer = layer.with_activation(activation);
+    assert_eq!(
+        names(&layer),
+        ["w1.weight", "w1.bias", "w2.weight", "w2.bias"]
+    );
+    agrees(&layer, &numbers(&[2, 5, 6], DType::F64, 3), |x, p| {
+        let hidden = linear(x, &p[0])?.broadcast_add(&p[1])?;
+        linear(&wanted(&hidden)?, &p[2])?.broadcast_add(&p[3])
+    });
+}
+
+/// Layers of candle_nn are converted: the weights are shared, and variables stay variables.
+#[test]
+fn layers_of_candle_nn() {
+    let map = VarMap::new();
+    let vb = VarBuilder::from_varmap(&map, DType::F64, &CPU);
+    let x = numbers(&[4, 6], DType::F64, 3);
+    let converted = |candles: &dyn Module, ours: &dyn Module, names: &[&str], layer: &dyn Layer| {
+        let (wanted, got) = (candles.forward(&x).unwrap(), ours.forward(&x).unwrap());
+        close("y", &got, &wanted, 1e-6); // candle's eps is f32
+        let data = map.data().lock().unwrap();
+        let parameters = layer.parameters();
+        assert_eq!(parameters.len(), names.len());
+        for ((_, var), name) in parameters.iter().zip(names) {
+            assert_eq!(var.id(), data[*name].id(), "{name}");
+        }
+    };
+    let candles = candle_nn::linear(6, 3, vb.pp("a")).unwrap();
+    let ours = Linear::try_from(candles.clone()).unwrap();
+    converted(&candles, &ours, &["a.weight", "a.bias"], &ours);
+    let candles = candle_nn::layer_norm_no_bias(6, 1e-5, vb.pp("b")).unwrap();
+    let ours = LayerNorm::try_from(candles.clone()).unwrap();
+    converted(&candles, &ours, &["b.weight"], &ours);
+    let candles = candle_nn::layer_norm(6, 1e-5, vb.pp("c")).unwrap();
+    let ours = LayerNorm::try_from(candles.clone()).unwrap();
+    let slowly = x.t().unwrap().contiguous().unwrap().t().unwrap(); // candle's fused norm knows no f64
+    close(
+        "y",
+        &ours.forward(&slowly).unwrap(),
+        &candles.forward(&slowly).unwrap(),
+        1e-12,
+    );
+    let rms = candle_nn::rms_norm(6, 1e-5, vb.pp("d")).unwrap();
+    let ours = RmsNorm::try_from(rms.clone()).unwrap();
+    let wanted = rms.forward_diff(&x).unwrap();
+    close("y", &ours.forward(&x).unwrap(), &wanted, 1e-12);
+    assert_eq!(ours.parameters().len(), 1);
+    let candles = candle_nn::embedding(7, 3, vb.pp("e")).unwrap();
+    let ours = Embedding::try_from(candles.clone()).unwrap();
+    let ids = Tensor::new(&[3u32, 6], &CPU).unwrap();
+    assert_eq!(
+        bits(&ours.forward(&ids).unwrap()),
+        bits(&candles.forward(&ids).unwrap())
+    );
+    assert_eq!(ours.parameters().len(), 1);
+
+    // Plain tensors stay frozen; what no layer of ours computes is refused.
+    let zeros = |n: usize| Tensor::zeros(n, DType::F32, &CPU).unwrap();
+    let plain = candle_nn::Linear::new(zeros(6).reshape((2, 3)).unwrap(), None);
+    assert!(Linear::try_from(plain).unwrap().parameters().is_empty());
+    refusal(
+        Linear::try_from(candle_nn::Linear::new(zeros(6), None)),
+        &["nn::Linear", "(out, in)", "[6]"],
+    );
+    refusal(
+        LayerNorm::try_from(rms.into_inner()),
+        &["remove_mean", "RmsNorm"],
+    );
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! Tokens and tensors that a model or a layer refuses, and the errors.
 
 use super::*;
+use crate::settings::causal;
 use rstest::rstest;
 use tallow::nn::{
-    CausalSelfAttention, Embedding, LayerNorm, Linear, RmsNorm, RotaryEmbedding, SwiGlu,
-    TransformerBlock,
+    Attention, Embedding, LayerNorm, Linear, RmsNorm, RotaryEmbedding, SwiGlu, TransformerBlock,
 };
 
 fn zeros(shape: &[usize], dtype: DType) -> Tensor {
@@ -87,7 +87,7 @@ fn widths_that_do_not_fit() {
     refusal(layer_norm.forward(&x), &["layer_norm", "[2, 3, 7]", "[6]"]);
     let swiglu = SwiGlu::new(6, 5, vb.pp("d")).unwrap();
     refusal(swiglu.forward(&x), &["linear", "(..., 6)", "[2, 3, 7]"]);
-    let attention = CausalSelfAttention::new(6, 3, None, vb.pp("e")).unwrap();
+    let attention = Attention::new(&causal(6, 3), None, vb.pp("e")).unwrap();
     refusal(attention.forward(&x), &["linear", "(..., 6)", "[2, 3, 7]"]);
     let block = TransformerBlock::new(6, 3, 5, 1e-5, None, vb.pp("f")).unwrap();
     refusal(block.forward(&x), &["rms_norm", "[2, 3, 7]", "weight [6]"]);
@@ -174,19 +174,19 @@ fn dtypes_that_do_not_mix() {
 
 #[test]
 fn heads_that_do_not_divide() {
-    let attention = |heads| CausalSelfAttention::new(6, heads, None, seeded(DType::F32));
+    let attention = |heads| Attention::new(&causal(6, heads), None, seeded(DType::F32));
     for heads in [0, 4, 7] {
         let expected = format!("d_model must be divisible by num_heads {heads}");
         refusal(
             attention(heads),
-            &["CausalSelfAttention", &expected, "got 6"],
+            &["AttentionLayerConfig", &expected, "got 6"],
         );
         let block = TransformerBlock::new(6, heads, 5, 1e-5, None, seeded(DType::F32));
-        refusal(block, &["CausalSelfAttention", &expected]);
+        refusal(block, &["AttentionLayerConfig", &expected]);
     }
     // The head dimension differs from that of the rotary tables.
     let rotary = RotaryEmbedding::new(1e4, 4, 8, DType::F32, &CPU).unwrap();
-    let wrong = CausalSelfAttention::new(6, 3, Some(rotary), seeded(DType::F32));
+    let wrong = Attention::new(&causal(6, 3), Some(rotary), seeded(DType::F32));
     let x = zeros(&[1, 2, 6], DType::F32);
     refusal(wrong.and_then(|layer| layer.forward(&x)), &["rope", "Dh"]);
 }

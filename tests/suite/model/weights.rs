@@ -4,8 +4,9 @@ use super::*;
 use crate::settings::with_lr;
 use candle_core::D;
 use candle_nn::VarMap;
+use tallow::compile::{Batch, PlanKind, Step, StepConfig, Target};
 use tallow::graph;
-use tallow::nn::{Embedding, Layer, LayerNorm, Linear, RmsNorm};
+use tallow::nn::{Embedding, Layer, LayerNorm, Linear, Mlp, RmsNorm};
 use tallow::optim::{AdamW, AdamWConfig};
 
 /// An embedding, a frozen linear layer with a bias, a norm without one, and a head that shares the embedding's table.
@@ -177,4 +178,171 @@ fn a_meta_weight_is_of_any_size() {
     assert_eq!(traced.nodes().count(), 1);
     // A real tensor of this size is refused.
     refusal(Linear::new(cols, rows, seeded(DType::F32)), &["memory"]);
+}
+
+fn names_of(parameters: Vec<(String, Var)>) -> Vec<String> {
+    parameters.into_iter().map(|(name, _)| name).collect()
+}
+
+/// Frozen by name under any builder: the values and the storage are those of the builder.
+#[test]
+fn weights_are_frozen_by_name() {
+    let map = VarMap::new();
+    let vb = || VarBuilder::from_varmap(&map, DType::F32, &CPU);
+    let whole = Mlp::new(4, 6, vb().pp("a")).unwrap();
+    let frozen = nn::freeze(vb().pp("a"), |name| name.starts_with("a.w1."));
+    let part = Mlp::new(4, 6, frozen).unwrap();
+    assert_eq!(names_of(part.parameters()), ["w2.weight", "w2.bias"]);
+    assert_eq!(part.parameters()[0].1.id(), whole.parameters()[2].1.id());
+    for ((name, wanted), (_, got)) in whole.weights().iter().zip(part.weights()) {
+        assert_eq!(bits(&got), bits(wanted), "{name}");
+    }
+    // A later change of the variable is seen: the storage is shared.
+    let set = numbers(&[6, 4], DType::F32, 3);
+    whole.parameters()[0].1.set(&set).unwrap();
+    assert_eq!(bits(&part.weights()[0].1), bits(&set));
+    // Of a file's builder the others become variables; a second pattern freezes more.
+    let tensors = whole.weights().into_iter();
+    let tensors = tensors.map(|(name, x)| (name, x.detach())).collect();
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let once = nn::freeze(vb, |name| name.ends_with("bias"));
+    let layer = Mlp::new(4, 6, once.clone()).unwrap();
+    assert_eq!(names_of(layer.parameters()), ["w1.weight", "w2.weight"]);
+    let twice = Mlp::new(4, 6, nn::freeze(once, |name| name == "w1.weight")).unwrap();
+    assert_eq!(names_of(twice.parameters()), ["w2.weight"]);
+    // Meta weights too.
+    let meta = nn::freeze(graph::weights(DType::F32), |name| name.starts_with("w1"));
+    let meta = Mlp::new(4, 6, meta).unwrap();
+    assert_eq!(names_of(meta.parameters()), ["w2.weight", "w2.bias"]);
+    assert!(
+        meta.weights()
+            .iter()
+            .all(|(_, weight)| graph::is_meta(weight))
+    );
+}
+
+/// A layer of given tensors: variables are trained and tied, plain ones frozen; errors name the weight.
+#[test]
+fn layers_of_given_weights() {
+    let first = Mlp::new(4, 6, seeded(DType::F64)).unwrap();
+    let mut weights = first.weights();
+    weights[1].1 = numbers(&[6], DType::F64, 2);
+    let second = Mlp::new(4, 6, nn::from_weights(weights.clone())).unwrap();
+    assert_eq!(
+        names_of(second.parameters()),
+        ["w1.weight", "w2.weight", "w2.bias"]
+    );
+    for ((_, given), (name, found)) in weights.iter().zip(second.weights()) {
+        assert_eq!(given.id(), found.id(), "{name}");
+    }
+    let shape = Mlp::new(4, 5, nn::from_weights(weights.clone()));
+    refusal(shape, &["w1.bias", "[5]", "[6]"]);
+    weights.pop();
+    let missing = Mlp::new(4, 6, nn::from_weights(weights));
+    refusal(missing, &["w2.bias", "no such weight"]);
+}
+
+/// A model of which only the head and the last block are trained: eager steps and planned steps agree, nothing else
+/// changes, and the plan needs less memory, with or without weights.
+#[test]
+fn a_model_is_trained_in_part() {
+    let whole = mini_model(3);
+    let is_frozen = |name: &str| !(name.starts_with("layers.1.") || name == "lm_head.weight");
+    let start = || {
+        let tensors = whole.weights().into_iter();
+        let tensors = tensors.map(|(name, x)| (name, x.copy().unwrap())).collect();
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+        let model = TransformerLM::from_var_builder(&mini(), vb).unwrap();
+        let model = model.freeze(is_frozen).unwrap();
+        let optimizer = AdamW::new(model.parameters(), with_lr(0.05)).unwrap();
+        (model, optimizer)
+    };
+    let (tokens, targets) = (ids(29, 3, 16), ids(29, 3, 16));
+    let (eager, mut optimizer) = start();
+    assert_eq!(eager.parameters().len(), 10);
+    let losses: Vec<f32> = (0..4)
+        .map(|_| {
+            let loss = eager.loss(&tokens, &targets).unwrap();
+            let value = loss.to_scalar().unwrap();
+            optimizer.step(&tallow::backward(loss).unwrap()).unwrap();
+            value
+        })
+        .collect();
+    let (planned, mut optimizer) = start();
+    let mut step = Step::for_model(&planned, &optimizer, &StepConfig::default()).unwrap();
+    for (i, wanted) in losses.iter().enumerate() {
+        let loss = step.run(&mut optimizer, (&tokens, &targets)).unwrap();
+        assert!((loss - wanted).abs() < 1e-5, "step {i}: {loss} {wanted}");
+    }
+    assert!(losses[3] < losses[0] - 0.5, "{losses:?}");
+    for ((name, before), ((_, eager), (_, planned))) in whole
+        .weights()
+        .iter()
+        .zip(eager.weights().iter().zip(planned.weights()))
+    {
+        let changed = bits(before) != bits(eager);
+        assert_eq!(changed, !is_frozen(name), "{name}");
+        close(name, &planned, eager, 1e-4);
+    }
+    // The plan of meta weights is that of the step, and smaller than the plan of the whole model.
+    let batch = || Batch::from((&tokens, &targets));
+    let config = StepConfig::default();
+    let plan_of = |model: &TransformerLM| {
+        let (plan, _) = Step::plan_for_model(Target::Cpu, model, &config, batch()).unwrap();
+        [plan.arena_bytes(), plan.total_bytes()]
+    };
+    let arena = step.plan().unwrap().arena_bytes();
+    let [part, all] = [plan_of(&planned), plan_of(&whole)];
+    assert_eq!(part[0], arena);
+    assert!(part[0] < all[0] && part[1] < all[1], "{part:?} {all:?}");
+    let meta = nn::freeze(graph::weights(DType::F32), is_frozen);
+    let meta = TransformerLM::from_var_builder(&mini(), meta).unwrap();
+    assert_eq!(plan_of(&meta), part);
+    let plan = Step::plan_for(
+        Target::Cpu,
+        PlanKind::TrainStep,
+        &config,
+        batch(),
+        |inputs| meta.loss(&inputs.get("tokens")?, &inputs.get("targets")?),
+    );
+    assert_eq!(plan.unwrap().arena_bytes(), arena);
+    // A model of which everything is frozen has nothing to train.
+    let frozen = mini_model(3).freeze(|_| true).unwrap();
+    refusal(
+        AdamW::new(frozen.parameters(), with_lr(0.1)),
+        &["parameter"],
+    );
+}
+
+/// Low-rank factors next to frozen maps: the gradients are those of the factors, and no other.
+#[test]
+fn low_rank_factors_are_trained_alone() {
+    let vb = seeded(DType::F64);
+    let frozen = nn::freeze(vb.pp("map"), |_| true);
+    let map = Linear::new(6, 4, frozen).unwrap();
+    let [a, b] = [("a", (2, 6)), ("b", (4, 2))].map(|(name, shape)| {
+        let init = candle_nn::Init::Randn {
+            mean: 0.0,
+            stdev: 0.5,
+        };
+        nn::Parameter::new(shape, init, vb.pp(name)).unwrap()
+    });
+    let x = numbers(&[5, 6], DType::F64, 1);
+    let narrow = ops::linear(&x, a.weight()).unwrap();
+    let y = ops::add(
+        &map.forward(&x).unwrap(),
+        &ops::linear(&narrow, b.weight()).unwrap(),
+    )
+    .unwrap();
+    let loss = ops::mean(&ops::mul(&y, &y).unwrap()).unwrap();
+    let gradients = tallow::backward(loss).unwrap();
+    assert!(gradients.get(map.weight()).is_none());
+    let merged = b.weight().matmul(a.weight()).unwrap();
+    let all = (map.weight() + merged).unwrap();
+    let y = x.matmul(&all.t().unwrap()).unwrap();
+    let d_all = (y.t().unwrap().matmul(&x).unwrap() * (2.0 / 20.0)).unwrap();
+    let wanted = b.weight().t().unwrap().matmul(&d_all).unwrap();
+    close("a", gradients.get(a.weight()).unwrap(), &wanted, 1e-13);
+    let wanted = d_all.matmul(&a.weight().t().unwrap()).unwrap();
+    close("b", gradients.get(b.weight()).unwrap(), &wanted, 1e-13);
 }

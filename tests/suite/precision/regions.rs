@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::check::refusal;
+use candle_core::{Device, Module};
+use candle_nn::{VarBuilder, VarMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tallow::precision::current;
 use tallow::{Error, Result, autocast, ops};
@@ -109,4 +111,42 @@ fn a_lower_dtype_must_be_lower() {
         }
     }
     assert_eq!(matmul_dtype(), DType::F32);
+}
+
+/// The error of a candle_nn layer inside of a region names the layer of this crate; converted, it runs.
+#[test]
+fn layers_of_candle_nn_are_named() {
+    let policy = || Autocast::cuda(DType::BF16);
+    let map = VarMap::new();
+    let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+    let x = numbers(&[3, 4], DType::F32, 1);
+    let linear = candle_nn::linear_no_bias(4, 4, vb.pp("a")).unwrap();
+    let norm = candle_nn::layer_norm(4, 1e-5, vb.pp("b")).unwrap();
+    let rms_norm = candle_nn::rms_norm(4, 1e-5, vb.pp("c")).unwrap();
+    let layers: [(&dyn Module, &str); 3] = [
+        (&linear, "nn::Linear::try_from"),
+        (&norm, "nn::LayerNorm"),
+        (&rms_norm, "nn::RmsNorm"),
+    ];
+    for (layer, named) in layers {
+        let narrow = || ops::matmul(&x, &numbers(&[4, 4], DType::F32, 2));
+        let refused = autocast(policy(), || Ok(layer.forward(&narrow()?)?));
+        refusal(
+            refused,
+            &["autocast", "one dtype", named, "candle_nn ignore autocast"],
+        );
+    }
+    let sum = autocast(policy(), || {
+        Ok((&x + ops::matmul(&x, &numbers(&[4, 4], DType::F32, 2))?)?)
+    });
+    refusal(sum, &["autocast", "f32 and bf16", "ops::add"]);
+    let ours = tallow::nn::Linear::try_from(linear.clone()).unwrap();
+    let y = autocast(policy(), || {
+        ours.forward(&ops::matmul(&x, &numbers(&[4, 4], DType::F32, 2))?)
+    });
+    assert_eq!(y.unwrap().dtype(), DType::BF16);
+    // Where nothing is cast, the error is candle's.
+    let half = x.to_dtype(DType::BF16).unwrap();
+    let disabled = autocast(Autocast::disabled(), || Ok(linear.forward(&half)?));
+    assert!(matches!(disabled, Err(Error::Candle(_))));
 }

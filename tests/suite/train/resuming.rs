@@ -3,7 +3,7 @@
 use super::*;
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::nn::Checkpointing;
+use tallow::nn::{Checkpointing, Layer};
 use tallow::train::Checkpoint;
 
 /// Stopped after `stop` steps, in memory and from the file, with evaluations in between.
@@ -240,4 +240,36 @@ fn a_run_that_says_nothing_of_precision_is_f32s() {
     assert!(json.as_object_mut().unwrap().remove("precision").is_some());
     let config: TrainConfig = serde_json::from_value(json).unwrap();
     assert_eq!(config, settings());
+}
+
+/// A run that trains the last block alone: its file has all weights and names the frozen ones.
+#[test]
+fn frozen_weights_are_frozen_in_the_resumed_run() {
+    let (_folder, path) = checkpoint();
+    let is_frozen = |name: &str| !name.starts_with("layers.1.");
+    let start = || {
+        let model = model().freeze(is_frozen).unwrap();
+        Trainer::new(model, settings(), training(), validation()).unwrap()
+    };
+    let mut whole = start();
+    let expected = take(&mut whole, usize::MAX);
+    let mut first = start();
+    let mut reports = take(&mut first, 5);
+    first.save(&path).unwrap();
+    assert_eq!(Checkpoint::read(&path).unwrap().frozen.len(), 12);
+    let mut second = resume(&path, settings()).unwrap();
+    assert_eq!(second.model().parameters().len(), 9);
+    reports.extend(take(&mut second, usize::MAX));
+    assert_eq!(reports, expected);
+    assert_eq!(bits(&second), bits(&whole));
+    let before = model();
+    let weights = before.weights().into_iter().zip(second.model().weights());
+    for ((name, before), (_, after)) in weights {
+        let changed = check::bits(&before) != check::bits(&after);
+        assert_eq!(changed, !is_frozen(&name), "{name}");
+    }
+    // Nothing is left to train.
+    let frozen = model().freeze(|_| true).unwrap();
+    let refused = Trainer::new(frozen, settings(), training(), validation());
+    refusal(refused, &["parameter"]);
 }

@@ -5,6 +5,7 @@
 //! a gradient. A single `-` is a scalar; an empty template is any shape.
 
 use super::draw::Draw;
+use crate::settings::causal;
 use candle_core::{D, Tensor};
 use tallow::attention;
 use tallow::nn;
@@ -140,7 +141,7 @@ pub const OPS: &[Op] = &[
     op("nn::SwiGlu", &[".3"], ".3", |x, d| nn::SwiGlu::new(3, 5, d.builder())?.forward(&x[0])),
     op("nn::GeGlu", &[".3"], ".3", |x, d| nn::GeGlu::new(3, 5, d.builder())?.forward(&x[0])),
     op("nn::RotaryEmbedding", &[".t4"], ".t4", |x, d| d.rotary()?.forward(&x[0], d.size())),
-    op("nn::CausalSelfAttention", &["bt8"], "bt8", self_attention),
+    op("nn::Attention", &["bt8"], "bt8", self_attention),
     op("nn::TransformerBlock", &["bt8"], "bt8", block),
     op("nn::checkpoint", &[".d", "fd"], ".f", |x, _| nn::checkpoint(|[x, w]| ops::linear(x, w), [&x[0], &x[1]])),
 ];
@@ -201,7 +202,7 @@ fn flash_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
 }
 
 fn self_attention(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
-    let layer = nn::CausalSelfAttention::new(8, 2, Some(d.rotary()?), d.builder())?;
+    let layer = nn::Attention::new(&causal(8, 2), Some(d.rotary()?), d.builder())?;
     layer.with_attention(d.algorithm()).forward(&x[0])
 }
 
