@@ -6,7 +6,7 @@ use crate::kernels::attention::{PerScore, Sizes};
 use crate::kernels::cpu::Real;
 use crate::kernels::cpu::attention::flash::Masks;
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::flash_attention::ProbabilityDropout;
+use crate::kernels::cuda::flash_attention::{self as gpu_kernel, ProbabilityDropout};
 use crate::kernels::{Dropout, DropoutMask, Mask};
 use crate::ops::dropout::dropout_from_attributes;
 #[cfg(feature = "cuda")]
@@ -99,6 +99,28 @@ pub(super) fn masks<'a, T: Real>(k: &Kernel, s: &Slices<'a>) -> Result<Masks<'a,
     Ok(Masks {
         visible: visible.transpose()?,
         bias: bias.transpose()?,
+    })
+}
+
+/// Returns the dimensions of the key mask of a call, if it has one.
+pub(super) fn visible_dims(signature: &Signature<'_>) -> Option<[usize; 4]> {
+    let visible = Reads::of_call(signature).visible?;
+    signature.extra_inputs[visible].dims.try_into().ok()
+}
+
+/// Returns the key mask and the bias of a planned call on a GPU.
+#[cfg(feature = "cuda")]
+pub(super) fn masks_on_gpu<'a>(k: &Kernel, l: &Operands<'a>) -> Result<gpu_kernel::Masks<'a>> {
+    let per_score = |name, dims| -> Result<Option<gpu_kernel::PerScore<'a>>> {
+        let Some(view) = l.some_x(name) else {
+            return Ok(None);
+        };
+        let dims = dims_of(k, dims)?;
+        Ok(Some(gpu_kernel::PerScore { view, dims }))
+    };
+    Ok(gpu_kernel::Masks {
+        visible: per_score("visible", VISIBLE_DIMS)?,
+        bias: per_score("bias", BIAS_DIMS)?,
     })
 }
 

@@ -69,14 +69,121 @@ pub(crate) fn flash_lse_parts(dtype: DType) -> usize {
     if dtype.size_in_bytes() < 4 { 1 } else { 2 }
 }
 
-/// Returns the scratch of flash attention's forward, in words: the counter from which blocks draw their tiles.
-pub(crate) fn flash_forward() -> usize {
-    2 * ALIGNMENT_WORDS
+/// The counters with which blocks of flash attention's forward draw their tiles.
+pub(crate) const FORWARD_TICKETS: usize = 2;
+
+/// Queries per tile of the gradient of a bias of flash attention.
+pub(crate) const BIAS_GRADIENT_QUERIES: usize = 64;
+
+/// The dimension of a key mask that is along the rows of its packed form; the other is along the bits of words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MaskRows {
+    /// In forward, and for the gradient of a bias.
+    Queries,
+    /// In backward, which also has flags with queries as rows.
+    Keys,
 }
 
-/// Returns the scratch of flash attention's backward, in words: three statistics per query, the sums of dq, and the
-/// turns in which blocks add to them.
-pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
+/// A packed key mask: a bit for each pair, and flags of tiles. A dimension of 1 stays 1 in the bits, but not in the flags.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PackedMask {
+    /// The product of the dimensions of batch and heads.
+    pub matrices: usize,
+    /// Rows of bits per matrix.
+    rows: usize,
+    /// Words per row of bits.
+    pub bits_row: usize,
+    /// Rows of tiles per matrix.
+    pub row_tiles: usize,
+    /// Words per row of tiles.
+    pub shown_row: usize,
+    /// Words per matrix of the flags with queries as rows, in backward.
+    pub across: usize,
+}
+
+impl PackedMask {
+    /// Returns the layout of a mask of these dimensions, for tiles of queries and keys.
+    pub(crate) fn new(
+        sizes: &Sizes,
+        [batches, heads, queries, keys]: [usize; 4],
+        [tile_queries, tile_keys]: [usize; 2],
+        rows: MaskRows,
+    ) -> Self {
+        const WIDEST: usize = 128; // the most columns of a tile, which are read together
+        let [query_tiles, key_tiles] = [
+            sizes.queries.div_ceil(tile_queries),
+            sizes.keys.div_ceil(tile_keys),
+        ];
+        let across = query_tiles * key_tiles.div_ceil(32);
+        let (rows, columns, [row_tiles, column_tiles], across) = match rows {
+            MaskRows::Queries => (queries, keys, [query_tiles, key_tiles], 0),
+            MaskRows::Keys => (keys, queries, [key_tiles, query_tiles], across),
+        };
+        Self {
+            matrices: batches * heads,
+            rows,
+            bits_row: match columns {
+                1 => 1,
+                _ => columns.next_multiple_of(WIDEST) / 32,
+            },
+            row_tiles,
+            shown_row: column_tiles.div_ceil(32),
+            across,
+        }
+    }
+
+    /// Returns the words of the bits.
+    pub(crate) fn bits(&self) -> usize {
+        self.matrices * self.rows * self.bits_row
+    }
+
+    /// Returns the words of one set of flags.
+    pub(crate) fn shown(&self) -> usize {
+        self.matrices * self.row_tiles * self.shown_row
+    }
+
+    /// Returns the words of all flags: of tiles with a visible pair, of tiles with a hidden pair, and the former with
+    /// queries as rows.
+    pub(crate) fn flags(&self) -> usize {
+        2 * self.shown() + self.matrices * self.across
+    }
+
+    /// Returns an upper bound of the words of bits and flags, for tiles of any kernel.
+    fn bound(sizes: &Sizes, dims: Option<[usize; 4]>, rows: MaskRows) -> [usize; 2] {
+        const SMALLEST: usize = 32;
+        dims.map_or([0, 0], |dims| {
+            let packed = Self::new(sizes, dims, [SMALLEST; 2], rows);
+            [packed.bits(), packed.flags()]
+        })
+    }
+}
+
+/// Returns the scratch of flash attention's forward, in words: the counters from which blocks draw their tiles, and the
+/// packed key mask, whose dimensions are `visible`.
+pub(crate) fn flash_forward(sizes: &Sizes, visible: Option<[usize; 4]>) -> usize {
+    let [bits, flags] = PackedMask::bound(sizes, visible, MaskRows::Queries);
+    with_alignment(&[FORWARD_TICKETS, bits, flags])
+}
+
+/// Returns the words of the statistics and turns of the gradient of a bias.
+pub(crate) fn bias_gradient_statistics(sizes: &Sizes) -> [usize; 2] {
+    let tiles = sizes.queries.div_ceil(BIAS_GRADIENT_QUERIES);
+    let tiles = sizes.matrices().saturating_mul(tiles);
+    let statistics = tiles.saturating_mul(3 * BIAS_GRADIENT_QUERIES);
+    [statistics, tiles.saturating_mul(2).saturating_add(1)]
+}
+
+/// Returns the scratch of the gradient of a bias of flash attention, in words: three statistics per query, turns that
+/// nobody takes, and the packed key mask.
+pub(crate) fn flash_bias_gradient(sizes: &Sizes, visible: Option<[usize; 4]>) -> usize {
+    let [statistics, turns] = bias_gradient_statistics(sizes);
+    let [bits, flags] = PackedMask::bound(sizes, visible, MaskRows::Queries);
+    with_alignment(&[statistics, turns, bits, flags])
+}
+
+/// Returns the scratch of flash attention's backward, in words: three statistics per query, the sums of dq, the turns in
+/// which blocks add to them, and the packed key mask.
+pub(crate) fn flash_backward(sizes: &Sizes, visible: Option<[usize; 4]>) -> usize {
     const MOST_QUERIES: usize = 128; // queries per tile
     const FEWEST_QUERIES: usize = 32;
     let heads = sizes.batch.saturating_mul(sizes.heads);
@@ -89,13 +196,21 @@ pub(crate) fn flash_backward(sizes: &Sizes) -> usize {
         0..=128 => sizes.head_dim.next_multiple_of(32),
         _ => 256,
     };
-    let parts = [
+    let [bits, flags] = PackedMask::bound(sizes, visible, MaskRows::Keys);
+    with_alignment(&[
         rows.saturating_mul(3),
         rows.saturating_mul(most_columns),
         tiles.saturating_mul(2).saturating_add(1),
-    ];
-    // One alignment unit is added to each part, because the workspace may begin at any word.
-    parts.iter().fold(0, |sum: usize, words| {
+        bits,
+        flags,
+    ])
+}
+
+/// Returns the words of a workspace of these parts. One alignment unit is added to each part that is not empty, because
+/// the workspace may begin at any word.
+fn with_alignment(parts: &[usize]) -> usize {
+    let parts = parts.iter().filter(|words| **words > 0);
+    parts.fold(0, |sum: usize, words| {
         sum.saturating_add(aligned(*words))
             .saturating_add(ALIGNMENT_WORDS)
     })

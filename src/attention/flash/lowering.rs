@@ -2,12 +2,12 @@
 
 use crate::attention::lowering::{
     GRADIENTS, bias_dims, checked, dropout_mask, first_keys, inputs, is_masked, masks, sized_as,
-    sizes, with_masks, with_workspace,
+    sizes, visible_dims, with_masks, with_workspace,
 };
 #[cfg(feature = "cuda")]
 use crate::attention::{
     in_rows::{DQKV, QKV, as_q, as_qkv},
-    lowering::dropped,
+    lowering::{dropped, masks_on_gpu},
 };
 use crate::graph::Target;
 use crate::kernels::attention::Sizes;
@@ -32,7 +32,9 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         });
         let mut calls = checked(signature);
         let writes = Named::from([("out", Slot::Output)]).and(kept(signature));
-        let words = workspace::flash_forward();
+        let words = sizes(&kernel).map_or(0, |sizes| {
+            workspace::flash_forward(&sizes, visible_dims(signature))
+        });
         let writes = writes.with_some("workspace", workspace_of(signature, &mut calls, words));
         calls.call(kernel, inputs(signature), writes)
     },
@@ -44,15 +46,25 @@ pub(in crate::attention) const LOWERING: Lowering = Lowering {
         let reads = Named::from([("d_out", Slot::OutputGradient)]).and(inputs(signature));
         let reads = reads.with("out", Slot::Output).and(kept(signature));
         let mut calls = Calls::default();
-        let words = sizes(&kernel).map_or(0, |sizes| workspace::flash_backward(&sizes));
-        let workspace = workspace_of(signature, &mut calls, words);
+        let visible = visible_dims(signature);
+        let words = |of: fn(&Sizes, Option<[usize; 4]>) -> usize| {
+            sizes(&kernel).map_or(0, |sizes| of(&sizes, visible))
+        };
+        let workspace = workspace_of(signature, &mut calls, words(workspace::flash_backward));
         let writes = Named::from(GRADIENTS).with_some("workspace", workspace);
         if let Some(bias) = signature.inputs.get(3) {
             let kernel = sized_as(bias_gradient_kernel(), signature, 1.0);
             let kernel = with_workspace(with_masks(kernel, signature), |sizes| {
                 bias_gradient_workspace(sizes, signature.output.dtype, bias.dims)
             });
-            calls.push(kernel, reads.clone(), [("dbias", Slot::Gradient(3))]);
+            let writes = Named::from([("dbias", Slot::Gradient(3))]);
+            let words = words(workspace::flash_bias_gradient);
+            let workspace = workspace_of(signature, &mut calls, words);
+            calls.push(
+                kernel,
+                reads.clone(),
+                writes.with_some("workspace", workspace),
+            );
         }
         calls.call(kernel, reads, writes)
     },
@@ -75,12 +87,13 @@ pub(in crate::attention) fn backward_kernel() -> Kernel {
 
 /// Returns the kernel of the bias's gradient, without sizes.
 fn bias_gradient_kernel() -> Kernel {
-    kernel!("flash_attention_bias_gradient", |T, k, s| {
+    let kernel = kernel!("flash_attention_bias_gradient", |T, k, s| {
         let sizes = sizes(k)?;
         let tiles = Tiles::for_head_dim(sizes.head_dim);
         let inputs = backward_inputs::<T>(k, s, &sizes)?;
         kernel::bias_gradient(&sizes, &tiles, inputs, bias_dims(k)?, s.y("dbias")?);
-    })
+    });
+    on_gpu!(kernel, |k, l| bias_gradient_on_gpu(k, l))
 }
 
 /// Returns the sizes of a planned call of flash attention.
@@ -207,10 +220,34 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
         k: keys,
         v,
         first_keys: l.some_x("first_keys"),
+        masks: masks_on_gpu(k, l)?,
         dropout: dropped(dropout_from_attributes(k.attributes()), l)?,
     };
     let workspace = l.y("workspace")?;
     gpu_kernel::forward(l.gpu, &sizes, l.tf32(k), inputs, outputs, workspace)
+}
+
+/// Returns the inputs of backward on a GPU, from which the gradient of a bias is computed too.
+#[cfg(feature = "cuda")]
+fn backward_inputs_on_gpu<'a>(
+    k: &Kernel,
+    l: &Operands<'a>,
+    sizes: &Sizes,
+) -> Result<gpu_kernel::Inputs<'a>> {
+    let [of_q, of_k] = [of_queries(sizes), of_keys(sizes)];
+    let [q, keys, v] = as_qkv(k, sizes, &l.reads, QKV, [of_q, of_k, of_k]);
+    Ok(gpu_kernel::Inputs {
+        d_out: as_q(k, sizes, l.strided("d_out")?, of_q),
+        q,
+        k: keys,
+        v,
+        out: as_q(k, sizes, l.x("out")?, of_q),
+        lse: l.x("lse")?,
+        rounding_error: l.some_x("rounding_error"),
+        first_keys: l.some_x("first_keys"),
+        masks: masks_on_gpu(k, l)?,
+        dropout: dropped(dropout_from_attributes(k.attributes()), l)?,
+    })
 }
 
 /// Reads d_out, q, k, v, out, lse and, in half precision, the rounding error of out. Writes dq, dk, dv and scratch
@@ -219,23 +256,24 @@ fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
 fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
     let [of_q, of_k] = [of_queries(&sizes), of_keys(&sizes)];
-    let dims = [of_q, of_k, of_k];
-    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, dims);
-    let inputs = gpu_kernel::Inputs {
-        d_out: as_q(k, &sizes, l.strided("d_out")?, of_q),
-        q,
-        k: keys,
-        v,
-        out: as_q(k, &sizes, l.x("out")?, of_q),
-        lse: l.x("lse")?,
-        rounding_error: l.some_x("rounding_error"),
-        first_keys: l.some_x("first_keys"),
-        dropout: dropped(dropout_from_attributes(k.attributes()), l)?,
-    };
-    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, DQKV, dims);
+    let inputs = backward_inputs_on_gpu(k, l, &sizes)?;
+    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, DQKV, [of_q, of_k, of_k]);
     let gradients = gpu_kernel::Gradients { dq, dk, dv };
     let workspace = l.y("workspace")?;
     gpu_kernel::backward(l.gpu, &sizes, l.tf32(k), inputs, gradients, workspace)
+}
+
+/// Reads the same; writes the gradient of the bias and scratch memory.
+#[cfg(feature = "cuda")]
+fn bias_gradient_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
+    let sizes = sizes(k)?;
+    let inputs = backward_inputs_on_gpu(k, l, &sizes)?;
+    let d_bias = gpu_kernel::PerScore {
+        view: l.y("dbias")?,
+        dims: bias_dims(k)?,
+    };
+    let workspace = l.y("workspace")?;
+    gpu_kernel::bias_gradient(l.gpu, &sizes, l.tf32(k), inputs, d_bias, workspace)
 }
 
 /// Returns the operand `name` as heads, contiguous if it has no strides.

@@ -16,7 +16,6 @@ use super::masks::MaskTensors;
 use super::nothing::{lse_of_nothing, nothing};
 use super::shapes;
 use crate::attention::cost;
-use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::ops::check_probability;
 #[cfg(feature = "cuda")]
@@ -105,7 +104,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// # Errors
 /// Shapes that do not match; an H that Hkv does not divide; a Dh of 0 or above the limit; mixed dtypes or devices;
 /// first keys of another shape; a key mask or a bias that does not broadcast to the scores; a soft cap that is not
-/// positive and finite; a dropout probability outside [0, 1). In a trace for a GPU, a key mask or a bias.
+/// positive and finite; a dropout probability outside [0, 1).
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
@@ -137,15 +136,11 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let sizes = check(q, k, v, config)?;
-    check_target(config)?;
     let masks = MaskTensors::new(NAME, config, q, &sizes)?;
     let tf32 = hardware::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
-        true => {
-            let has_kernel = masks.is_none() && cuda::has_kernel(q, &sizes, tf32);
-            choose_where(NAME, q, has_kernel)
-        }
+        true => choose_where(NAME, q, cuda::has_kernel(q, &sizes, tf32)),
         false => choose(&INFO, q),
     };
     #[cfg(not(feature = "cuda"))]
@@ -184,26 +179,6 @@ pub fn flash_with_lse(
     };
     let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
     Ok((out.reshape(q.shape())?, lse))
-}
-
-/// Refuses a trace for a GPU, whose kernels read no masks or biases in tensors.
-fn check_target(config: &AttentionConfig) -> Result<()> {
-    let fields = [
-        ("key_mask", config.key_mask.is_some()),
-        ("bias", config.bias.is_some()),
-    ];
-    match fields.iter().find(|(_, is_set)| *is_set) {
-        Some((field, _)) if graph::target() == Some(Target::Cuda) => Err(Error::config(
-            "attention::AttentionConfig",
-            field,
-            "flash attention planned for a GPU",
-        )
-        .must_be(
-            "None, since no GPU kernel reads it",
-            "use attention::naive, which is composed of ops with kernels, or run flash eagerly",
-        )),
-        _ => Ok(()),
-    }
 }
 
 /// Reshapes x (..., heads, T, Dh) to (B, heads, T, Dh).

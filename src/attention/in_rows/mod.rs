@@ -68,7 +68,8 @@ impl InRows {
             );
         }
         writes.push("lse", Slot::Saved(0));
-        let workspace = calls.scratch(&[workspace::flash_forward()], DType::U32);
+        let words = workspace::flash_forward(&self.sizes, None);
+        let workspace = calls.scratch(&[words], DType::U32);
         writes.push("workspace", workspace);
         // Without it, every gradient would contain the rounding error of out.
         if signature.needs_grad(0) && signature.saved.len() > 1 {
@@ -106,7 +107,7 @@ impl InRows {
             if signature.saved.len() > 1 {
                 reads.push("rounding_error", Slot::Saved(1));
             }
-            let words = workspace::flash_backward(&self.sizes);
+            let words = workspace::flash_backward(&self.sizes, None);
             writes.push("workspace", calls.scratch(&[words], DType::U32));
             calls.push(
                 self.kernel(flash::lowering::backward_kernel(), 2.0),

@@ -2,6 +2,7 @@
 //! that are not finite spread.
 
 use super::judge::judge;
+use super::masks::{combined, of_shape};
 use super::oracle::Oracle;
 use super::packed::problems;
 use super::problem::{Attend, MASKS, Problem, Sizes, elements, on, tensor};
@@ -105,6 +106,29 @@ fn packed(#[values(16, 64, 80, 128, 256)] head_dim: usize) {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let [first, second] = [(), ()].map(|()| problem.run(dtype, ON_CARD).bits());
             assert!(first == second, "{:?} {head_dim} {dtype:?}", problem.config);
+        }
+    }
+}
+
+/// Key masks and biases of every broadcast shape, that hide complete tiles, and with all other options; the same bits
+/// each time.
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn masked(
+    #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
+    #[values(24, 64, 128, 256)] head_dim: usize,
+) {
+    let of_shapes = (0..16).flat_map(|which| of_shape(head_dim, which));
+    for problem in of_shapes.chain(combined(head_dim)) {
+        let [first, second] = [(), ()].map(|()| problem.run(dtype, ON_CARD));
+        assert!(
+            first.bits() == second.bits(),
+            "{:?} {dtype:?}",
+            problem.config
+        );
+        if dtype == DType::F32 {
+            judge(&problem, &Oracle::of(&problem), dtype, ON_CARD)
+                .unwrap_or_else(|error| panic!("{:?} {head_dim}: {error}", problem.config));
         }
     }
 }

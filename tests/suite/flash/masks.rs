@@ -77,18 +77,23 @@ fn dropout() -> Dropout {
 /// Every broadcast shape of a key mask and of a bias, over several tiles.
 #[rstest]
 fn every_broadcast_shape(#[values(DType::F32, DType::F64, DType::BF16)] dtype: DType) {
-    let sizes = Sizes::new((2, 4, 2), (130, 201), 24);
     for which in 0..16 {
-        let problem = Problem::random(sizes, Mask::Full, None, 60 + which as u64);
-        let masked = with_key_mask(problem.clone(), which, 0.6, which as u64);
-        let biased = with_bias(problem, which, 0.0, which as u64);
-        let both = with_bias(masked.clone(), 15 - which, 0.2, 3);
-        judge_each([masked, biased, both], &[dtype], FLASH);
+        judge_each(of_shape(24, which), &[dtype], FLASH);
     }
 }
 
+/// A mask, a bias and both, with the dimensions that the bits of `which` set.
+pub fn of_shape(head_dim: usize, which: usize) -> [Problem; 3] {
+    let sizes = Sizes::new((2, 4, 2), (130, 201), head_dim);
+    let problem = Problem::random(sizes, Mask::Full, None, 60 + which as u64);
+    let masked = with_key_mask(problem.clone(), which, 0.6, which as u64);
+    let biased = with_bias(problem, which, 0.0, which as u64);
+    let both = with_bias(masked.clone(), 15 - which, 0.2, 3);
+    [masked, biased, both]
+}
+
 /// Masks that hide complete tiles; with all other options.
-fn combined(head_dim: usize) -> Vec<Problem> {
+pub fn combined(head_dim: usize) -> Vec<Problem> {
     let sizes = Sizes::new((2, 4, 2), (424, 424), head_dim);
     let lengths: [&[usize]; 2] = [&[64, 3, 192, 165], &[1, 423]];
     let masks = [Mask::Full, Mask::Causal, Mask::CausalEnd, window(90)];

@@ -1,5 +1,8 @@
 //! Kernel arguments, laid out as the CUDA sources declare them.
 
+use super::backward::{Gradients, Inputs};
+use super::kernel_config::pointer_to;
+use super::masks::MaskArguments;
 use crate::kernels::Dropout;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
@@ -35,7 +38,7 @@ impl<'a> Heads<'a> {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Strides {
     batch: i64,
     head: i64,
@@ -135,6 +138,7 @@ pub(super) struct ForwardArguments {
     /// (B, Tq) u32, or null.
     pub first_keys: u64,
     pub dropout: DropoutArguments,
+    pub masks: MaskArguments,
 }
 
 #[repr(C, align(64))]
@@ -151,6 +155,7 @@ pub(super) struct ForwardHopperArguments {
     /// (B, Tq) u32, or null.
     pub first_keys: u64,
     pub dropout: DropoutArguments,
+    pub masks: MaskArguments,
 }
 
 #[repr(C)]
@@ -181,6 +186,56 @@ pub(super) struct BackwardArguments {
     /// (B, Tq) u32, or null.
     pub first_keys: u64,
     pub dropout: DropoutArguments,
+    pub masks: MaskArguments,
+}
+
+impl BackwardArguments {
+    /// `scratch` has the addresses of statistics, sums of dq and turns. Without gradients, only kernels that do not
+    /// write them may run.
+    pub(super) fn new(
+        sizes: &Sizes,
+        inputs: &Inputs<'_>,
+        gradients: Option<&Gradients<'_>>,
+        [statistics, dq_sums, turns]: [u64; 3],
+        masks: MaskArguments,
+        heads_at_once: usize,
+    ) -> Self {
+        let gradients = [
+            gradients.map(|x| x.dq),
+            gradients.map(|x| x.dk),
+            gradients.map(|x| x.dv),
+        ];
+        let [dq, dk, dv] = gradients.map(|x| x.map_or(0, |x| x.view.pointer));
+        let [dq_strides, dk_strides, dv_strides] =
+            gradients.map(|x| x.map_or(Strides::default(), |x| Strides::from(&x)));
+        Self {
+            q: inputs.q.view.pointer,
+            k: inputs.k.view.pointer,
+            v: inputs.v.view.pointer,
+            out: inputs.out.view.pointer,
+            rounding_error: inputs.rounding_error.map_or(0, |rest| rest.pointer),
+            d_out: inputs.d_out.view.pointer,
+            lse: inputs.lse.pointer,
+            dq,
+            dk,
+            dv,
+            statistics,
+            dq_sums,
+            turns,
+            q_strides: Strides::from(&inputs.q),
+            k_strides: Strides::from(&inputs.k),
+            v_strides: Strides::from(&inputs.v),
+            out_strides: Strides::from(&inputs.out),
+            d_out_strides: Strides::from(&inputs.d_out),
+            dq_strides,
+            dk_strides,
+            dv_strides,
+            sizes: CallSizes::new(sizes, heads_at_once),
+            first_keys: pointer_to(inputs.first_keys),
+            dropout: DropoutArguments::new(inputs.dropout),
+            masks,
+        }
+    }
 }
 
 /// q, k, v and d_out for the tensor copy engine.
@@ -236,6 +291,6 @@ unsafe impl DeviceRepr for BackwardArguments {}
 unsafe impl DeviceRepr for BackwardMaps {}
 
 // The sizes of the kernels' parameters.
-const _: () = assert!(size_of::<ForwardHopperArguments>() == 576);
-const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 48 + 8 + 24);
-const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 48 + 8 + 24);
+const _: () = assert!(size_of::<ForwardHopperArguments>() == 704);
+const _: () = assert!(size_of::<ForwardArguments>() == 6 * 8 + 4 * 24 + 48 + 8 + 24 + 144);
+const _: () = assert!(size_of::<BackwardArguments>() == 13 * 8 + 8 * 24 + 48 + 8 + 24 + 144);

@@ -9,6 +9,7 @@
 //   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
+//   masks: see masks.cuh; tiles of which a key mask hides all pairs are skipped
 // Scratch, which needs no initial values:
 //   statistics (B, H, ceil(Tq / QUERIES) * QUERIES, 2): f32, lse log2(e) and delta
 //   turns (B, H, ceil(Tq / QUERIES)), and the ticket: int
@@ -104,18 +105,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
     const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
-    const int tiles = max(0, end_tile - first_tile), steps = tiles * group;
+    const MaskArguments& masks = arguments.masks;
     const int first_head = batch * sizes.heads + kv_head * group;
+    const Visits visits = {key_tile, first_head, group, first_tile, end_tile};
+    const int steps = visits.count(masks, sizes);
     Place next = {first_head, first_tile};
+    if (KEY_MASK && steps > 0) next.seek(first_tile, visits, masks, sizes);
 
     // Turns. dQ of a tile is added one step after its S, and the turn is passed after the barrier that follows.
     int* const turns = arguments.turns;
     int sums_now = 0, sums_1 = 0, sums_2 = 0; // the numbers of the tiles of this step and of the two before
     int turn = 0;                             // of sums_1, as read a step ago
+    auto precedes = [&](int number) {
+        return predecessor(first_keys, masks, sizes, number / query_tiles, number % query_tiles, key_tile);
+    };
     auto await_turn = [&](int step) {
-        if (step == 0 || turn >= key_tile) return;
+        if (step == 0) return;
+        const int mine = KEY_MASK ? precedes(sums_1) + 1 : key_tile;
+        if (turn >= mine) return;
         do turn = read_turn(turns + sums_1);
-        while (turn < key_tile);
+        while (turn < mine);
         fence();
     };
     auto pass_turn = [&](int step) {
@@ -228,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     // Adds dQ of a tile, whose dS is in shared memory, to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {
-        const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
+        const bool is_first = precedes(number) < 0;
         float dq[DQ_ROW_BLOCKS][DQ_COLUMNS / 8][4] = {};
 #pragma unroll
         for (int key = 0; key < KEYS; key += 16) {
@@ -263,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int stage = step % 2;
         const int first_query = next.tile * QUERIES, head_in_all = next.head;
         sums_2 = sums_1, sums_1 = sums_now, sums_now = next.head * query_tiles + next.tile;
-        next.advance(first_tile, end_tile);
+        next.advance(visits, masks, sizes);
         wait_groups<0>();
         if (threadIdx.x == 0) await_turn(step);
         __syncthreads(); // Q, dO of this step arrived; dS of the last is written, dQ of the one before is added
@@ -273,6 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
         // Whether some query of the tile does not attend to all keys of the warp.
         const bool masked = first_query + sizes.offset < first_key + warp_key + 16 * K_BLOCKS - 1 || keys < KEYS;
+        const HeadMask mask(masks, sizes.keys, batch, head_in_all % sizes.heads);
+        const HeadBias bias(masks, sizes, batch, head_in_all % sizes.heads);
+        const bool partial = KEY_MASK && mask.is_partial(key_tile, first_query / QUERIES);
         // Whether some queries have first keys after the warp's first key.
         const bool begins_later = FIRST_KEYS && first_keys.of(first_query + QUERIES - 1) > first_key + warp_key;
 #pragma unroll
@@ -317,6 +329,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     }
             }
 
+            if (partial) {
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++)
+                    hide_pairs<QUERY_STEP / 8>([&](int n, int i) -> float& { return s[m][n][i]; }, mask,
+                                               first_key + warp_key + m * 16 + quad_row,
+                                               first_query + warp_query + part, lane);
+            }
+
             Factor p, ds;
             u32 stay[K_BLOCKS][2];
 #pragma unroll
@@ -334,8 +354,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 for (int m = 0; m < K_BLOCKS; m++)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const float p0 = power_of_2(fmaf(s[m][n][half * 2], to_log2, -row.x));
-                        const float p1 = power_of_2(fmaf(s[m][n][half * 2 + 1], to_log2, -row.z));
+                        float s0 = s[m][n][half * 2], s1 = s[m][n][half * 2 + 1];
+                        if (BIAS) {
+                            const int query = first_query + warp_query + part + n * 8 + quad_column,
+                                      key = first_key + warp_key + m * 16 + quad_row + half * 8;
+                            s0 = bias.add(s0, bias.at(query, key)), s1 = bias.add(s1, bias.at(query + 1, key));
+                        }
+                        const float p0 = power_of_2(fmaf(s0, to_log2, -row.x));
+                        const float p1 = power_of_2(fmaf(s1, to_log2, -row.z));
                         float dp0 = dp[m][n][half * 2], dp1 = dp[m][n][half * 2 + 1];
                         const int word = n % 2 * 2 + half;
                         if (DROPOUT) {

@@ -30,6 +30,7 @@ struct BackwardArguments {
     Sizes sizes;
     const u32* first_keys; // (B, Tq), null without FIRST_KEYS
     DropoutArguments dropout;
+    MaskArguments masks;
 };
 
 // ---- which tiles of keys and queries meet
@@ -55,6 +56,38 @@ __device__ __forceinline__ int first_unseen_before(const Sizes& sizes, int tile)
 __device__ __forceinline__ int first_to_meet(const FirstKeys& first_keys, const Sizes& sizes, int tile) {
     if (!FIRST_KEYS) return 0;
     return min(first_keys.of(tile * QUERIES) / KEYS, first_unseen_before(sizes, tile));
+}
+
+// With KEY_MASK a tile of keys visits only those tiles of its range that have a visible pair.
+
+// Returns the row of `masks.shown` of a tile of keys, for a head counted over the batch.
+__device__ __forceinline__ const u32* tiles_of_keys(const MaskArguments& masks, const Sizes& sizes, int head_in_all,
+                                                    int key_tile) {
+    return masks.shown + head_in_all / sizes.heads * masks.shown_batch + head_in_all % sizes.heads * masks.shown_head +
+           (long long)key_tile * masks.shown_row;
+}
+
+// The tiles of queries that a tile of keys visits: some in first_tile .. end_tile of each of `group` heads.
+struct Visits {
+    int key_tile, first_head, group, first_tile, end_tile;
+    __device__ __forceinline__ int count(const MaskArguments& masks, const Sizes& sizes) const {
+        if (!KEY_MASK) return max(0, end_tile - first_tile) * group;
+        int steps = 0;
+        for (int head = first_head; head < first_head + group; head++)
+            steps += count_tiles_of(tiles_of_keys(masks, sizes, head, key_tile), first_tile, end_tile);
+        return steps;
+    }
+};
+
+// The tile of keys that adds to dQ of a tile of queries before tile `key_tile` does; -1 if none does.
+__device__ __forceinline__ int predecessor(const FirstKeys& first_keys, const MaskArguments& masks, const Sizes& sizes,
+                                           int head_in_all, int tile, int key_tile) {
+    const int first = first_to_meet(first_keys, sizes, tile);
+    if (!KEY_MASK) return key_tile == first ? -1 : key_tile - 1;
+    const u32* set = masks.across + head_in_all / sizes.heads * masks.across_batch +
+                     head_in_all % sizes.heads * masks.across_head + (long long)tile * masks.across_row;
+    const int last = last_tile_of(set, key_tile - 1, first);
+    return last < first ? -1 : last;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -104,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(256)
             E::unpack(xs[word], x0, x1), E::unpack(ys[word], y0, y1), E::unpack(zs[word], z0, z1);
             delta += (x0 + z0) * y0 + (x1 + z1) * y1;
         }
-#ifdef HOPPER
+#if defined(HOPPER) && !KEY_MASK
         // Queries that no block of keys visits get dq = 0. (Without first keys all blocks visit the last tile.)
         const int tile = query / QUERIES;
         bool met = tile >= tiles - 1 || (tile + 1) * QUERIES + sizes.offset > 0;
@@ -148,8 +181,31 @@ extern "C" __global__ void __launch_bounds__(256)
 // A tile of queries of one head, counted over the batch.
 struct Place {
     int head, tile;
-    __device__ __forceinline__ void advance(int first_tile, int tiles) {
-        if (++tile == tiles) tile = first_tile, head++;
+    // The next place in ascending order.
+    __device__ __forceinline__ void advance(const Visits& visits, const MaskArguments& masks, const Sizes& sizes) {
+        if (!KEY_MASK) {
+            if (++tile == visits.end_tile) tile = visits.first_tile, head++;
+            return;
+        }
+        seek(tile + 1, visits, masks, sizes);
+    }
+    // Moves to the last visited tile up to tile `from` of `head`, for descending order; likewise.
+    __device__ __forceinline__ void seek_back(int from, const Visits& visits, const MaskArguments& masks,
+                                              const Sizes& sizes) {
+        while (true) {
+            tile = last_tile_of(tiles_of_keys(masks, sizes, head, visits.key_tile), from, visits.first_tile);
+            if (tile >= visits.first_tile || head + 1 >= visits.first_head + visits.group) return;
+            head++, from = visits.end_tile - 1;
+        }
+    }
+    // Moves to the first visited tile from tile `from` of `head` on. There must be one, or the place is not used.
+    __device__ __forceinline__ void seek(int from, const Visits& visits, const MaskArguments& masks,
+                                         const Sizes& sizes) {
+        while (true) {
+            tile = next_tile_of(tiles_of_keys(masks, sizes, head, visits.key_tile), from, visits.end_tile);
+            if (tile < visits.end_tile || head + 1 >= visits.first_head + visits.group) return;
+            head++, from = visits.first_tile;
+        }
     }
 };
 

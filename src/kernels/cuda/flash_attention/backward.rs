@@ -1,17 +1,16 @@
 //! Launches of backward: row statistics, gradients, and dq rounded.
 
-use super::arguments::{
-    BackwardArguments, BackwardMaps, CallSizes, DropoutArguments, Heads, Map, ProbabilityDropout,
-    Strides,
-};
+use super::arguments::{BackwardArguments, BackwardMaps, Heads, Map, ProbabilityDropout};
 use super::element;
-use super::kernel_config::{Backward as KernelConfig, config_1d, definitions, pointer_to};
+use super::kernel_config::{Backward as KernelConfig, config_1d, definitions};
+use super::masks::{MaskArguments, MaskTiles, Masks};
 use super::tiles::{self, compiled_head_dim};
 use super::workspace::Workspace;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::kernel::Kernel;
 use crate::kernels::cuda::source::{Source, is_hopper, multiprocessors};
 use crate::kernels::cuda::{View, in_vector};
+use crate::kernels::workspace::MaskRows;
 use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
@@ -23,6 +22,7 @@ const SOURCE: Source = Source {
         include_str!("../dropout.cuh"),
         include_str!("common.cuh"),
         include_str!("dropped.cuh"),
+        include_str!("masks.cuh"),
         include_str!("backward.cuh"),
         include_str!("backward.cu"),
     ],
@@ -34,6 +34,7 @@ const HOPPER: Source = Source {
         include_str!("../dropout.cuh"),
         include_str!("common.cuh"),
         include_str!("dropped.cuh"),
+        include_str!("masks.cuh"),
         include_str!("hopper.cuh"),
         include_str!("backward.cuh"),
         include_str!("backward_hopper.cuh"),
@@ -55,6 +56,7 @@ pub(crate) struct Inputs<'a> {
     pub lse: View<'a>,
     /// (B, Tq) u32, contiguous, as in forward.
     pub first_keys: Option<View<'a>>,
+    pub masks: Masks<'a>,
     /// The dropout of the probabilities, as in forward.
     pub dropout: Option<ProbabilityDropout<'a>>,
 }
@@ -85,18 +87,26 @@ fn generic_kernels(dtype: DType, tf32: bool, head_dim: usize) -> KernelConfig {
     }
 }
 
-/// Returns the tiles of the Hopper kernels, if the GPU and the call have them.
-fn hopper_tiles(gpu: &CudaDevice, dtype: DType, head_dim: usize) -> Option<tiles::BackwardHopper> {
-    let tiles = tiles::BackwardHopper::new(head_dim);
-    tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
+/// Returns the tiles of the Hopper kernels, if the GPU and the call have them. They compute the slope of a soft cap from
+/// the probabilities, which must not contain a bias.
+fn hopper_tiles(
+    gpu: &CudaDevice,
+    dtype: DType,
+    sizes: &Sizes,
+    masks: &Masks<'_>,
+) -> Option<tiles::BackwardHopper> {
+    let tiles = tiles::BackwardHopper::new(compiled_head_dim(sizes.head_dim));
+    let suits = masks.bias.is_none() || sizes.soft_cap.is_none();
+    tiles.filter(|_| suits && dtype != DType::F32 && is_hopper(gpu))
 }
 
 /// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let head_dim = compiled_head_dim(sizes.head_dim);
-    match hopper_tiles(gpu, dtype, head_dim) {
-        Some(tiles) => tiles.shared_bytes(head_dim),
-        None => generic_kernels(dtype, tf32, head_dim).shared_bytes,
+    let generic = generic_kernels(dtype, tf32, head_dim).shared_bytes;
+    match hopper_tiles(gpu, dtype, sizes, &Masks::default()) {
+        Some(tiles) => generic.max(tiles.shared_bytes(head_dim)),
+        None => generic,
     }
 }
 
@@ -108,8 +118,20 @@ fn parts(tiles_of_queries: usize, queries: usize, head_dim: usize) -> [usize; 3]
 }
 
 /// Returns the number of tiles of queries over all heads.
-fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
+pub(super) fn tiles_of_queries(sizes: &Sizes, queries: usize) -> usize {
     sizes.batch * sizes.heads * sizes.queries.div_ceil(queries)
+}
+
+/// Returns the number of blocks of `flash_backward_prepare`.
+pub(super) fn prepare_blocks(
+    dtype: DType,
+    head_dim: usize,
+    tiles_of_queries: usize,
+    rows: usize,
+) -> usize {
+    let lanes_a_row = (head_dim / in_vector(dtype)).next_power_of_two().min(32);
+    let of_turns = (2 * tiles_of_queries + 1).div_ceil(256);
+    rows.div_ceil(256 / lanes_a_row).max(of_turns)
 }
 
 /// Computes the gradients of q, k and v. `tf32` must be that of forward. `workspace` u32 is scratch of
@@ -126,51 +148,45 @@ pub(crate) fn backward(
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let drops = inputs.dropout.is_some();
-    let hopper = hopper_tiles(gpu, dtype, head_dim);
+    let hopper = hopper_tiles(gpu, dtype, sizes, &inputs.masks);
     let generic = generic_kernels(dtype, tf32, head_dim);
-    let (source, tiles, queries) = match &hopper {
-        Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries),
-        None => (generic.source, generic.tiles.clone(), generic.queries),
+    let hopper_keys = tiles::BackwardHopper::KEYS;
+    let (source, tiles, queries, keys) = match &hopper {
+        Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries, hopper_keys),
+        None => (
+            generic.source,
+            generic.tiles.clone(),
+            generic.queries,
+            generic.keys,
+        ),
     };
-    let definitions = definitions(sizes, element, inputs.first_keys, drops, tiles);
+    let (first_keys, masks) = (inputs.first_keys, &inputs.masks);
+    let definitions = definitions(sizes, element, first_keys, masks, drops, tiles);
     let kernel = |stem| source.kernel_with(gpu, &definitions, stem, element);
 
     let tiles_of_queries = tiles_of_queries(sizes, queries);
     let rows = tiles_of_queries * queries;
     // `prepare` writes statistics and turns. The first tile of keys overwrites its part of the sums.
     let mut scratch = Workspace::new(workspace);
-    let [statistics, dq_sums, turns] =
-        parts(tiles_of_queries, queries, head_dim).map(|len| scratch.take(len).pointer);
+    let parts = parts(tiles_of_queries, queries, head_dim).map(|len| scratch.take(len).pointer);
     let heads_at_once = match &hopper {
         Some(tiles) => tiles.heads_at_once(sizes),
         None => sizes.batch * sizes.kv_heads,
     };
-    let arguments = BackwardArguments {
-        q: inputs.q.view.pointer,
-        k: inputs.k.view.pointer,
-        v: inputs.v.view.pointer,
-        out: inputs.out.view.pointer,
-        rounding_error: inputs.rounding_error.map_or(0, |rest| rest.pointer),
-        d_out: inputs.d_out.view.pointer,
-        lse: inputs.lse.pointer,
-        dq: gradients.dq.view.pointer,
-        dk: gradients.dk.view.pointer,
-        dv: gradients.dv.view.pointer,
-        statistics,
-        dq_sums,
-        turns,
-        q_strides: Strides::from(&inputs.q),
-        k_strides: Strides::from(&inputs.k),
-        v_strides: Strides::from(&inputs.v),
-        out_strides: Strides::from(&inputs.out),
-        d_out_strides: Strides::from(&inputs.d_out),
-        dq_strides: Strides::from(&gradients.dq),
-        dk_strides: Strides::from(&gradients.dk),
-        dv_strides: Strides::from(&gradients.dv),
-        sizes: CallSizes::new(sizes, heads_at_once),
-        first_keys: pointer_to(inputs.first_keys),
-        dropout: DropoutArguments::new(inputs.dropout),
+    let mask_tiles = MaskTiles {
+        queries,
+        keys,
+        rows: MaskRows::Keys,
     };
+    let of_masks = MaskArguments::new(gpu, sizes, masks, mask_tiles, &mut scratch)?;
+    let arguments = BackwardArguments::new(
+        sizes,
+        &inputs,
+        Some(&gradients),
+        parts,
+        of_masks,
+        heads_at_once,
+    );
     let run = |kernel: &Kernel, blocks, threads, shared_bytes| -> Result<()> {
         kernel.allow_shared_bytes(shared_bytes)?;
         let mut launch = kernel.builder();
@@ -180,33 +196,35 @@ pub(crate) fn backward(
         Ok(())
     };
 
-    let lanes_a_row = (head_dim / in_vector(dtype)).next_power_of_two().min(32);
-    let blocks = rows
-        .div_ceil(256 / lanes_a_row)
-        .max((2 * tiles_of_queries + 1).div_ceil(256));
+    let blocks = prepare_blocks(dtype, head_dim, tiles_of_queries, rows);
     run(&kernel("flash_backward_prepare")?, blocks, 256, 0)?;
     match hopper {
         Some(tiles) => {
             let maps = BackwardMaps([
                 Map::new(&inputs.q, queries)?,
-                Map::new(&inputs.k, tiles::BackwardHopper::KEYS)?,
-                Map::new(&inputs.v, tiles::BackwardHopper::KEYS)?,
+                Map::new(&inputs.k, keys)?,
+                Map::new(&inputs.v, keys)?,
                 Map::new(&inputs.d_out, queries)?,
             ]);
             let matmul_kernel = kernel("flash_backward_hopper")?;
             let shared_bytes = tiles.shared_bytes(head_dim);
             matmul_kernel.allow_shared_bytes(shared_bytes)?;
-            let works =
-                sizes.keys.div_ceil(tiles::BackwardHopper::KEYS) * sizes.batch * sizes.kv_heads;
+            let works = sizes.keys.div_ceil(keys) * sizes.batch * sizes.kv_heads;
             let blocks = works.min(multiprocessors(gpu)?);
             let mut launch = matmul_kernel.builder();
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.
             unsafe { launch.launch(config_1d(blocks, 384, shared_bytes)) }.w()?;
-            Ok(())
+            match masks.visible {
+                Some(_) => {
+                    let finish = kernel("flash_backward_finish")?;
+                    run(&finish, tiles_of_queries + works, 256, 0)
+                }
+                None => Ok(()),
+            }
         }
         None => {
-            let blocks = sizes.keys.div_ceil(generic.keys) * sizes.batch * sizes.kv_heads;
+            let blocks = sizes.keys.div_ceil(keys) * sizes.batch * sizes.kv_heads;
             run(
                 &kernel("flash_backward")?,
                 blocks,
@@ -256,7 +274,7 @@ mod tests {
                     generic.map(|(dtype, tf32)| generic_kernels(dtype, tf32, compiled).queries);
                 let hopper = tiles::BackwardHopper::new(compiled).map(|tiles| tiles.queries);
                 for tile in generic.into_iter().chain(hopper) {
-                    let words = workspace::flash_backward(&sizes);
+                    let words = workspace::flash_backward(&sizes, None);
                     let odd = View::new(4, DType::U32, words); // begins a word after a multiple of 256 bytes
                     let end = odd.pointer + 4 * words as u64;
                     let mut scratch = Workspace::new(odd);

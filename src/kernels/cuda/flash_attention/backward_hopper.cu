@@ -13,13 +13,31 @@
 // keys, to which fewer queries attend, therefore reach a tile no earlier than the keys that add to its dQ before them.
 // (With first keys, their range also ends at later queries, so they need at least as many steps to reach it.) Blocks
 // are persistent and take work items by ticket; the steps of the next item follow without a break. The last keys that
-// meet a tile of queries write its dq.
+// meet a tile of queries write its dq. With KEY_MASK, whose visible tiles of keys may be any, all dq are added to
+// dq_sums, and a last kernel writes dq:
+//
+//   flash_backward_finish   dq, dk and dv of hidden keys    grid  ceil(Tq / QUERIES) * B * H + ceil(Tk / KEYS) * B * Hkv
+//                                                           block 256
 //
 // Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so P^T and dS^T are left operands in
 // the registers where they were computed. dS is written to shared memory for dQ, of which a group computes one half:
 // rows if there are 128 queries, columns if there are 128 columns. dQ is one step behind the rest, and dS has two
 // tiles, so that the groups need not run in lockstep: one's exponentials overlap the other's matmuls. dQ leaves through
 // shared memory: two warps let the copy engine add it to dq_sums when it is their turn. One warp copies tiles in.
+
+// Writes a half of dq of a tile, of which each of 128 threads has 32 elements.
+__device__ __forceinline__ void write_dq(const BackwardArguments& arguments, const float (&dq)[32], int index,
+                                         int query_tiles, int half, int thread) {
+    const Sizes& sizes = arguments.sizes;
+    const float scaled[2] = {sizes.scale, sizes.scale};
+    const Strides& of_dq = arguments.dq_strides;
+    const int head = index / query_tiles, lane = thread % 32,
+              query = index % query_tiles * QUERIES + (HEAD_DIM == 64 ? half * 64 : 0) + thread / 32 * 16 + lane / 4;
+    write_rows<64>(
+        dq, scaled,
+        arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
+        of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? half * 64 : 0, sizes.head_dim, lane);
+}
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps,
@@ -92,14 +110,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 dq[n * 4] += x.x, dq[n * 4 + 1] += x.y, dq[n * 4 + 2] += x.z, dq[n * 4 + 3] += x.w;
             }
         }
-        const float scaled[2] = {sizes.scale, sizes.scale};
-        const Strides& of_dq = arguments.dq_strides;
-        const int head = index / query_tiles,
-                  query = index % query_tiles * QUERIES + (HEAD_DIM == 64 ? warpgroup * 64 : 0) + warp_row + quad_row;
-        write_rows<64>(
-            dq, scaled,
-            arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
-            of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? warpgroup * 64 : 0, sizes.head_dim, lane);
+        write_dq(arguments, dq, index, query_tiles, warpgroup, thread);
     };
     // dQ of any other tile is written to shared memory.
     int added = 0;
@@ -134,6 +145,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
 #endif
     int tile = END_TILE(work) - 1, head = work.first_head;
+#if KEY_MASK
+    const MaskArguments& masks = arguments.masks;
+    auto begin_work = [&](int keys_stage) {
+        work.steps = at.steps[keys_stage];
+        const Place place = work.first_place(masks, sizes, query_tiles);
+        head = place.head, tile = place.tile;
+    };
+    begin_work(0);
+#endif
     // Overwrites S with P while dP is computed. Dropped elements are negated.
     auto exponentiate = [&](int stage) {
         float lse[16];
@@ -141,9 +161,34 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #if FIRST_KEYS
         const int latest_first = first_keys.of(tile * QUERIES + QUERIES - 1);
 #endif
+        const int first_key = work.key_tile * KEYS + warpgroup * 64, my_key = first_key + warp_row + quad_row;
+#if KEY_MASK
+        const HeadMask mask(masks, sizes.keys, head / sizes.heads, head % sizes.heads);
+        const bool partial = mask.is_partial(work.key_tile, tile);
+#endif
         wgmma_wait<1>();
         if (SOFT_CAP) cap_scores(s, sizes);
-        const int first_key = work.key_tile * KEYS + warpgroup * 64;
+        if (BIAS) {
+            static_assert(!BIAS || !SOFT_CAP, "the cap's slope is taken from P, which has no bias");
+            const HeadBias bias(arguments.masks, sizes, head / sizes.heads, head % sizes.heads);
+            // Some elements at a time, all of whose loads are in flight together.
+            constexpr int SOME = 4; // blocks of 8 queries
+#pragma unroll
+            for (int n = 0; n < QUERIES / 8; n += SOME) {
+                float terms[SOME * 4];
+#pragma unroll
+                for (int i = 0; i < SOME * 4; i++)
+                    terms[i] = bias.at(tile * QUERIES + (n + i / 4) * 8 + quad_column + i % 2, my_key + i / 2 % 2 * 8);
+#pragma unroll
+                for (int i = 0; i < SOME * 4; i++) s[n * 4 + i] = bias.add(s[n * 4 + i], terms[i]);
+                asm volatile("" ::: "memory");
+            }
+        }
+#if KEY_MASK
+        if (partial)
+            hide_pairs<QUERIES / 8>([&](int n, int i) -> float& { return s[n * 4 + i]; }, mask, my_key, tile * QUERIES,
+                                    lane);
+#endif
         if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -291,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #else
             const int alone = 0;
 #endif
-            due = tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == alone;
+            due = !KEY_MASK && tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == alone;
 
             // S and dP of the next step, also in the last one.
             const bool last = i == steps - 1;
@@ -330,9 +375,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 first_keys = FirstKeys(arguments.first_keys, sizes, work.first_head / sizes.heads);
 #endif
                 tile = END_TILE(work) - 1, head = work.first_head;
+#if KEY_MASK
+                begin_work(keys_stage ^ 1);
+            } else if (!last) {
+                Place place = {head, tile};
+                place.seek_back(tile - 1, work.visits(sizes, query_tiles), masks, sizes);
+                tile = place.tile, head = place.head;
+            }
+#else
             } else if (--tile < work.first_tile) {
                 tile = END_TILE(work) - 1, head++;
             }
+#endif
             exponentiate(next_stage);
             barrier_wait(at.ds_empty + next_stage * 8,
                          next_round - 1); // here, since the compiler moves no exponential across it
@@ -349,3 +403,41 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (due < 0) store_dq(), send_dq();
     else finish_dq(due, due_alone);
 }
+
+#if KEY_MASK
+extern "C" __global__ void __launch_bounds__(256)
+    JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
+    const Sizes& sizes = arguments.sizes;
+    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
+    const int dq_tiles = query_tiles * sizes.batch * sizes.heads, index = blockIdx.x;
+    if (index < dq_tiles) {
+        const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
+        const FirstKeys first_keys(arguments.first_keys, sizes, index / query_tiles / sizes.heads);
+        float dq[32] = {};
+        // No block has visited queries without keys.
+        if (arguments.turns[2 * index + half] > first_to_meet(first_keys, sizes, index % query_tiles)) {
+            const float* sums = arguments.dq_sums + (long long)index * DQ_TILE + half * (DQ_TILE / 2) + thread * 4;
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float4 x = *reinterpret_cast<const float4*>(sums + n * 512);
+                dq[n * 4] = x.x, dq[n * 4 + 1] = x.y, dq[n * 4 + 2] = x.z, dq[n * 4 + 3] = x.w;
+            }
+        }
+        write_dq(arguments, dq, index, query_tiles, half, thread);
+        return;
+    }
+    const Work work = located(arguments, index - dq_tiles, query_tiles, key_tiles);
+    if (work.steps > 0) return;
+    const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
+    const int batch = work.first_head / sizes.heads,
+              kv_head = work.first_head % sizes.heads / (sizes.heads / sizes.kv_heads);
+    E* dk = arguments.dk + batch * of_dk.batch + kv_head * of_dk.head;
+    E* dv = arguments.dv + batch * of_dv.batch + kv_head * of_dv.head;
+    for (int i = threadIdx.x; i < KEYS * CHUNKS; i += 256) {
+        const int key = work.key_tile * KEYS + i / CHUNKS, column = i % CHUNKS * CHUNK;
+        if (key >= sizes.keys || column >= sizes.head_dim) continue;
+        *reinterpret_cast<uint4*>(dk + key * of_dk.row + column) = make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(dv + key * of_dv.row + column) = make_uint4(0, 0, 0, 0);
+    }
+}
+#endif

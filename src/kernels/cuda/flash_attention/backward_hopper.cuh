@@ -31,6 +31,10 @@ struct Work {
         steps = (tiles - first_tile) * group;
         own_tiles =
             key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
+#if KEY_MASK
+        // Only visible tiles, in all of which flash_backward_finish finishes dq.
+        first_tile = max(0, key_tile * KEYS - sizes.offset) / QUERIES, own_tiles = 0;
+#endif
     }
     // Sets the end of the tiles of queries, from end_of_queries. Without first keys it is fixed. (KEYS >= QUERIES, so a
     // shortened item still finishes the dq of its remaining own tiles.)
@@ -45,6 +49,16 @@ struct Work {
     __device__ __forceinline__ void end_at(int, int) {}
 #define END_TILE(work) query_tiles
 #endif
+    __device__ __forceinline__ Visits visits(const Sizes& sizes, int query_tiles) const {
+        return {key_tile, first_head, sizes.heads / sizes.kv_heads, first_tile, END_TILE((*this))};
+    }
+    // The first place.
+    __device__ __forceinline__ Place first_place(const MaskArguments& masks, const Sizes& sizes,
+                                                 int query_tiles) const {
+        Place place = {first_head, END_TILE((*this)) - 1};
+        if (KEY_MASK) place.seek_back(place.tile, visits(sizes, query_tiles), masks, sizes);
+        return place;
+    }
 };
 // Waits until all tiles of keys before `mine` have added their sums.
 __device__ __forceinline__ void await_turn(const int* turn, int mine) {
@@ -61,6 +75,7 @@ struct Shared {
     u32 keys_full, keys_empty, queries_full, queries_empty, ds_full, ds_empty, dq_full, dq_empty, v_full, v_empty;
     int* numbers; // of the work items whose keys have arrived
     int* ends;    // the ends of their tiles of queries
+    int* steps;   // with KEY_MASK, the numbers of their steps
     __device__ __forceinline__ Shared(unsigned char* shared) {
         const u32 start = (u32)__cvta_generic_to_shared(shared);
         k_tiles = (start + 1023) & ~1023u, v_tile = k_tiles + 2 * KEY_TILE_BYTES;
@@ -72,7 +87,7 @@ struct Shared {
         ds_full = queries_empty + 16, ds_empty = ds_full + 16;
         dq_full = ds_empty + 16, dq_empty = dq_full + 16;
         v_full = dq_empty + 16, v_empty = v_full + 8;
-        numbers = reinterpret_cast<int*>(shared + (v_empty + 8 - start)), ends = numbers + 2;
+        numbers = reinterpret_cast<int*>(shared + (v_empty + 8 - start)), ends = numbers + 2, steps = ends + 2;
     }
     // Called by one thread. The counts are the arrivals per phase: the copy engine, or warps: 8 that multiply, 4 of a
     // group, 2 that add.
@@ -88,6 +103,22 @@ struct Shared {
     }
 };
 
+#if KEY_MASK
+// A work item with its end and its number of steps.
+__device__ __forceinline__ Work located(const BackwardArguments& arguments, int number, int query_tiles,
+                                        int key_tiles) {
+    const Sizes& sizes = arguments.sizes;
+    Work work(sizes, number, query_tiles, key_tiles);
+    if (FIRST_KEYS) {
+        const FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
+        work.end_at(end_of_queries(first_keys, work.key_tile, work.first_tile, query_tiles),
+                    sizes.heads / sizes.kv_heads);
+    }
+    work.steps = work.visits(sizes, query_tiles).count(arguments.masks, sizes);
+    return work;
+}
+#endif
+
 // Run by one thread: takes work items by ticket and copies their inputs: keys one item ahead, queries one step ahead.
 __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments,
                                            int query_tiles, int key_tiles) {
@@ -97,7 +128,15 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
     for (int turn = 0;; turn++) {
         const u32 full = at.keys_full + turn % 2 * 8;
         barrier_wait(at.keys_empty + turn % 2 * 8, turn / 2 - 1);
-        const int number = atomicAdd(arguments.turns + 2 * sizes.batch * sizes.heads * query_tiles, 1);
+        int number = atomicAdd(arguments.turns + 2 * sizes.batch * sizes.heads * query_tiles, 1);
+#if KEY_MASK
+        // Keys that are hidden from all queries have no steps; flash_backward_finish writes their gradients.
+        while (number < works) {
+            at.steps[turn % 2] = located(arguments, number, query_tiles, key_tiles).steps;
+            if (at.steps[turn % 2] > 0) break;
+            number = atomicAdd(arguments.turns + 2 * sizes.batch * sizes.heads * query_tiles, 1);
+        }
+#endif
         at.numbers[turn % 2] = number;
         if (number >= works) {
             barrier_arrive(full);
@@ -113,26 +152,39 @@ __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, c
         barrier_expect(full, KEY_TILE_BYTES);
         copy_boxes<KEYS>(at.k_tiles + turn % 2 * KEY_TILE_BYTES, maps.k, full, work.key_tile * KEYS, first_head / group,
                          batch);
+        auto copy_step = [&](int head, int tile, bool is_first) {
+            const int stage = step % 2;
+            const u32 queries = at.queries_full + stage * 8;
+            barrier_wait(at.queries_empty + stage * 8, step / 2 - 1);
+            barrier_expect(queries, 2 * QUERY_TILE_BYTES + STATISTICS_BYTES);
+            copy_boxes<QUERIES>(at.q_tiles + stage * QUERY_TILE_BYTES, maps.q, queries, tile * QUERIES, head, batch);
+            copy_boxes<QUERIES>(at.d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, queries, tile * QUERIES, head,
+                                batch);
+            copy_bytes(at.statistics_tiles + stage * STATISTICS_BYTES,
+                       arguments.statistics + 2ll * QUERIES * ((batch * sizes.heads + head) * query_tiles + tile),
+                       STATISTICS_BYTES, queries);
+            if (is_first) {
+                barrier_wait(at.v_empty, turn - 1);
+                barrier_expect(at.v_full, KEY_TILE_BYTES);
+                copy_boxes<KEYS>(at.v_tile, maps.v, at.v_full, work.key_tile * KEYS, first_head / group, batch);
+            }
+        };
+#if KEY_MASK
+        const MaskArguments& masks = arguments.masks;
+        const Visits visits = work.visits(sizes, query_tiles);
+        Place place = work.first_place(masks, sizes, query_tiles);
+        const int steps = at.steps[turn % 2];
+#pragma unroll 1
+        for (int i = 0; i < steps; i++, step++) {
+            copy_step(place.head - batch * sizes.heads, place.tile, i == 0);
+            if (i + 1 < steps) place.seek_back(place.tile - 1, visits, masks, sizes);
+        }
+#else
         for (int head = first_head; head < first_head + group; head++)
 #pragma unroll 1
-            for (int tile = END_TILE(work) - 1; tile >= work.first_tile; tile--, step++) {
-                const int stage = step % 2;
-                const u32 queries = at.queries_full + stage * 8;
-                barrier_wait(at.queries_empty + stage * 8, step / 2 - 1);
-                barrier_expect(queries, 2 * QUERY_TILE_BYTES + STATISTICS_BYTES);
-                copy_boxes<QUERIES>(at.q_tiles + stage * QUERY_TILE_BYTES, maps.q, queries, tile * QUERIES, head,
-                                    batch);
-                copy_boxes<QUERIES>(at.d_out_tiles + stage * QUERY_TILE_BYTES, maps.d_out, queries, tile * QUERIES,
-                                    head, batch);
-                copy_bytes(at.statistics_tiles + stage * STATISTICS_BYTES,
-                           arguments.statistics + 2ll * QUERIES * ((batch * sizes.heads + head) * query_tiles + tile),
-                           STATISTICS_BYTES, queries);
-                if (head == first_head && tile == END_TILE(work) - 1) {
-                    barrier_wait(at.v_empty, turn - 1);
-                    barrier_expect(at.v_full, KEY_TILE_BYTES);
-                    copy_boxes<KEYS>(at.v_tile, maps.v, at.v_full, work.key_tile * KEYS, first_head / group, batch);
-                }
-            }
+            for (int tile = END_TILE(work) - 1; tile >= work.first_tile; tile--, step++)
+                copy_step(head, tile, head == first_head && tile == END_TILE(work) - 1);
+#endif
     }
 }
 
@@ -147,12 +199,39 @@ __device__ __forceinline__ void add_in_turn(const Shared& at, const BackwardArgu
     for (int turn = 0;; turn++) {
         barrier_wait(at.keys_full + turn % 2 * 8, turn / 2);
         const int number = at.numbers[turn % 2], end = FIRST_KEYS ? at.ends[turn % 2] : query_tiles;
+        const int steps = KEY_MASK ? at.steps[turn % 2] : 0;
         __syncwarp();
         if (lane == 0) barrier_arrive(at.keys_empty + turn % 2 * 8);
         if (number >= works) break;
         Work work(sizes, number, query_tiles, key_tiles);
         work.end_at(end, group);
         const FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
+        if (KEY_MASK) {
+            if (lane == 0) {
+                const MaskArguments& masks = arguments.masks;
+                const Visits visits = work.visits(sizes, query_tiles);
+                Place place = work.first_place(masks, sizes, query_tiles);
+#pragma unroll 1
+                for (int i = 0; i < steps; i++, added++) {
+                    const int before = predecessor(first_keys, masks, sizes, place.head, place.tile, work.key_tile);
+                    const int number = place.head * query_tiles + place.tile;
+                    int* turns = arguments.turns + 2 * number + half;
+                    float* sums = arguments.dq_sums + (long long)number * DQ_TILE + half * (DQ_TILE / 2);
+                    await_turn(turns, before + 1);
+                    barrier_wait(at.dq_full + half * 8, added);
+                    if (before < 0) write_bytes(sums, tile_to_add, DQ_TILE * 2);
+                    else add_floats(sums, tile_to_add, DQ_TILE * 2);
+                    if (i + 1 < steps) place.seek_back(place.tile - 1, visits, masks, sizes);
+                    writes_have_read();
+                    barrier_arrive(at.dq_empty + half * 8);
+                    writes_are_done();
+                    fence();
+                    write_turn(turns, work.key_tile + 1);
+                }
+            }
+            __syncwarp();
+            continue;
+        }
         for (int head = work.first_head; head < work.first_head + group; head++) {
             const int last = head * query_tiles + END_TILE(work) - 1;
             if (lane == 0) {

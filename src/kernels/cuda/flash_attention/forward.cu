@@ -5,6 +5,7 @@
 //   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: the rounding error of out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; lse covers all probabilities, also dropped ones
+//   masks: see masks.cuh; tiles of keys that a key mask hides from all ROWS queries are skipped
 //
 // A block has ROWS queries of one head and loops over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows, whose S, P and O stay in its registers: the layout of a result's 16 x 8 blocks is
@@ -47,6 +48,7 @@ struct ForwardArguments {
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
     DropoutArguments dropout;
+    MaskArguments masks;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -80,7 +82,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int tiles = CEIL_DIV(seen, COLUMNS);
     // The first tile of the block; the first key of the warp; the last first key of the warp's rows.
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
-    const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const HeadMask mask(arguments.masks, sizes.queries, batch, head);
+    const HeadBias bias(arguments.masks, sizes, batch, head);
+    const int of_first_keys = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const int first_tile =
+        KEY_MASK ? next_tile_of(mask.tiles(first_row / ROWS), of_first_keys, tiles) : of_first_keys;
     const int warp_first = first_keys.of(first_row + warp_row);
     const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M_BLOCKS - 1);
 
@@ -88,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u32 k_tiles = q_tile + ROWS * ROW_BYTES, v_tiles = k_tiles + 2 * TILE_BYTES;
     copy_tile<ROWS, THREADS>(q_tile, q, arguments.q_strides.row, rows, dim);
     if (first_tile < tiles) {
-        const u32 stage = first_tile % 2 * TILE_BYTES;
+        const u32 stage = KEY_MASK ? 0 : first_tile % 2 * TILE_BYTES;
         const int first = first_tile * COLUMNS;
         copy_tile<COLUMNS, THREADS>(k_tiles + stage, k + first * k_stride, k_stride, sizes.keys - first, dim);
         copy_tile<COLUMNS, THREADS>(v_tiles + stage, v + first * v_stride, v_stride, sizes.keys - first, dim);
@@ -118,12 +124,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int m = 0; m < M_BLOCKS; m++) load_matrices(q_fragments[step][m], q_blocks.at(m * 16, step * 16));
 #endif
 
-    for (int tile = first_tile; tile < tiles; tile++) {
-        const u32 stage = tile % 2 * TILE_BYTES;
+    int turn = 0, next_tile; // tiles before this one, with KEY_MASK
+    for (int tile = first_tile; tile < tiles; tile = next_tile, turn++) {
+        const u32 stage = (KEY_MASK ? turn : tile) % 2 * TILE_BYTES;
+        next_tile = KEY_MASK ? next_tile_of(mask.tiles(first_row / ROWS), tile + 1, tiles) : tile + 1;
         wait_groups<0>();
         __syncthreads(); // every thread's part of this tile has arrived, and nobody reads the tile before
-        if (tile + 1 < tiles) {
-            const int next = (tile + 1) * COLUMNS;
+        if (next_tile < tiles) {
+            const int next = next_tile * COLUMNS;
             copy_tile<COLUMNS, THREADS>(k_tiles + (stage ^ TILE_BYTES), k + next * k_stride, k_stride,
                                         sizes.keys - next, dim);
             copy_tile<COLUMNS, THREADS>(v_tiles + (stage ^ TILE_BYTES), v + next * v_stride, v_stride,
@@ -160,6 +168,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int m = 0; m < M_BLOCKS; m++)
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 8; n++) cap_scores(s[m][n], sizes);
+        }
+        if (BIAS) {
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+                add_bias<COLUMNS / 8>([&](int n, int i) -> float& { return s[m][n][i]; }, bias,
+                                      first_row + warp_row + m * 16 + quad_row, tile * COLUMNS, lane);
+        }
+        if (KEY_MASK && mask.is_partial(first_row / ROWS, tile)) {
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; m++)
+                hide_pairs<COLUMNS / 8>([&](int n, int i) -> float& { return s[m][n][i]; }, mask,
+                                        first_row + warp_row + m * 16 + quad_row, tile * COLUMNS, lane);
         }
         if ((tile + 1) * COLUMNS > unmasked) {
 #pragma unroll

@@ -8,6 +8,8 @@
 // issue in turn, so that one's softmax overlaps the matmuls of another. Blocks are persistent: each takes its next tile
 // of queries by ticket, and issues its first S together with the last O += P V of the tile before.
 //
+// With KEY_MASK the thread that copies chooses the tiles of keys, those with a visible pair, and passes on their numbers.
+//
 // grid  min(multiprocessors, ceil(Tq / ROWS) * B * H)        block  128 * (GROUPS_OF_ROWS + 1)
 // dynamic shared memory  (Q_STAGES * ROWS + 4 COLUMNS) * HEAD_DIM * 2 + 1024 + 128 bytes
 
@@ -36,13 +38,14 @@ struct ForwardHopperArguments {
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
     DropoutArguments dropout;
+    MaskArguments masks;
 };
 
 // A tile of queries with its tiles of keys.
 struct Work {
     int head_in_all, batch, head, kv_head, first_row, rows, tiles;
     // The loop over the tiles of keys is first_tile .. tiles.
-#if FIRST_KEYS
+#if FIRST_KEYS || KEY_MASK
     int first_tile;
     __device__ __forceinline__ void begin_at(int tile) { first_tile = tile; }
 #else
@@ -72,6 +75,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     const u32 k_full = q_empty + 16, k_empty = k_full + 16, v_full = k_empty + 16, v_empty = v_full + 16;
     int* const numbers = reinterpret_cast<int*>(shared + (v_empty + 16 - start)); // of the items whose Q is in a stage
     int* const first_tiles = numbers + 2;                                         // their first tiles
+    // With KEY_MASK, the tiles of keys in both stages: 4 tile + 2 (some pairs are hidden) + (it is the item's last).
+    volatile int* const visits = first_tiles + 2;
     const int works = CEIL_DIV(sizes.queries, ROWS) * sizes.batch * sizes.heads;
 
     if (threadIdx.x == 0) {
@@ -105,6 +110,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 work.begin_at(min(first_keys.of(work.first_row) / COLUMNS, work.tiles));
                 first_tiles[turn % Q_STAGES] = work.first_tile;
             }
+#if KEY_MASK
+            const HeadMask mask(arguments.masks, sizes.queries, work.batch, work.head);
+            const u32* shown = mask.tiles(work.first_row / ROWS);
+            work.begin_at(next_tile_of(shown, FIRST_KEYS ? work.first_tile : 0, work.tiles));
+            first_tiles[turn % Q_STAGES] = work.first_tile;
+#endif
             if (work.tiles > work.first_tile) {
                 barrier_expect(full, Q_BYTES);
                 copy_boxes<ROWS>(q_tiles + turn % Q_STAGES * Q_BYTES, arguments.q_map, full, work.first_row, work.head,
@@ -112,10 +123,16 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
             } else {
                 barrier_arrive(full);
             }
+            int next_tile;
 #pragma unroll 1
-            for (int tile = work.first_tile; tile < work.tiles; tile++, copied++) {
+            for (int tile = work.first_tile; tile < work.tiles; tile = next_tile, copied++) {
+                next_tile = tile + 1;
                 const int stage = copied % 2, round = copied / 2;
                 barrier_wait(k_empty + stage * 8, round - 1);
+#if KEY_MASK
+                next_tile = next_tile_of(shown, tile + 1, work.tiles);
+                visits[stage] = 4 * tile + 2 * mask.is_partial(work.first_row / ROWS, tile) + (next_tile >= work.tiles);
+#endif
                 barrier_expect(k_full + stage * 8, TILE_BYTES);
                 copy_boxes<COLUMNS>(k_tiles + stage * TILE_BYTES, arguments.k_map, k_full + stage * 8, tile * COLUMNS,
                                     work.kv_head, work.batch);
@@ -151,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     u32 p[COLUMNS / 16][4];
     float largest[2], sum[2];
     int row = 0; // this thread's row of the pending work item; its other is row + 8
+    int visit = 0; // the element of `visits` of this tile, with KEY_MASK
     for (int turn = 0;; turn++) {
         auto issue_scores = [&](int stage) {
             const Descriptor a(my_q + turn % Q_STAGES * Q_BYTES), b(k_tiles + stage * TILE_BYTES);
@@ -171,6 +189,15 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
         // Overwrites the scores of a tile with powers of two, 0 if dropped. `factor` is the factor of O.
         auto softmax = [&](int tile, bool masked, float (&factor)[2], bool& grown) {
             if (SOFT_CAP) cap_scores(s, sizes);
+            const auto score_at = [&](int n, int i) -> float& { return s[n * 4 + i]; };
+            if (BIAS) {
+                const HeadBias bias(arguments.masks, sizes, work.batch, work.head);
+                add_bias<COLUMNS / 8>(score_at, bias, row, tile * COLUMNS, lane);
+            }
+            if (KEY_MASK && visit & 2) {
+                const HeadMask mask(arguments.masks, sizes.queries, work.batch, work.head);
+                hide_pairs<COLUMNS / 8>(score_at, mask, row, tile * COLUMNS, lane);
+            }
             if (masked) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -237,11 +264,14 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
         barrier_wait(q_full + turn % Q_STAGES * 8, turn / Q_STAGES);
         const int number = __shfl_sync(~0u, reinterpret_cast<volatile int*>(numbers)[turn % Q_STAGES], 0);
         Work next(sizes, min(number, works - 1));
-        if (FIRST_KEYS) next.begin_at(reinterpret_cast<volatile int*>(first_tiles)[turn % Q_STAGES]);
+        if (FIRST_KEYS || KEY_MASK) next.begin_at(reinterpret_cast<volatile int*>(first_tiles)[turn % Q_STAGES]);
         const bool more = number < works && next.tiles > next.first_tile;
         const int next_used = used + pending;
         // Each branch issues and waits for its own matmuls: otherwise the compiler serializes them.
-        if (more) barrier_wait(k_full + next_used % 2 * 8, next_used / 2);
+        if (more) {
+            barrier_wait(k_full + next_used % 2 * 8, next_used / 2);
+            if (KEY_MASK) visit = visits[next_used % 2];
+        }
         if (pending) barrier_wait(v_full + used % 2 * 8, used / 2);
         if (more || pending) named_sync(my_turn, 256);
         if (more && pending) {
@@ -315,11 +345,13 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
             float factor[2];
             bool grown;
             const int first_tile = work.first_tile;
-            softmax(first_tile, FIRST_KEYS ? first_tile < clear || first_tile >= whole : whole == 0, factor, grown);
+            softmax(first_tile, FIRST_KEYS || KEY_MASK ? first_tile < clear || first_tile >= whole : whole == 0, factor,
+                    grown);
             round_scores();
             auto next_tile = [&](int tile, bool masked) {
                 const int stage = used % 2, next_stage = stage ^ 1;
                 barrier_wait(k_full + next_stage * 8, (used + 1) / 2);
+                if (KEY_MASK) visit = visits[next_stage], tile = visit / 4, masked = tile < clear || tile >= whole;
                 named_sync(my_turn, 256);
                 wgmma_fence();
                 issue_scores(next_stage);
@@ -344,9 +376,11 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 used++;
             };
             int tile = first_tile + 1;
-            if (!FIRST_KEYS)
+            if (KEY_MASK)
+                while (!(visit & 1)) next_tile(0, false);
+            else if (!FIRST_KEYS)
                 for (; tile < whole; tile++) next_tile(tile, false);
-            for (; tile < work.tiles; tile++) next_tile(tile, !FIRST_KEYS || tile < clear || tile >= whole);
+            for (; !KEY_MASK && tile < work.tiles; tile++) next_tile(tile, !FIRST_KEYS || tile < clear || tile >= whole);
         }
         free(q_empty + turn % Q_STAGES * 8);
     }

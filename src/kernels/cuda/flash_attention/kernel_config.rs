@@ -1,5 +1,6 @@
 //! Compile-time definitions and launch sizes of the kernels.
 
+use super::masks::Masks;
 use super::tiles::compiled_head_dim;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
@@ -11,6 +12,8 @@ pub(super) struct Forward {
     pub source: &'static Source,
     /// Queries per block.
     pub rows: usize,
+    /// Keys per tile.
+    pub columns: usize,
     pub threads: usize,
     pub shared_bytes: usize,
     pub tiles: Vec<Definition>,
@@ -30,23 +33,26 @@ pub(super) struct Backward {
     pub tiles: Vec<Definition>,
 }
 
-/// Returns the definitions that all kernels share. The code for first keys (which windows use too), dropout and a soft
-/// cap is compiled only if the call has them.
+/// Returns the definitions that all kernels share. The code for first keys (which windows use too), masks, biases,
+/// dropout and a soft cap is compiled only if the call has them.
 pub(super) fn definitions(
     sizes: &Sizes,
     element: &'static str,
     first_keys: Option<View>,
+    masks: &Masks<'_>,
     drops: bool,
     mut tiles: Vec<Definition>,
 ) -> Vec<Definition> {
     let head_dim = compiled_head_dim(sizes.head_dim);
     let first_keys = first_keys.is_some() || sizes.mask.window().is_some();
-    tiles.push(Definition::Size("FIRST_KEYS", usize::from(first_keys)));
-    tiles.push(Definition::Size("DROPOUT", usize::from(drops)));
-    tiles.push(Definition::Size(
-        "SOFT_CAP",
-        usize::from(sizes.soft_cap.is_some()),
-    ));
+    let options = [
+        ("FIRST_KEYS", first_keys),
+        ("KEY_MASK", masks.visible.is_some()),
+        ("BIAS", masks.bias.is_some()),
+        ("DROPOUT", drops),
+        ("SOFT_CAP", sizes.soft_cap.is_some()),
+    ];
+    tiles.extend(options.map(|(name, is_set)| Definition::Size(name, usize::from(is_set))));
     tiles.push(Definition::Size("HEAD_DIM", head_dim));
     tiles.push(Definition::Type("ELEMENT", element));
     tiles

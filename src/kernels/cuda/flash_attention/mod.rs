@@ -7,20 +7,27 @@
 //! different sets. For f32 there is one set ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32.
 //! Its lse belongs to the computed scores, so both passes of a call must have the same accuracy.
 //!
+//! A key mask is packed into bits before each pass, with flags of the tiles that it hides completely, which are skipped
+//! ([`masks`]). The gradient of a bias has a kernel for every GPU ([`bias_gradient`](self::bias_gradient)).
+//!
 //! [`tiles`] has the tile sizes for each head dimension; [`forward`] and [`backward`] launch. [`supports`] reports the
 //! calls that the kernels support: callers pad or copy the others.
 
 mod arguments;
 mod backward;
+mod bias_gradient;
 mod f32;
 mod forward;
 mod kernel_config;
+mod masks;
 mod tiles;
 mod workspace;
 
 pub(crate) use arguments::{Heads, ProbabilityDropout};
 pub(crate) use backward::{Gradients, Inputs, backward};
+pub(crate) use bias_gradient::bias_gradient;
 pub(crate) use forward::{ForwardInputs, Outputs, forward};
+pub(crate) use masks::{Masks, PerScore};
 
 use super::{in_vector, source};
 use crate::kernels::attention::Sizes;

@@ -1,7 +1,7 @@
 //! Flash attention on heads in packed rows has the same bits as on contiguous heads.
 
 use super::super::flash_attention::{
-    self as flash, ForwardInputs, Gradients, Heads, Inputs, Outputs,
+    self as flash, ForwardInputs, Gradients, Heads, Inputs, Masks, Outputs,
 };
 use super::{Buffer, Element, bits, gpu, numbers};
 use crate::kernels::attention::Sizes;
@@ -95,7 +95,7 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
     let run = |[q, k, v]: [Heads; 3], out: Heads, d_out: Heads, gradients: Gradients| {
         let (lse, work) = (
             Buffer::<f32>::unwritten(gpu, workspace::flash_lse_parts(T::DTYPE) * rows, 0),
-            scratch(workspace::flash_forward()),
+            scratch(workspace::flash_forward(sizes, None)),
         );
         let outputs = Outputs {
             out,
@@ -107,6 +107,7 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
             k,
             v,
             first_keys: None,
+            masks: Masks::default(),
             dropout: None,
         };
         flash::forward(gpu, sizes, tf32, inputs, outputs, work.view(gpu)).unwrap();
@@ -120,9 +121,10 @@ fn packed<T: Element>(gpu: &CudaDevice, tf32: bool, sizes: &Sizes) {
             d_out,
             lse: lse.view(gpu),
             first_keys: None,
+            masks: Masks::default(),
             dropout: None,
         };
-        let work = scratch(workspace::flash_backward(sizes));
+        let work = scratch(workspace::flash_backward(sizes, None));
         flash::backward(gpu, sizes, tf32, inputs, gradients, work.view(gpu)).unwrap();
         work.read(gpu);
         bits(&lse.read(gpu))

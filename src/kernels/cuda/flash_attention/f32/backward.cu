@@ -8,6 +8,7 @@
 //   lse (2, B, H, Tq): f32: lse and its rounding error, which is negligible next to TF32's;  rounding_error: null
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
+//   masks: see masks.cuh; tiles of which a key mask hides all pairs are skipped
 // Scratch, which needs no initial values:
 //   statistics (B, H, ceil(Tq / QUERIES), STATISTICS * QUERIES): f32, see ../backward.cuh
 //   turns (B, H, ceil(Tq / QUERIES)), and the ticket: int
@@ -92,9 +93,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const FirstKeys first_keys(arguments.first_keys, sizes, batch);
     const int first_tile = max(0, first_key - sizes.offset) / QUERIES;
     const int end_tile = end_of_queries(first_keys, key_tile, first_tile, query_tiles);
-    const int tiles = max(0, end_tile - first_tile), steps = tiles * group;
+    const MaskArguments& masks = arguments.masks;
     const int first_head = batch * sizes.heads + kv_head * group;
+    const Visits visits = {key_tile, first_head, group, first_tile, end_tile};
+    const int steps = visits.count(masks, sizes);
     Place next = {first_head, first_tile};
+    if (KEY_MASK && steps > 0) next.seek(first_tile, visits, masks, sizes);
+    auto precedes = [&](int number) {
+        return predecessor(first_keys, masks, sizes, number / query_tiles, number % query_tiles, key_tile);
+    };
 
     const Strides &of_k = arguments.k_strides, &of_v = arguments.v_strides;
     const E* k = arguments.k + batch * of_k.batch + kv_head * of_k.head + first_key * of_k.row;
@@ -120,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // Adds dQ, from dS, to dq_sums. A lane reads four adjacent of 32 rows together: in the first of two blocks of 16,
     // row i is 4 i and row 8 + i is 4 i + 1; in the second they are 4 i + 2 and 4 i + 3.
     auto multiply_dq = [&](int number) {
-        const bool is_first = key_tile == first_to_meet(first_keys, sizes, number % query_tiles);
+        const bool is_first = precedes(number) < 0;
         for (int tile = warp; tile < DQ_TILES; tile += WARPS) {
             const int first = tile / DQ_COLUMN_TILES * 32 + quad_row * 4, column = tile % DQ_COLUMN_TILES * GROUP_DIMS;
             const float* left = ds_tile + quad_column * DS_PITCH + first;
@@ -155,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int step = 0; step < steps; step++) {
         const int first_query = next.tile * QUERIES, head_in_all = next.head;
         sums_before = sums_now, sums_now = next.head * query_tiles + next.tile;
-        next.advance(first_tile, end_tile);
+        next.advance(visits, masks, sizes);
         wait_groups<0>();
         if (step == 0) {
             round_tile<KEYS, THREADS>(k_tile);
@@ -204,6 +211,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     if (8 < first) s[0][n][odd + 2] = -INFINITE;
                 }
         }
+        const HeadMask mask(masks, sizes.keys, batch, head_in_all % sizes.heads);
+        const HeadBias bias(masks, sizes, batch, head_in_all % sizes.heads);
+        if (KEY_MASK && mask.is_partial(key_tile, first_query / QUERIES))
+            hide_pairs<N>([&](int n, int i) -> float& { return s[0][n][i]; }, mask, first_key + warp_key + quad_row,
+                          first_query, lane);
         u32 stay[2];
 #pragma unroll
         for (int n = 0; n < N; n++) {
@@ -214,7 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (TF32_MATMULS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float exponent = fmaf(s[0][n][i], to_log2, i % 2 ? -row.z : -row.x);
+                float score = s[0][n][i];
+                if (BIAS)
+                    score = bias.add(score, bias.at(first_query + n * 8 + quad_column + i % 2,
+                                                    first_key + warp_key + quad_row + i / 2 * 8));
+                float exponent = fmaf(score, to_log2, i % 2 ? -row.z : -row.x);
                 if (TF32_MATMULS == 3) exponent -= i % 2 ? rest.y : rest.x;
                 const float p = power_of_2(exponent);
                 const bool stays = !DROPOUT || stay[n % 2] >> 8 * (i % 2 * 2 + i / 2) & 1;
@@ -231,10 +247,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         multiply_result(dv, s, my_d_out);
         multiply_result(dk, dp, my_q);
 
-        if (threadIdx.x == 0 && turn < key_tile) {
-            do turn = read_turn(turns + sums_now);
-            while (turn < key_tile);
-            fence();
+        if (threadIdx.x == 0) {
+            const int mine = KEY_MASK ? precedes(sums_now) + 1 : key_tile;
+            if (turn < mine) {
+                do turn = read_turn(turns + sums_now);
+                while (turn < mine);
+                fence();
+            }
         }
         __syncthreads(); // dS is written, Q and dO are no longer read, and it is this block's turn
         if (step + 1 < steps) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);

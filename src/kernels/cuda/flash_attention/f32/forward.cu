@@ -5,6 +5,7 @@
 //   lse (2, B, H, Tq): f32, contiguous: lse and its rounding error; -inf for a query without keys, whose out is zero
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; lse covers all probabilities, also dropped ones
+//   masks: see masks.cuh; tiles of keys that a key mask hides from all ROWS queries are skipped
 //
 // A block has ROWS queries of one head and loops over the keys, COLUMNS at a time: S = Q K^T, P = exp(S - max), O += P
 // V. A warp has ROWS / WARPS rows, whose S, P and O stay in its registers. The next tile of keys and values is copied
@@ -43,6 +44,7 @@ struct ForwardArguments {
     Sizes sizes;
     const u32* first_keys; // null without FIRST_KEYS
     DropoutArguments dropout;
+    MaskArguments masks;
 };
 
 // Up to ROWS queries of one head, and the keys that they attend to.
@@ -112,7 +114,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int tiles = CEIL_DIV(block.seen, COLUMNS);
     // The first tile of the block; the first key of the warp; the last first key of the warp's rows.
     const FirstKeys& first_keys = block.first_keys;
-    const int first_tile = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const HeadMask mask(arguments.masks, sizes.queries, block.batch, block.head);
+    const HeadBias bias(arguments.masks, sizes, block.batch, block.head);
+    const int of_first_keys = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
+    const int first_tile =
+        KEY_MASK ? next_tile_of(mask.tiles(first_row / ROWS), of_first_keys, tiles) : of_first_keys;
     const int warp_first = first_keys.of(first_row + warp_row);
     const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M - 1);
 
@@ -122,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     copy_tile<ROWS, THREADS, Padded>(shared_address(q_tile), block.q, arguments.q_strides.row, rows, dim);
     if (first_tile < tiles) {
-        const u32 to = first_tile % 2 * TILE * 4;
+        const u32 to = KEY_MASK ? 0 : first_tile % 2 * TILE * 4;
         const int first = first_tile * COLUMNS;
         const int left = sizes.keys - first;
         copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + first * k_stride, k_stride, left, dim);
@@ -143,15 +149,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         sum[m][0] = sum[m][1] = 0;
     }
 
-    for (int tile = first_tile; tile < tiles; tile++) {
-        const int first_key = tile * COLUMNS, stage = tile % 2 * TILE;
+    int turn = 0, next_tile; // tiles before this one, with KEY_MASK
+    for (int tile = first_tile; tile < tiles; tile = next_tile, turn++) {
+        const int first_key = tile * COLUMNS, stage = (KEY_MASK ? turn : tile) % 2 * TILE;
+        next_tile = KEY_MASK ? next_tile_of(mask.tiles(first_row / ROWS), tile + 1, tiles) : tile + 1;
         wait_groups<0>();
         if (tile == first_tile) round_tile<ROWS, THREADS>(q_tile);
         round_tile<COLUMNS, THREADS>(k_tiles + stage);
         round_tile<COLUMNS, THREADS>(v_tiles + stage);
         __syncthreads(); // every thread's part of this tile has arrived, and nobody reads the tile before
-        if (tile + 1 < tiles) {
-            const int next = first_key + COLUMNS;
+        if (next_tile < tiles) {
+            const int next = next_tile * COLUMNS;
             const u32 to = (TILE - stage) * 4;
             copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + next * k_stride, k_stride, sizes.keys - next,
                                                 dim);
@@ -170,6 +178,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int n = 0; n < N; n++) cap_scores(s[m][n], sizes);
+        }
+        if (BIAS) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                add_bias<N>([&](int n, int i) -> float& { return s[m][n][i]; }, bias,
+                            first_row + warp_row + m * 16 + quad_row, first_key, lane);
+        }
+        if (KEY_MASK && mask.is_partial(first_row / ROWS, first_key / COLUMNS)) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+                hide_pairs<N>([&](int n, int i) -> float& { return s[m][n][i]; }, mask,
+                              first_row + warp_row + m * 16 + quad_row, first_key, lane);
         }
         if (first_key + COLUMNS > unmasked) {
 #pragma unroll

@@ -3,8 +3,9 @@
 
 mod tiles;
 
-use super::kernel_config::{Backward, Forward};
+use super::kernel_config;
 use crate::kernels::cuda::source::Source;
+pub(super) use tiles::{Backward, row_bytes};
 
 const FORWARD: Source = Source {
     name: "flash_forward_f32",
@@ -13,6 +14,7 @@ const FORWARD: Source = Source {
         include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
+        include_str!("../masks.cuh"),
         include_str!("tf32.cuh"),
         include_str!("forward.cu"),
     ],
@@ -24,6 +26,7 @@ const BACKWARD: Source = Source {
         include_str!("../../dropout.cuh"),
         include_str!("../common.cuh"),
         include_str!("../dropped.cuh"),
+        include_str!("../masks.cuh"),
         include_str!("../backward.cuh"),
         include_str!("tf32.cuh"),
         include_str!("backward.cu"),
@@ -31,11 +34,12 @@ const BACKWARD: Source = Source {
 };
 
 /// Returns the forward kernel for a compiled head dimension.
-pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
-    let tiles = tiles::Forward::new(head_dim, tf32);
-    Forward {
+pub(super) fn forward(head_dim: usize, tf32: bool, has_key_mask: bool) -> kernel_config::Forward {
+    let tiles = tiles::Forward::new(head_dim, tf32, has_key_mask);
+    kernel_config::Forward {
         source: &FORWARD,
         rows: tiles.rows,
+        columns: tiles.columns,
         threads: 32 * tiles.warps,
         shared_bytes: tiles.shared_bytes(head_dim),
         tiles: tiles.definitions(),
@@ -43,9 +47,9 @@ pub(super) fn forward(head_dim: usize, tf32: bool) -> Forward {
 }
 
 /// Returns the backward kernels for a compiled head dimension.
-pub(super) fn backward(head_dim: usize, tf32: bool) -> Backward {
-    let tiles = tiles::Backward::new(head_dim, tf32);
-    Backward {
+pub(super) fn backward(head_dim: usize, tf32: bool) -> kernel_config::Backward {
+    let tiles = Backward::new(head_dim, tf32);
+    kernel_config::Backward {
         source: &BACKWARD,
         keys: tiles.keys,
         queries: tiles.queries,

@@ -22,6 +22,7 @@ constexpr int PITCH = HEAD_DIM + CHUNK;
 static_assert(sizeof(E) == 4 && HEAD_DIM % 16 == 0, "rows of f32, of an even number of chunks");
 
 // The layout of such a tile, for copy_tile.
+#define PADDED_TILES
 struct Padded {
     static __device__ __forceinline__ u32 at(int row, int chunk) { return (row * PITCH + chunk * CHUNK) * 4; }
 };

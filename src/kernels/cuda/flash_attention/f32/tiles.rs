@@ -7,6 +7,11 @@ fn pitch(columns: usize) -> usize {
     columns + 4
 }
 
+/// Returns the bytes from row to row of a tile in shared memory.
+pub(in super::super) fn row_bytes(head_dim: usize) -> usize {
+    4 * pitch(head_dim)
+}
+
 /// Returns the number of matmuls in TF32 per matmul.
 fn tf32_matmuls(tf32: bool) -> usize {
     if tf32 { 1 } else { 3 }
@@ -16,23 +21,25 @@ fn tf32_matmuls(tf32: bool) -> usize {
 pub(super) struct Forward {
     tf32: bool,
     pub rows: usize,
-    columns: usize,
+    pub columns: usize,
     pub warps: usize,
     blocks_per_sm: usize,
 }
 
 impl Forward {
-    pub(super) fn new(head_dim: usize, tf32: bool) -> Self {
-        let (columns, warps, blocks_per_sm) = match head_dim {
-            256 => (16, 8, 1),
-            96 | 128 if tf32 => (64, 8, 1),
-            128 => (32, 8, 1),
-            96 => (32, 4, 2),
-            _ => (64, 4, 2),
+    /// A key mask has flags of tiles of at least 32 keys.
+    pub(super) fn new(head_dim: usize, tf32: bool, has_key_mask: bool) -> Self {
+        let (rows, columns, warps, blocks_per_sm) = match head_dim {
+            256 if has_key_mask => (64, 32, 4, 1),
+            256 => (128, 16, 8, 1),
+            96 | 128 if tf32 => (128, 64, 8, 1),
+            128 => (128, 32, 8, 1),
+            96 => (128, 32, 4, 2),
+            _ => (128, 64, 4, 2),
         };
         Self {
             tf32,
-            rows: 128,
+            rows,
             columns,
             warps,
             blocks_per_sm,
@@ -56,7 +63,7 @@ impl Forward {
 }
 
 /// Tiles of `backward.cu`.
-pub(super) struct Backward {
+pub(in super::super) struct Backward {
     tf32: bool,
     pub keys: usize,
     pub queries: usize,
@@ -65,7 +72,7 @@ pub(super) struct Backward {
 }
 
 impl Backward {
-    pub(super) fn new(head_dim: usize, tf32: bool) -> Self {
+    pub(in super::super) fn new(head_dim: usize, tf32: bool) -> Self {
         let (queries, warps_per_key_group, blocks_per_sm) = match head_dim {
             16 | 32 => (128, 1, 2),
             64 => (64, 1, 2),
@@ -92,13 +99,21 @@ impl Backward {
     }
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
-        vec![
-            Definition::Size("TF32_MATMULS", tf32_matmuls(self.tf32)),
+        let mut definitions = self.accuracy();
+        definitions.extend([
             Definition::Size("KEYS", self.keys),
             Definition::Size("QUERIES", self.queries),
-            Definition::Size("STATISTICS", self.statistics()),
             Definition::Size("WARPS_PER_KEY_GROUP", self.warps_per_key_group),
             Definition::Size("BLOCKS_PER_SM", self.blocks_per_sm),
+        ]);
+        definitions
+    }
+
+    /// Returns the definitions that do not depend on tiles.
+    pub(in super::super) fn accuracy(&self) -> Vec<Definition> {
+        vec![
+            Definition::Size("TF32_MATMULS", tf32_matmuls(self.tf32)),
+            Definition::Size("STATISTICS", self.statistics()),
         ]
     }
 
