@@ -256,7 +256,7 @@
 //! | `no_grad`, `inference_mode`, `set_grad_enabled(False)` | [`no_grad`] |
 //! | `is_grad_enabled` | [`is_grad_enabled`] |
 //! | `x.detach()` | view: [`Tensor::detach`] |
-//! | `x.requires_grad_(False)` | build the layer from `weight.detach()`: [`Linear::from_weights`] and the like |
+//! | `x.requires_grad_(False)` | [`nn::freeze`] by the weights' names, [`TransformerLM::freeze`] |
 //! | `autograd.Function` | candle's [`CustomOp1`], [`CustomOp2`], [`CustomOp3`], with a `bwd` |
 //! | `register_hook` | none: change the gradients after [`backward`] |
 //! | `register_forward_hook` | [`probe::listen`] sees each layer and op begin and end, with shapes, not values |
@@ -288,11 +288,11 @@
 //! | `LayerNorm`, `RMSNorm` | [`nn::LayerNorm`], [`nn::RmsNorm`] |
 //! | `Dropout` | [`ForwardContext`] for the layers of [`nn`]; in a layer of yours [`ops::dropout`] |
 //! | `ReLU`, `GELU`, `SiLU`, `Softmax`, ... | the functions of [`nn.functional`](#torchnnfunctional) |
-//! | `MultiheadAttention`, causal | [`nn::CausalSelfAttention`] |
-//! | `MultiheadAttention`, others | [`nn::Linear`], [`ops::split_heads`], [`attention::flash`], [`ops::merge_heads`] |
+//! | `MultiheadAttention(query, query, query)` | [`nn::Attention`]: causal or not by its configuration |
+//! | `MultiheadAttention(query, key, value)` | [`nn::Attention::cross`]: k and v of one other sequence |
 //! | `TransformerEncoderLayer` | [`nn::TransformerBlock`], which is causal |
 //! | `TransformerDecoderLayer`, `Transformer` | none: write the block with these layers and ops |
-//! | feed-forward networks | [`nn::SwiGlu`], [`nn::GeGlu`], [`nn::GeluMlp`] |
+//! | feed-forward networks | [`nn::Mlp`] of any activation, [`nn::SwiGlu`], [`nn::GeGlu`] |
 //! | rotary embedding (torchtune, `transformers`) | [`nn::RotaryEmbedding`], [`RopeScaling`], [`ops::rope_with`] |
 //! | `CrossEntropyLoss`, `MSELoss`, ... | the functions of [`nn.functional`](#torchnnfunctional) |
 //! | `Identity`, `Flatten`, `Unflatten` | the tensor itself, view: [`Tensor::reshape`] |
@@ -751,7 +751,7 @@
 //!
 //! | candle | tallow |
 //! |---|---|
-//! | `Linear`, `linear`, `linear_no_bias`, `linear_b` | [`nn::Linear`]; of the same weights [`Linear::from_weights`] |
+//! | `Linear`, `linear`, `linear_no_bias`, `linear_b` | [`nn::Linear`]; `Linear::from` shares the weights |
 //! | `Embedding`, `embedding` | [`nn::Embedding`]; of the same table [`Embedding::from_weight`] |
 //! | `LayerNorm`, `RmsNorm` | [`nn::LayerNorm`], [`nn::RmsNorm`]: candle's have no gradient on contiguous inputs |
 //! | `ops::silu`, `ops::swiglu`, `ops::sigmoid` | [`ops::silu`], [`ops::swiglu`], [`ops::sigmoid`] |
