@@ -751,7 +751,7 @@
 //!
 //! | candle | tallow |
 //! |---|---|
-//! | `Linear`, `linear`, `linear_no_bias`, `linear_b` | [`nn::Linear`]; `Linear::from` shares the weights |
+//! | `Linear`, `linear`, `linear_no_bias`, `linear_b` | [`nn::Linear`]; `Linear::try_from` shares the weights |
 //! | `Embedding`, `embedding` | [`nn::Embedding`]; of the same table [`Embedding::from_weight`] |
 //! | `LayerNorm`, `RmsNorm` | [`nn::LayerNorm`], [`nn::RmsNorm`]: candle's have no gradient on contiguous inputs |
 //! | `ops::silu`, `ops::swiglu`, `ops::sigmoid` | [`ops::silu`], [`ops::swiglu`], [`ops::sigmoid`] |
