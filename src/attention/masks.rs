@@ -18,11 +18,11 @@ const BIAS: &str = "attention::ScoreBias";
 /// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is the
 /// opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
 ///
-/// A query that attends to no key has an output and gradients of zero. [`flash`](super::flash()) skips tiles of keys that
-/// are hidden from all queries of a tile, forward and backward. On a GPU a kernel packs the mask first, a bit for each
-/// element, and finds these tiles. On the CPU a NaN or an infinity in a hidden key has no effect in flash attention.
-/// [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden keys must be finite
-/// too.
+/// A query that attends to no key has an output and gradients of zero. [`flash`](super::flash()) skips tiles of keys
+/// that are hidden from all queries of a tile, forward and backward. On a GPU a kernel packs the mask first, a bit for
+/// each element, and finds these tiles. On the CPU a NaN or an infinity in a hidden key has no effect in flash
+/// attention. [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden keys
+/// must be finite too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
