@@ -15,14 +15,14 @@ const BIAS: &str = "attention::ScoreBias";
 /// No other value is allowed.
 ///
 /// [`padding`](Self::padding) hides keys from all queries of a sequence; no tensor of size Tq Tk is made.
-/// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is
-/// the opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
+/// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is the
+/// opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
 ///
 /// A query that attends to no key has an output and gradients of zero. [`flash`](super::flash()) skips tiles of keys
 /// that are hidden from all queries of a tile, forward and backward. On a GPU a kernel packs the mask first, a bit for
 /// each element, and finds these tiles. On the CPU a NaN or an infinity in a hidden key has no effect in flash
-/// attention. [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden keys must
-/// be finite too.
+/// attention. [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden keys
+/// must be finite too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -116,7 +116,7 @@ impl KeyMask {
     /// shape by this name.
     ///
     /// # Errors
-    /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
+    /// As [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
     pub fn input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::new(&graph::input(name, shape, DType::U8)?)
     }
@@ -124,7 +124,7 @@ impl KeyMask {
     /// Declares a padding mask (B, Tk) as an input of a plan.
     ///
     /// # Errors
-    /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
+    /// As [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
     pub fn padding_input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::padding(&graph::input(name, shape, DType::U8)?)
     }
@@ -176,10 +176,10 @@ impl KeyMask {
 /// Terms of the scores, such as ALiBi's or T5's relative positions: a float tensor that is added to the scaled (and
 /// capped) scores.
 ///
-/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides
-/// a key; a query whose terms are all -inf attends to no key (with naive attention on a GPU, its output is NaN: hide
-/// keys with a [`KeyMask`] there). The tensor has a gradient if it is tracked, `dS` summed over the dimensions in which
-/// it was broadcast.
+/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides a
+/// key; a query whose terms are all -inf attends to no key (with naive attention on a GPU, its output is NaN: hide keys
+/// with a [`KeyMask`] there). The tensor has a gradient if it is tracked, `dS` summed over
+/// the dimensions in which it was broadcast.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -232,7 +232,7 @@ impl ScoreBias {
     /// Declares terms as an input of a plan: each run passes a tensor of this shape and dtype by this name.
     ///
     /// # Errors
-    /// Those of [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].
+    /// As [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].
     pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         Self::new(&graph::input(name, shape, dtype)?)
     }

@@ -84,7 +84,8 @@ pub(crate) enum MaskRows {
     Keys,
 }
 
-/// A packed key mask: a bit for each pair, and flags of tiles. A dimension of 1 stays 1 in the bits, but not in the flags.
+/// A packed key mask: a bit for each pair, and flags of tiles. A dimension of 1 stays 1 in the bits, but not in the
+/// flags.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PackedMask {
     /// The product of the dimensions of batch and heads.
@@ -181,8 +182,8 @@ pub(crate) fn flash_bias_gradient(sizes: &Sizes, visible: Option<[usize; 4]>) ->
     with_alignment(&[statistics, turns, bits, flags])
 }
 
-/// Returns the scratch of flash attention's backward, in words: three statistics per query, the sums of dq, the turns in
-/// which blocks add to them, and the packed key mask.
+/// Returns the scratch of flash attention's backward, in words: three statistics per query, the sums of dq, the turns
+/// in which blocks add to them, and the packed key mask.
 pub(crate) fn flash_backward(sizes: &Sizes, visible: Option<[usize; 4]>) -> usize {
     const MOST_QUERIES: usize = 128; // queries per tile
     const FEWEST_QUERIES: usize = 32;
@@ -255,4 +256,41 @@ fn aligned(words: usize) -> usize {
     words
         .div_ceil(ALIGNMENT_WORDS)
         .saturating_mul(ALIGNMENT_WORDS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Mask;
+
+    /// The planned scratch holds the packed mask of every kernel, whatever its tiles.
+    #[test]
+    fn a_packed_mask_fits_for_all_tiles() {
+        for (queries, keys) in [(1, 1), (31, 700), (33, 129), (257, 64), (2100, 5000)] {
+            let sizes = Sizes {
+                batch: 2,
+                heads: 3,
+                kv_heads: 3,
+                queries,
+                keys,
+                head_dim: 64,
+                value_dim: 64,
+                mask: Mask::Full,
+                scale: 1.0,
+                soft_cap: None,
+            };
+            for which in 0..16 {
+                let full = [2, 3, queries, keys];
+                let dims = [0, 1, 2, 3].map(|i| if which >> i & 1 == 1 { full[i] } else { 1 });
+                for rows in [MaskRows::Queries, MaskRows::Keys] {
+                    let [bits, flags] = PackedMask::bound(&sizes, Some(dims), rows);
+                    for tile in [[32, 64], [64, 32], [128, 128], [192, 128], [256, 64]] {
+                        let packed = PackedMask::new(&sizes, dims, tile, rows);
+                        assert!(packed.bits() <= bits, "{sizes:?} {dims:?} {tile:?}");
+                        assert!(packed.flags() <= flags, "{sizes:?} {dims:?} {tile:?}");
+                    }
+                }
+            }
+        }
+    }
 }

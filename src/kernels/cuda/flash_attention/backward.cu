@@ -53,7 +53,7 @@
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM (HEAD_DIM <= 64 ? 2 : 1)
 #endif
-constexpr int THREADS = 32 * WARPS;                 // computing threads
+constexpr int THREADS = 32 * WARPS;                               // computing threads
 constexpr int K_BLOCKS = KEYS * WARPS_PER_KEY_GROUP / WARPS / 16; // blocks of 16 keys per warp
 constexpr int DIMS = HEAD_DIM / WARPS_PER_KEY_GROUP;              // columns of dK and dV per warp
 constexpr int OWN_QUERIES = QUERIES / WARPS_PER_KEY_GROUP;        // queries of a tile whose S and dP a warp computes
@@ -69,7 +69,8 @@ constexpr int BACKWARD_SHARED =
     2 * KEY_TILE_BYTES + 4 * QUERY_TILE_BYTES + 2 * DS_TILE_BYTES + 2 * STATISTICS_BYTES + 16;
 static_assert(KEYS * WARPS_PER_KEY_GROUP % (16 * WARPS) == 0 && OWN_QUERIES % QUERY_STEP == 0 && QUERY_STEP % 16 == 0,
               "tiles of whole blocks");
-static_assert(WARPS_PER_KEY_GROUP == 1 || (WARPS_PER_KEY_GROUP == 2 && QUERY_STEP == OWN_QUERIES), "two warps exchange all that they made of a tile");
+static_assert(WARPS_PER_KEY_GROUP == 1 || (WARPS_PER_KEY_GROUP == 2 && QUERY_STEP == OWN_QUERIES),
+              "two warps exchange all that they made of a tile");
 static_assert(QUERIES % (16 * DQ_ROW_WARPS) == 0 && HEAD_DIM % (16 * DQ_COLUMN_WARPS) == 0, "dQ in whole blocks");
 static_assert(DIMS % 16 == 0 && (WARPS_PER_KEY_GROUP == 1 || DIMS % 64 == 0), "shares of whole blocks");
 
@@ -233,7 +234,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 load_matrices(factor[i][m], of_other.at(m * 16, i * 16, stage * DS_TILE_BYTES));
     };
     // Waits for the warp with the same keys.
-    auto meet = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / WARPS_PER_KEY_GROUP), "n"(32 * WARPS_PER_KEY_GROUP) : "memory"); };
+    auto meet = [&] {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / WARPS_PER_KEY_GROUP), "n"(32 * WARPS_PER_KEY_GROUP)
+                     : "memory");
+    };
 
     // Adds dQ of a tile, whose dS is in shared memory, to dq_sums.
     auto multiply_dq = [&](int number, u32 stage) {

@@ -87,8 +87,8 @@ fn generic_kernels(dtype: DType, tf32: bool, head_dim: usize) -> KernelConfig {
     }
 }
 
-/// Returns the tiles of the Hopper kernels, if the GPU and the call have them. They compute the slope of a soft cap from
-/// the probabilities, which must not contain a bias.
+/// Returns the tiles of the Hopper kernels, if the GPU and the call have them. They compute the slope of a soft cap
+/// from the probabilities, which must not contain a bias.
 fn hopper_tiles(
     gpu: &CudaDevice,
     dtype: DType,

@@ -16,8 +16,8 @@
 // meet a tile of queries write its dq. With KEY_MASK, whose visible tiles of keys may be any, all dq are added to
 // dq_sums, and a last kernel writes dq:
 //
-//   flash_backward_finish   dq, dk and dv of hidden keys    grid  ceil(Tq / QUERIES) * B * H + ceil(Tk / KEYS) * B * Hkv
-//                                                           block 256
+//   flash_backward_finish   dq, dk and dv of hidden keys    block 256
+//                           grid  ceil(Tq / QUERIES) * B * H + ceil(Tk / KEYS) * B * Hkv
 //
 // Two warpgroups have 64 keys each. As in backward.cu they compute S^T and dP^T, so P^T and dS^T are left operands in
 // the registers where they were computed. dS is written to shared memory for dQ, of which a group computes one half:
@@ -79,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (lane == 0) barrier_arrive(barrier);
     };
     auto issue_scores = [&](int stage, int keys_stage) {
-        const Descriptor a = known_k.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy(), b(at.q_tiles + stage * QUERY_TILE_BYTES);
+        const Descriptor a = known_k.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy(),
+                         b(at.q_tiles + stage * QUERY_TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < K_STEPS; i++)
             multiply_tiles<0, 0>(s, a.at(i / 4 * KEYS * 128 + i % 4 * 32), b.at(i / 4 * QUERIES * 128 + i % 4 * 32),
@@ -94,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     };
     auto issue_dq = [&](int stage, int keys_stage) {
         const Descriptor a = known_left.offset_by(stage * DS_TILE_BYTES).opaque_copy(),
-                        b = known_right.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy();
+                         b = known_right.offset_by(keys_stage * KEY_TILE_BYTES).opaque_copy();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) multiply_tiles<1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
     };
@@ -186,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
 #if KEY_MASK
         if (partial)
-            hide_pairs<QUERIES / 8>([&](int n, int i) -> float& { return s[n * 4 + i]; }, mask, my_key, tile * QUERIES,
+            hide_pairs<QUERIES / 8>([&](int n, int i) -> float& { return s[n * 4 + i]; }, mask, my_key, tile* QUERIES,
                                     lane);
 #endif
         if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
@@ -336,7 +337,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #else
             const int alone = 0;
 #endif
-            due = !KEY_MASK && tile < work.own_tiles ? head * query_tiles + tile : -1, due_alone = work.key_tile == alone;
+            due = !KEY_MASK && tile < work.own_tiles ? head * query_tiles + tile : -1,
+            due_alone = work.key_tile == alone;
 
             // S and dP of the next step, also in the last one.
             const bool last = i == steps - 1;

@@ -1,6 +1,6 @@
 // Flash attention, backward: the gradient of a bias, dS = P (dO V^T - delta), summed over the pairs that share an
-// element. By mma.sync (sm_80 and up), in half precision or, after f32/tf32.cuh, in f32. Included after backward.cuh and
-// masks.cuh.
+// element. By mma.sync (sm_80 and up), in half precision or, after f32/tf32.cuh, in f32. Included after backward.cuh
+// and masks.cuh.
 //
 //   inputs and statistics: see backward.cu and f32/backward.cu; flash_backward_prepare computes the statistics
 //   masks: the key mask with queries as rows, in tiles of QUERIES x KEYS
@@ -203,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int columns = all_keys ? 1 : min(KEYS, of_bias.keys - column * KEYS);
     for (int i = threadIdx.x; i < rows * columns; i += THREADS) {
         const int query = i / columns, key = i % columns;
-        d_bias[(row * QUERIES + query) * (long long)of_bias.keys + column * KEYS + key] = tile[query * (KEYS + 1) + key];
+        d_bias[(row * QUERIES + query) * (long long)of_bias.keys + column * KEYS + key] =
+            tile[query * (KEYS + 1) + key];
     }
 }

@@ -8,7 +8,8 @@
 // issue in turn, so that one's softmax overlaps the matmuls of another. Blocks are persistent: each takes its next tile
 // of queries by ticket, and issues its first S together with the last O += P V of the tile before.
 //
-// With KEY_MASK the thread that copies chooses the tiles of keys, those with a visible pair, and passes on their numbers.
+// With KEY_MASK the thread that copies chooses the tiles of keys, those with a visible pair, and passes on their
+// numbers.
 //
 // grid  min(multiprocessors, ceil(Tq / ROWS) * B * H)        block  128 * (GROUPS_OF_ROWS + 1)
 // dynamic shared memory  (Q_STAGES * ROWS + 4 COLUMNS) * HEAD_DIM * 2 + 1024 + 128 bytes
@@ -167,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     float o[SPANS][SPAN / 2], s[COLUMNS / 2];
     u32 p[COLUMNS / 16][4];
     float largest[2], sum[2];
-    int row = 0; // this thread's row of the pending work item; its other is row + 8
+    int row = 0;   // this thread's row of the pending work item; its other is row + 8
     int visit = 0; // the element of `visits` of this tile, with KEY_MASK
     for (int turn = 0;; turn++) {
         auto issue_scores = [&](int stage) {
@@ -380,7 +381,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
                 while (!(visit & 1)) next_tile(0, false);
             else if (!FIRST_KEYS)
                 for (; tile < whole; tile++) next_tile(tile, false);
-            for (; !KEY_MASK && tile < work.tiles; tile++) next_tile(tile, !FIRST_KEYS || tile < clear || tile >= whole);
+            for (; !KEY_MASK && tile < work.tiles; tile++)
+                next_tile(tile, !FIRST_KEYS || tile < clear || tile >= whole);
         }
         free(q_empty + turn % Q_STAGES * 8);
     }

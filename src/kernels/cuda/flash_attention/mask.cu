@@ -12,9 +12,9 @@ struct PackArguments {
     const unsigned char* visible;
     u32 *bits, *shown, *partly, *across; // across: null in forward
     int matrices, queries, keys;
-    int query_tiles, key_tiles;   // of the call
-    int tile_queries, tile_keys;  // multiples of 32
-    int bits_words;               // per row
+    int query_tiles, key_tiles;  // of the call
+    int tile_queries, tile_keys; // multiples of 32
+    int bits_words;              // per row
     int rows_are_keys;
     u32 unused;
 };

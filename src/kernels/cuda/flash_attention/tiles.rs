@@ -59,9 +59,9 @@ pub(super) struct ForwardHopper {
 }
 
 impl ForwardHopper {
-    /// Returns `None` for head dimensions without a Hopper kernel. `of_pairs` is whether there is a bias, for which three
-    /// groups have too few registers, or a mask with rows, of which a smaller tile skips more. (H200, T 4096, Dh 64: 0.40
-    /// ms instead of 0.57 for a mask of blocks of 128, 0.49 instead of 0.54 with three for padding.)
+    /// Returns `None` for head dimensions without a Hopper kernel. `of_pairs` is whether there is a bias, for which
+    /// three groups have too few registers, or a mask with rows, of which a smaller tile skips more. (H200, T 4096, Dh
+    /// 64: 0.40 ms instead of 0.57 for a mask of blocks of 128; for padding 0.54 instead of 0.49.)
     pub(super) fn new(head_dim: usize, keys: usize, of_pairs: bool) -> Option<Self> {
         let (groups_of_rows, columns) = match head_dim {
             64 if keys > 1024 && !of_pairs => (3, 128),

@@ -37,12 +37,13 @@
 #define BLOCKS_PER_SM (HEAD_DIM == 256 ? 1 : 2)
 #endif
 constexpr int WARPS = KEYS / 16 * WARPS_PER_KEY_GROUP, THREADS = 32 * WARPS;
-constexpr int N = QUERIES / 8;              // blocks of 8 queries
+constexpr int N = QUERIES / 8;                            // blocks of 8 queries
 constexpr int WARP_DIMS = HEAD_DIM / WARPS_PER_KEY_GROUP; // columns of dK and dV per warp
-constexpr int DS_PITCH = QUERIES + 4;       // floats from row to row of dS^T
+constexpr int DS_PITCH = QUERIES + 4;                     // floats from row to row of dS^T
 constexpr int DQ_COLUMN_TILES = HEAD_DIM / GROUP_DIMS, DQ_TILES = QUERIES / 32 * DQ_COLUMN_TILES; // of 32 x GROUP_DIMS
 constexpr int BACKWARD_SHARED = (2 * (KEYS + QUERIES) * PITCH + KEYS * DS_PITCH + STATISTICS * QUERIES) * 4 + 16;
-static_assert(STATISTICS == (TF32_MATMULS == 3 ? 3 : 2), "lse, delta, and what rounding took from lse where that counts");
+static_assert(STATISTICS == (TF32_MATMULS == 3 ? 3 : 2),
+              "lse, delta, and what rounding took from lse where that counts");
 static_assert(KEYS % 16 == 0 && QUERIES % 32 == 0 && WARP_DIMS % GROUP_DIMS == 0, "tiles of whole blocks");
 
 // Starts to copy a tile of Q and dO (QUERIES, PITCH) with its statistics. A head has `query_tiles` tiles.
@@ -222,8 +223,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (DROPOUT && n % 2 == 0)
                 dropped.by_keys(stay, head_in_all, first_key + warp_key, first_query + n * 8, lane);
             const float4 row = read4(statistics + (n * 8 + quad_column) * 2); // lse, delta, lse, delta
-            float2 rest = make_float2(0, 0); // the rounding errors of both lse
-            if (TF32_MATMULS == 3) rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
+            float2 rest = make_float2(0, 0);                                  // the rounding errors of both lse
+            if (TF32_MATMULS == 3)
+                rest = *reinterpret_cast<const float2*>(statistics + 2 * QUERIES + n * 8 + quad_column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float score = s[0][n][i];

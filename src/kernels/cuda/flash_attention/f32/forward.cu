@@ -117,8 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const HeadMask mask(arguments.masks, sizes.queries, block.batch, block.head);
     const HeadBias bias(arguments.masks, sizes, block.batch, block.head);
     const int of_first_keys = FIRST_KEYS ? min(first_keys.of(first_row) / COLUMNS, tiles) : 0;
-    const int first_tile =
-        KEY_MASK ? next_tile_of(mask.tiles(first_row / ROWS), of_first_keys, tiles) : of_first_keys;
+    const int first_tile = KEY_MASK ? next_tile_of(mask.tiles(first_row / ROWS), of_first_keys, tiles) : of_first_keys;
     const int warp_first = first_keys.of(first_row + warp_row);
     const int warp_last_first = first_keys.of(first_row + warp_row + 16 * M - 1);
 
