@@ -541,11 +541,7 @@ fn a_flag_without_effect_is_an_error() {
                 let line = format!("{name} {line}");
                 let ended = run(example(&line));
                 assert_refused(&line, &ended, 2, &format!("--{flag}"));
-                assert!(
-                    ended.err.contains(&format!("Usage: {name} ")),
-                    "{}",
-                    ended.err
-                );
+                assert!(!ended.err.contains("Usage: tallow"), "{}", ended.err);
             }
         }
     }
