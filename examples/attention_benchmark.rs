@@ -182,6 +182,7 @@ impl Flags {
         let mut tables = measured::tables(&all, self.module).into_iter();
         let first = tables.next().unwrap_or_default();
         let mut notes = measured::notes(&all, self.module, self.sampling.steps);
+        notes.extend(words::out_of_memory(&rows));
         notes.extend(words::noisy(&rows));
         notes.extend(sweep.note());
         let mut environment = self.common.environment(&device);
@@ -242,7 +243,6 @@ impl Flags {
         let peak = peak.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         let mut fields = Fields::new();
         fields.insert("measured", what);
-        fields.insert("batch size", self.batch_size);
         fields.insert("mask", self.mask().to_string());
         fields.insert("documents", (self.documents > 1).then_some(self.documents));
         fields.insert("precision", names.join(", "));
@@ -266,7 +266,7 @@ impl Flags {
             ([], false) => "1".into(),
             (heads, _) => format!("{heads:?}").replace(['[', ']'], ""),
         };
-        let (batch, mask, precision) = (of("batch size"), of("mask"), of("precision"));
+        let (batch, mask, precision) = (self.batch_size, of("mask"), of("precision"));
         let [device, hardware] = ["device", "hardware"].map(|key| text(&report.environment, key));
         vec![
             of("measured"),

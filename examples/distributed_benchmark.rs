@@ -50,7 +50,7 @@ use tallow::attention::Algorithm;
 use tallow::bench::Stopwatch;
 use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Ranks};
-use tallow::report::{Fields, Report, Statistics};
+use tallow::report::{Fields, Report, Statistics, counted};
 use tallow::{Error, Result};
 
 /// Times collectives and training steps of several ranks, and measures their memory
@@ -163,6 +163,11 @@ impl Flags {
             .only(ON_THREADS, &["ranks"], |flags| {
                 matches!(flags.ranks_as_threads(), Ok(Some(_)))
             })
+            .only(
+                "with --part collectives, steps or memory",
+                &["ranks"],
+                of(&[Collectives, Steps, Memory]),
+            )
             .only("with --part collectives", &["mib"], of(&[Collectives]))
             .only(
                 "with --part steps or memory",
@@ -329,8 +334,10 @@ impl<'f> Rank<'f> {
         let (flags, mut fields) = (self.flags, Fields::new());
         let steps = flags.has(&[Steps, Memory, Paper]);
         if flags.has(&[Collectives, Steps, Memory]) {
-            let threads = if self.are_threads { " threads" } else { "" };
-            let ranks = format!("{}{threads}", self.communicator.world_size());
+            let ranks = match self.communicator.world_size() {
+                ranks if self.are_threads => counted(ranks, "thread"),
+                ranks => ranks.to_string(),
+            };
             fields
                 .insert("ranks", ranks)
                 .insert("warm-up", flags.warmup_steps)

@@ -23,11 +23,11 @@ use common::{Effects, Output, words};
 use question::Question;
 use std::process::ExitCode;
 use step::StepFlags;
+use tallow::Result;
 use tallow::bench::EndToEnd;
 use tallow::compile::Target;
 use tallow::memory::{MemoryBreakdown, MemoryKind, Mode, Workload};
 use tallow::report::{Column, Fields, Report};
-use tallow::{Error, Result};
 
 const EXAMPLES: &str = "Examples:
   memory_estimate --size small medium --context-length 512 --mode forward train-step
@@ -99,7 +99,9 @@ impl Flags {
         }
         let precisions = self.grid.precision.precisions()?;
         let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
-        let predicted = runs.iter().map(|run| self.predicted(run, device.as_ref()));
+        let available_bytes = self.available_bytes(&runs, device.as_ref())?;
+        let question = |run| self.question(run, device.as_ref(), available_bytes);
+        let predicted = runs.iter().map(|run| predicted(run, question(run)));
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let names = runs::names(&runs);
@@ -116,7 +118,7 @@ impl Flags {
         let asked = eager().find(has_backward).or_else(|| eager().next());
         let asked = asked.or_else(|| runs.iter().find(has_backward));
         if let Some(run) = asked.or_else(|| runs.first()) {
-            let (answers, strategies) = self.question(run, device.as_ref())?.answers()?;
+            let (answers, strategies) = question(run).answers()?;
             report.answers = answers;
             report.details.extend(strategies);
             let index = runs.iter().position(|own| std::ptr::eq(own, run));
@@ -129,48 +131,51 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// Returns the row of a run, and the terms of its peak.
-    fn predicted(&self, run: &Run, device: Option<&Device>) -> Result<(Fields, MemoryBreakdown)> {
-        let mut row = run.labels().fields();
-        let question = self.question(run, device)?;
-        let breakdown = question.add_to(&mut row)?;
-        row.insert("peak_bytes", breakdown.peak_bytes())
-            .insert("after_forward_bytes", breakdown.before_backward_bytes)
-            .insert("residual_stream_bytes", question.residual_stream_bytes());
-        for kind in MemoryKind::ALL {
-            let bytes = breakdown.bytes_of(kind);
-            row.insert(kind.name(), (bytes > 0).then_some(bytes));
+    /// Returns the memory that eager runs may use: the limit, or what is available now. What fits is computed for a
+    /// planned step only if a limit is given, because each size that is tried needs a plan.
+    fn available_bytes(&self, runs: &[Run], device: Option<&Device>) -> Result<Option<u64>> {
+        let limit = self.grid.memory_limit_gib.map(common::gib_bytes);
+        let available = limit.or_else(|| tallow::hardware::available_bytes_on(device?));
+        match available.is_none() && !runs.iter().all(Run::is_planned) {
+            true => Err(common::refusal(
+                "--memory-limit-gib",
+                "given",
+                "nothing, and the system does not report the available memory",
+                "name a number of GiB",
+            )),
+            false => Ok(available),
         }
-        Ok((row, breakdown))
     }
 
-    /// Returns the question about a run. What fits is computed for a planned step only if a limit is given, because
-    /// each size that is tried needs a plan.
-    fn question<'r>(&'r self, run: &'r Run, device: Option<&Device>) -> Result<Question<'r>> {
-        let limit = self.grid.memory_limit_gib.map(common::gib_bytes);
+    fn question<'r>(
+        &'r self,
+        run: &'r Run,
+        device: Option<&Device>,
+        available_bytes: Option<u64>,
+    ) -> Question<'r> {
         let target = device.map_or(Target::Cuda, Target::from);
-        let question = Question {
+        let is_asked = !run.is_planned() || self.grid.memory_limit_gib.is_some();
+        Question {
             config: &run.run.config,
             workload: workload(run, device),
-            available_bytes: limit,
+            available_bytes: available_bytes.filter(|_| is_asked),
             planned: run.is_planned().then_some((&self.step, target)),
-        };
-        if run.is_planned() {
-            return Ok(question);
         }
-        let available = limit.or_else(|| tallow::hardware::available_bytes_on(device?));
-        let available_bytes = available.ok_or_else(|| Error::Config {
-            config: common::PROGRAM,
-            field: "--memory-limit-gib",
-            expected: "given".into(),
-            got: "nothing, and the system does not report the available memory".into(),
-            hint: "name a number of GiB".into(),
-        })?;
-        Ok(Question {
-            available_bytes: Some(available_bytes),
-            ..question
-        })
     }
+}
+
+/// Returns the row of a run, and the terms of its peak.
+fn predicted(run: &Run, question: Question) -> Result<(Fields, MemoryBreakdown)> {
+    let mut row = run.labels().fields();
+    let breakdown = question.add_to(&mut row)?;
+    row.insert("peak_bytes", breakdown.peak_bytes())
+        .insert("after_forward_bytes", breakdown.before_backward_bytes)
+        .insert("residual_stream_bytes", question.residual_stream_bytes());
+    for kind in MemoryKind::ALL {
+        let bytes = breakdown.bytes_of(kind);
+        row.insert(kind.name(), (bytes > 0).then_some(bytes));
+    }
+    Ok((row, breakdown))
 }
 
 fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {

@@ -25,6 +25,7 @@ use figures::Profiled;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
+use tallow::memory::Mode;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 use tallow::profile::{Grouping, ProfileReport, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
@@ -104,6 +105,15 @@ impl Flags {
                 names_gpu(&flags.common)
             })
             .of_grid(|flags| &flags.grid)
+            .only(
+                "with a --mode that has this phase",
+                &["phase"],
+                |flags| match flags.phase.as_deref() {
+                    Some("backward") => flags.grid.has_backward(),
+                    Some("optimizer") => flags.grid.modes().contains(&Mode::TrainStep),
+                    _ => true,
+                },
+            )
     }
 
     fn run(&self) -> Result<()> {
@@ -217,8 +227,10 @@ impl Flags {
         });
         let summary = match ProfileReport::new(recording, &selection, grouping) {
             // One mode has no backward, another has.
-            Err(error @ Error::Data { .. }) => {
-                report.notes.push(format!("{}: {error}.", run.title()));
+            Err(Error::Data { .. }) => {
+                let phase = self.phase.as_deref().unwrap_or("a step");
+                let note = format!("{}: no op of {phase} was recorded.", run.title());
+                report.notes.push(note);
                 return Ok(Vec::new());
             }
             summary => summary?,

@@ -129,6 +129,7 @@ pub fn width(is_layer: bool) -> (&'static str, &'static str) {
 fn labels(is_layer: bool) -> Vec<Column> {
     let (key, letter) = width(is_layer);
     vec![
+        Column::text("batch_size", "B"),
         Column::text(key, letter),
         Column::text("context_length", "T"),
         Column::text("implementation", "Attention"),
@@ -144,10 +145,10 @@ pub fn columns(is_layer: bool) -> Vec<Column> {
     columns.extend([
         Column::ms("forward", "Forward"),
         Column::ms("backward", "Backward"),
-        Column::ms("forward+backward", "F+B").drop_rank(if is_layer { 1 } else { 5 }),
-        speedup("speedup_forward", "F").drop_rank(2),
-        speedup("speedup_backward", "B").drop_rank(2),
-        speedup("speedup", "F+B").drop_rank(if is_layer { 1 } else { 4 }),
+        Column::ms("forward+backward", "F+B"),
+        speedup("speedup_forward", "F").drop_rank(4),
+        speedup("speedup_backward", "B").drop_rank(4),
+        speedup("speedup", "F+B").drop_rank(2),
         Column::mib("before_backward_bytes", "before B").group("Memory"),
         Column::mib("peak_bytes", "peak").group("Memory"),
         Column::number("saved_percent", "saved", "%", 1)
@@ -224,9 +225,9 @@ pub fn notes(all: &[Measured], is_layer: bool, steps: usize) -> Vec<String> {
     }));
     for m in all {
         let note = match (m.status.as_str(), &m.times[BOTH]) {
-            ("ok", Some(times)) if times.n < steps => format!(
-                "Some rows have fewer than {steps} steps: the time budget ended them (column n)."
-            ),
+            ("ok", Some(times)) if times.n < steps => {
+                format!("Some rows have fewer than {steps} steps: the time budget ended them.")
+            }
             ("ok" | "OOM", _) => continue,
             (status, _) => format!("{status}: {}.", m.reason.as_deref().unwrap_or_default()),
         };

@@ -90,7 +90,7 @@ impl<F: Parser + 'static> Effects<F> {
             .mut_args(|arg| arg.hide_possible_values(true)) // the help text names them
             .arg(help.action(ArgAction::HelpShort))
             .arg(all.action(ArgAction::HelpLong));
-        let matches = command.clone().get_matches();
+        let matches = command.get_matches_mut();
         let flags = F::from_arg_matches(&matches);
         let flags = flags.unwrap_or_else(|error| error.format(&mut command).exit());
         for Effect {

@@ -20,7 +20,7 @@ pub struct Output {
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
-    /// Columns by heading or field, or all [default: what fits]
+    /// Columns after the labels, or all [default: what fits]
     #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
     columns: Vec<String>,
 }
@@ -47,15 +47,15 @@ impl Output {
     /// Writes the rows so far if `--output` names a file, so that a sweep that is stopped leaves them.
     pub fn save_so_far(&self, report: &Report) -> Result<()> {
         let path = self.output.as_deref();
-        path.map_or(Ok(()), |path| self.save(report, path))
+        path.map_or(Ok(()), |path| self.save(report, path).map(|_| ()))
     }
 
     /// Writes the finished report to the file of `--output`, or to stdout.
     pub fn publish(&self, report: &Report) -> Result<()> {
         match &self.output {
             Some(path) => {
-                self.save(report, path)?;
-                super::wrote(path);
+                let written = self.save(report, path)?;
+                written.iter().for_each(|path| super::wrote(path));
                 Ok(())
             }
             None => {
@@ -97,8 +97,9 @@ impl Output {
         }
     }
 
-    /// Writes the report to a file. If that fails, it goes to stdout, so that the measurements are not lost.
-    fn save(&self, report: &Report, path: &Path) -> Result<()> {
+    /// Writes the report to a file, and as CSV its details to others. If that fails, it goes to stdout, so that the
+    /// measurements are not lost.
+    fn save(&self, report: &Report, path: &Path) -> Result<Vec<PathBuf>> {
         let mut report = report.clone();
         self.select(&mut report)?;
         let saved = report.save(self.format, path);

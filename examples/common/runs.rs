@@ -71,6 +71,9 @@ impl<F: Parser + 'static> Effects<F> {
         self.only("in a training step", &["optimizer"], move |flags| {
             grid(flags).modes().contains(&Mode::TrainStep)
         })
+        .only("with a backward", &["checkpoint"], move |flags| {
+            grid(flags).has_backward()
+        })
         .only(
             "where a step can be planned: in f32, or f32 parameters with kept copies",
             &["compile"],
@@ -82,6 +85,10 @@ impl<F: Parser + 'static> Effects<F> {
 impl GridFlags {
     pub fn modes(&self) -> Vec<Mode> {
         modes(&self.mode)
+    }
+
+    pub fn has_backward(&self) -> bool {
+        self.modes().iter().any(|mode| *mode != Mode::Forward)
     }
 
     /// Returns whether any run has this execution. An invalid set of precisions returns true, because it is refused

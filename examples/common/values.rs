@@ -22,6 +22,11 @@ pub fn gib(text: &str) -> Result<f64, String> {
     number(text, expected, |gib| (1e-6..=1e9).contains(&gib))
 }
 
+pub fn mib(text: &str) -> Result<u64, String> {
+    let mib = text.parse();
+    mib.map_err(|_| "must be a whole number of MiB".into())
+}
+
 /// The time limit of a measurement in ms; `None` for no limit.
 #[derive(Clone, Copy, Debug)]
 pub struct TimeBudget(pub Option<f64>);

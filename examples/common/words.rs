@@ -17,7 +17,12 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
-        Verdict::Equal => format!("{name} is as fast as {other} ({speedup})"),
+        Verdict::Equal => {
+            format!(
+                "no difference between {name} and {other} is shown ({speedup} ± {:.2})",
+                speedup.error
+            )
+        }
         Verdict::Unclear => format!(
             "these figures do not decide whether {name} is faster than {other} ({speedup}): more steps on a quiet \
              machine would"

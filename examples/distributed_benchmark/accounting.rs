@@ -102,8 +102,11 @@ impl Rank<'_> {
                 row.insert("devices", devices)
                     .insert("device_bytes", bytes)
                     .insert("fits", fits)
-                    .insert("tokens_of_device", bound)
-                    .insert("tokens", bound.map(|tokens| tokens * devices as f64));
+                    .insert("tokens_of_device", bound.map(f64::ceil))
+                    .insert(
+                        "tokens",
+                        bound.map(|tokens| (tokens * devices as f64).ceil()),
+                    );
                 report.rows.push(row);
             }
             report.answers.extend(match is_of_2026 {
@@ -175,7 +178,10 @@ impl<'f> Layers<'f> {
         let (x, y) = (self.flags.fsdp, self.flags.tensor_parallel);
         let bytes = 1e9 * self.flags.device_gb;
         let (half, state) = (self.kept_bytes / 2.0, self.state_bytes);
-        let gb = |bytes: f64| format!("{} GB", group_digits((bytes / 1e9).round() as u64));
+        let gb = |bytes: f64| match bytes / 1e9 {
+            small if small < 10.0 => format!("{small:.2} GB"),
+            large => format!("{} GB", group_digits(large.round() as u64)),
+        };
         let [device, state_gb, kept, half_gb] = [bytes, state, 2.0 * half, half].map(gb);
         let count = |number: f64| group_digits(number.ceil() as u64);
         let [parameters, tokens] = [state / 16.0, self.tokens].map(count);
@@ -202,8 +208,15 @@ impl<'f> Layers<'f> {
                 "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, the \
                  memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
             ),
-            format!("A device of N holds (state + kept / 2) / N + kept / 2. For it to be under {device}: {fewest}."),
-            format!("From {batch}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W)."),
+            format!(
+                "A device of N holds (state + activations / 2) / N + activations / 2. For it to be under {device}: \
+                 {fewest}."
+            ),
+            format!(
+                "From {batch}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W), for b \
+                 tokens a device, w weights of D F in a block, C FLOP/s a device, and M_X and M_Y links of W bytes a \
+                 second for FSDP X and tensor Y."
+            ),
             "Communication has to shrink with it: divide the weights' columns among more devices (FSDP's bytes go with \
              1/Y), give tensor parallelism as many links as it needs, exchange in 8 bits, and gather the next block's \
              weights while this one computes. Where memory allows, several micro-batches can share one gather."

@@ -133,7 +133,10 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
         };
         let each = overlapped.and_then(|each| Speedup::new(each, fastest));
         if let Some(speedup) = each.filter(|speedup| speedup.verdict() != Verdict::Unclear) {
-            text += &format!("; {}", compared("it", "one exchange a parameter", speedup));
+            text += &format!(
+                "; {}",
+                compared("the fastest bucket", "one exchange a parameter", speedup)
+            );
         }
         text += ". With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after backward \
                  is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes";

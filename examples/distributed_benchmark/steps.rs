@@ -25,7 +25,7 @@ const TRACED_STEPS: usize = 3;
 #[derive(Args, Clone, Debug)]
 pub struct Ways {
     /// Sizes of a bucket of gradients; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_name = "MIB")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_parser = values::mib, value_name = "MIB")]
     bucket_mib: Vec<u64>,
 
     /// Exchange gradients in bf16

@@ -3,6 +3,7 @@
 use super::reasons::{Counted, reasons};
 use super::table::{By, Compared, Comparison, Row};
 use super::words::{self, geometric_mean, grouped, names};
+use serde_json::Value;
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib};
@@ -42,9 +43,13 @@ impl Measured {
     }
 }
 
-/// Returns the rows that were measured, with their names.
+/// Returns the rows that were measured, with the names of their configurations, whose runs may differ in warm-up.
 pub fn measured(rows: &[Row], compared: &Compared) -> Vec<Measured> {
-    let labels = rows.iter().map(|row| compared.labels_of(row));
+    let labels = rows.iter().map(|row| {
+        let mut labels = compared.labels_of(row);
+        labels.insert("warmup_steps", Value::Null);
+        labels
+    });
     let names = names(&labels.collect::<Vec<_>>());
     let named = rows.iter().zip(names).map(|(row, name)| Measured {
         name: if name == "all" { String::new() } else { name },
@@ -132,17 +137,22 @@ const SMALL_PERCENT: f64 = 5.0;
 pub fn variability(all: &[&Measured]) -> Option<String> {
     let cvs = all.iter().filter_map(|own| {
         let cv = own.row.statistics()?.cv_percent?;
-        let (phase, mode) = (&own.row.phase, own.row.mode.name());
-        Some((cv, format!("{}{phase} of {mode}", own.title())))
+        let part = match own.row.is_whole_step() {
+            true => own.row.phase.clone(),
+            false => format!("{} of {}", own.row.phase, own.row.mode.name()),
+        };
+        Some((cv, format!("{}{part}", own.title())))
     });
     let mut cvs: Vec<(f64, String)> = cvs.collect();
     cvs.sort_by(|a, b| a.0.total_cmp(&b.0));
     let ((least, _), (most, name)) = (cvs.first()?, cvs.last()?);
     let steps = counted(all.first()?.samples_ms().len(), "step");
     let large = cvs.iter().filter(|(cv, _)| *cv > SMALL_PERCENT).count();
-    let range = format!(
-        "The standard deviation over {steps} is {least:.1}% to {most:.1}% of the mean (most: {name})"
-    );
+    let range = match cvs.len() {
+        1 => format!("{most:.1}% of the mean"),
+        _ => format!("{least:.1}% to {most:.1}% of the mean (most: {name})"),
+    };
+    let range = format!("The standard deviation over {steps} is {range}");
     Some(match large {
         0 => format!("{range}: small, at most {SMALL_PERCENT}%."),
         _ => format!(
@@ -213,7 +223,10 @@ pub fn of_values(all: &[Comparison], values: &[&str], by: By, counted: &[Counted
         format!("{}: {} ({})", own.name, own.outcome(), needed.join(", "))
     });
     let not_ok: Vec<String> = not_ok.collect();
-    let fits = format!("What does not fit in every {}?", by.key());
+    let fits = match values.len() {
+        1 => "What does not fit?".into(),
+        _ => format!("What does not fit in every {}?", by.key()),
+    };
     answer(fits, (!not_ok.is_empty()).then(|| not_ok.join("; ") + "."));
     answers
 }

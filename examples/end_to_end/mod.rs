@@ -114,7 +114,7 @@ pub fn main(
             command.mut_arg(id, |arg| arg.default_values(*values))
         })
     };
-    let mut flags = Flags::effects(command).parse();
+    let mut flags = Flags::effects(program, command).parse();
     let grid = &mut flags.grid;
     grid.models.fill_context(&mut grid.context_length, &[256]);
     if flags.config.is_empty() && !grid.models.names_a_model() {
@@ -125,7 +125,7 @@ pub fn main(
 }
 
 impl Flags {
-    fn effects(command: impl Fn(Command) -> Command + 'static) -> Effects<Self> {
+    fn effects(program: Program, command: impl Fn(Command) -> Command + 'static) -> Effects<Self> {
         let runs_grid =
             |flags: &Self| flags.config.is_empty() || flags.grid.models.names_a_preset();
         Effects::<Self>::new()
@@ -137,6 +137,16 @@ impl Flags {
                 runs_grid,
             )
             .of_grid(|flags| &flags.grid)
+            .only(
+                "where nothing is compared: in one precision, without --compile",
+                &["view"],
+                move |flags| {
+                    let all = [Execution::Eager, Execution::Planned];
+                    let all = all.into_iter().filter(|one| flags.grid.has_execution(*one));
+                    let precisions = flags.precisions(program); // an error is reported by the run
+                    all.count() == 1 && precisions.map_or(true, |all| all.len() == 1)
+                },
+            )
             .only(
                 "in a planned training step: with --compile and --mode train-step",
                 &["memory-budget-gib", "optimizer-in-backward"],
@@ -297,7 +307,14 @@ impl Flags {
         )];
         if modes.iter().any(|mode| *mode != Mode::Forward) {
             notes.push(
-                "Forward alone computes no loss and records no graph; in the other modes it does both. F+B is forward, loss and backward. B+O is backward and optimizer."
+                "Forward alone computes no loss and records no graph; in the other modes it does both. F+B is forward, \
+                 loss and backward; Backward is its part if F+B ran. B+O is backward and optimizer."
+                    .into(),
+            );
+        }
+        if modes.contains(&Mode::ForwardBackward) && self.grid.has_execution(Execution::Planned) {
+            notes.push(
+                "A planned F+B is a training step without its update: its memory includes the optimizer's state."
                     .into(),
             );
         }

@@ -48,7 +48,7 @@ pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
             Column::mib("estimate_bytes", "Predicted").drop_rank(2),
             held.drop_rank(3),
         ],
-        rows: counted.iter().map(Fields::of).collect::<Result<_>>()?,
+        rows: counted.iter().map(row).collect::<Result<_>>()?,
         notes: vec![
             "Calls are ops of an eager step, kernel calls of a planned one. Operands are the bytes that they read and \
              write; of eager steps what candle's graph adds between ops is not counted."
@@ -57,6 +57,14 @@ pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
         ],
         ..Default::default()
     })
+}
+
+/// Returns a row, named by its configuration: all are of training steps.
+fn row(counted: &Counted) -> Result<Fields> {
+    let mut row = Fields::of(counted)?;
+    let name = counted.configuration.trim_end_matches("train step");
+    row.insert("configuration", name.trim_end());
+    Ok(row)
 }
 
 /// The number of steps that a profiler records.

@@ -74,7 +74,12 @@ const TIMES: [Time; 6] = [
     ),
     Time("F+B", &[Mode::ForwardBackward], "forward+backward", 0),
     Time("Step", &[Mode::TrainStep], "train step", 0),
-    Time("Backward", WITH_BACKWARD, "backward", 1),
+    Time(
+        "Backward",
+        &[Mode::ForwardBackward, Mode::TrainStep],
+        "backward",
+        1,
+    ),
     Time("Optimizer", &[Mode::TrainStep], "optimizer", 2),
     Time("B+O", &[Mode::TrainStep], UPDATE, 5),
 ];
@@ -221,10 +226,6 @@ impl Compared {
                 .insert(key("speed-up", value), speedup_cell(speedup))
                 .insert(key("peak", value), peak)
                 .insert(key("change", value), changed.map(|(a, b)| change(a, b)))
-                .insert(
-                    key("copies", value),
-                    row.and_then(|row| row.weight_cast_bytes),
-                )
                 .insert(key("reserved", value), reserved)
                 .insert(
                     key("tokens", value),
@@ -264,10 +265,9 @@ impl Compared {
     /// Returns the columns of each quantity for each value, with speed-up and change relative to the first value.
     fn compared_columns(&self) -> Vec<Column> {
         let of_memory = [
-            ("copies", "Copies of the weights", 3),
             ("reserved", "Reserved", 4),
-            ("tokens", "Tokens/s", 5),
-            ("predicted", "Predicted peak", 6),
+            ("tokens", "Tokens/s", 3),
+            ("predicted", "Predicted peak", 5),
         ];
         let mut quantities = vec![("time", "Time", 0), ("peak", "Peak", 1)];
         if self.by == By::Precision {
@@ -336,7 +336,7 @@ impl Comparison<'_> {
         let fails = named(|row| row.status == Status::OutOfMemory);
         match (fits.is_empty(), fails.is_empty()) {
             (_, true) => "ok".into(),
-            (true, _) => "OOM in all".into(),
+            (true, _) => "OOM".into(),
             _ if self.first().status == Status::Ok => format!("{fails} OOM"),
             _ => format!("{fits} avoids OOM"),
         }

@@ -2,7 +2,7 @@
 
 use super::answers::{Measured, ms};
 use super::words::grouped;
-use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
+use tallow::report::{Answer, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
@@ -39,26 +39,29 @@ fn first_ms(run: &Measured) -> Option<f64> {
         .copied()
 }
 
+/// Returns the times of the measured steps, except the run's first step.
+fn later_ms(run: &Measured) -> &[f64] {
+    match run.row.warmup_steps {
+        0 => run
+            .samples_ms()
+            .split_first()
+            .map_or(&[], |(_, later)| later),
+        _ => run.samples_ms(),
+    }
+}
+
 /// Returns the mean plus two standard deviations, the limit of a usual step.
 fn usual_ms(samples_ms: &[f64]) -> Option<f64> {
     let own = Statistics::new(samples_ms).ok()?;
     Some(own.mean_ms + 2.0 * own.std_ms.unwrap_or(0.0))
 }
 
-/// Returns the verdict on a ratio. One outlier can move a ratio away from 1, so a large error leaves it unclear.
-fn verdict(ratio: &Speedup) -> Verdict {
-    match ratio.is_clear() {
-        true => ratio.verdict(),
-        false => Verdict::Unclear,
-    }
-}
-
 /// Describes how measuring the first step changes mean and standard deviation.
 pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
     let cold = runs.first().filter(|run| run.row.warmup_steps == 0)?;
-    let (first_ms, others) = cold.samples_ms().split_first()?;
+    let (first_ms, others) = (first_ms(cold)?, later_ms(cold));
     let mean_ms = Statistics::new(others).ok()?.mean_ms;
-    if *first_ms <= usual_ms(others)? {
+    if first_ms <= usual_ms(others)? {
         let why = match is_isolated {
             true => "So it has no cost that stands out here",
             false => "This process was warm already: --isolate gives each run a new one",
@@ -85,9 +88,11 @@ pub fn why(runs: &[Measured]) -> Option<String> {
             .unwrap_or(std::cmp::Ordering::Equal)
     };
     let run = runs.iter().max_by(slowest)?;
-    let (first_ms, median_ms) = (first_ms(run)?, run.row.statistics()?.median_ms);
+    let (first_ms, later) = (first_ms(run)?, later_ms(run));
+    let usual_ms = usual_ms(later)?;
     let took = format!(
-        "The slowest first step took {first_ms:.2} ms, the median of its run is {median_ms:.2} ms."
+        "The slowest first step took {first_ms:.2} ms, the measured steps after it {}.",
+        ms(later)
     );
     let first = &run.row.first_step;
     let mut work = Vec::new();
@@ -114,7 +119,7 @@ pub fn why(runs: &[Measured]) -> Option<String> {
         let count = count.filter(|count| *count > 0)?;
         Some(format!("{did} {}", counted(count as usize, noun)))
     }));
-    Some(match (first_ms > median_ms, work.is_empty()) {
+    Some(match (first_ms > usual_ms, work.is_empty()) {
         (false, _) => format!("{took} It did not take longer."),
         (true, true) => {
             format!("{took} The counts of pages, threads and kernels do not explain it.")
@@ -143,7 +148,7 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
         .iter()
         .filter(|run| [1, 2].contains(&run.row.warmup_steps));
     let means = few.filter_map(|run| {
-        let verdict = match verdict(&run.over(longest)?) {
+        let verdict = match run.over(longest)?.verdict() {
             Verdict::Equal => "no difference",
             Verdict::Unclear => "undecided",
             Verdict::Faster => "longer",
@@ -175,16 +180,18 @@ pub fn enough(runs: &[Measured]) -> Option<String> {
     let agrees = others
         .iter()
         .rev()
-        .take_while(|(_, ratio)| verdict(ratio) == Verdict::Equal);
+        .take_while(|(_, ratio)| ratio.verdict() == Verdict::Equal);
     let (differing, agreeing) = others.split_at(others.len() - agrees.count());
-    let words = differing.iter().map(|(steps, ratio)| match verdict(ratio) {
-        Verdict::Unclear => format!("after {steps} undecided ({ratio})"),
-        _ => format!("after {steps} {ratio} as long"),
-    });
+    let words = differing
+        .iter()
+        .map(|(steps, ratio)| match ratio.verdict() {
+            Verdict::Unclear => format!("after {steps} undecided ({ratio})"),
+            _ => format!("after {steps} {ratio} as long"),
+        });
     let fewer = words.collect::<Vec<_>>().join(", ");
     let rule = "Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.";
     let nearest = others.last()?;
-    Some(match (agreeing.first(), verdict(&nearest.1)) {
+    Some(match (agreeing.first(), nearest.1.verdict()) {
         (Some((fewest, _)), _) if fewer.is_empty() => {
             format!(
                 "{fewest}, of those tried: the means do not differ from that after {most}. {rule}"

@@ -20,7 +20,8 @@ pub fn attention(saved: &[Saved]) -> Answer {
         let words = words.collect::<Vec<_>>().join(", ");
         let formula = match *algorithm {
             "naive" => "the probabilities, L x B x H x T^2 elements, so four times as much for twice the length",
-            _ => "L x B x H x T sums of rows (in half precision also L x B x T x D roundings), in proportion to T",
+            _ => "2 x L x B x H x T numbers, the log-sum-exp of each row and its rounding error (in half precision the \
+                  output's, L x B x T x D, instead of the latter), in proportion to T",
         };
         format!("{algorithm} saves {formula}: {words}.")
     });

@@ -98,14 +98,8 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     let peaks: Vec<String> = peaks.collect();
     let mut answers = Vec::new();
     if !phases.is_empty() {
-        let text = format!(
-            "{}. In the timeline, forward rises while it saves activations, backward falls as it frees them and adds \
-             gradients, and the optimizer is level. A forward without a graph stays low: it frees each activation after \
-             its last use.",
-            listed(&phases, NAMED)
-        );
-        let question =
-            "Which phase has the highest peak, and how do the phases look in the timeline?";
+        let text = listed(&phases, NAMED) + ".";
+        let question = "Which phase has the highest peak, and how high are the others?";
         answers.push(Answer::new(question, text));
     }
     let question = "What is the peak memory of each context length?";
@@ -132,7 +126,7 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     answers
 }
 
-/// The phases of a step and which is highest; `None` for a single phase.
+/// The phases of a step, and which is highest; `None` for a single phase.
 fn phases(row: &Row) -> Option<String> {
     let peaks = [
         ("forward", row.forward_peak_bytes),
@@ -174,8 +168,13 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
             )
         });
         let words = words.collect::<Vec<_>>().join(", ");
-        let least = peaks.first().filter(|(least, _)| *least < before);
-        let least = least.map_or(Checkpointing::None, |(_, row)| row.labels.checkpointing);
+        let least = peaks.first().map_or(before, |(least, _)| before.min(*least));
+        let all = peaks.iter().map(|(bytes, row)| (*bytes, row.labels.checkpointing));
+        let all = all.chain([(before, Checkpointing::None)]);
+        let all = all.filter(|(bytes, _)| *bytes == least);
+        let all: Vec<String> = all.map(|(_, own)| own.to_string()).collect();
+        let verb = if all.len() == 1 { "uses" } else { "use" };
+        let least = format!("{} {verb}", all.join(", "));
         let Labels {
             precision,
             context_length,
@@ -185,7 +184,7 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
         } = &whole.labels;
         let (execution, mode) = (execution.name(), mode.name());
         Some(format!(
-            "{precision} T {context_length} {execution} {mode}: {least} uses the least ({words}; none {})",
+            "{precision} T {context_length} {execution} {mode}: {least} the least ({words}; none {})",
             format_mib(before)
         ))
         .filter(|_| !peaks.is_empty())

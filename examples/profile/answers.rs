@@ -9,6 +9,10 @@ const MATCH_PERCENT: f64 = 10.0;
 /// Shares of steps whose standard deviation is a larger part of the mean say little, in percent.
 const STEADY_PERCENT: f64 = 20.0;
 
+/// Follows an answer about a step whose backward was not recorded.
+const MISSING: &str = " Backward was not recorded, because that of reference ops is candle's own: these figures do not \
+                       decide. Profile without --reference-ops.";
+
 /// Returns the answers of one run.
 pub fn answers(figures: &Figures) -> Vec<Answer> {
     let cv = figures.timed.last().and_then(|timed| {
@@ -33,7 +37,14 @@ pub fn answers(figures: &Figures) -> Vec<Answer> {
         answer
     });
     let longest = figures.longest_in_forward.as_ref();
-    let longest = longest.map(|own| most_time(own, figures.longest_in_both.as_ref()));
+    let longest = longest.map(|own| {
+        let end = if figures.is_backward_missing {
+            MISSING
+        } else {
+            ""
+        };
+        most_time(own, figures.longest_in_both.as_ref()) + end
+    });
     let change = figures.beyond_forward;
     let attention = figures.attention.as_ref().map(softmax_against_matmuls);
     let fused =
@@ -54,7 +65,10 @@ pub fn answers(figures: &Figures) -> Vec<Answer> {
         ),
         (
             "(d) How does the share of matmuls change from forward to a whole step?",
-            change.map(|name| with_doubt(matmul_share(forward, whole, name))),
+            change.map(|name| match figures.is_backward_missing {
+                true => MISSING.trim_start().into(),
+                false => with_doubt(matmul_share(forward, whole, name)),
+            }),
         ),
         (
             "(e) How do softmax and matmuls of attention compare, in time and in FLOPs?",
@@ -77,37 +91,42 @@ fn verdict(timed: &Timed) -> (f64, Option<bool>) {
     (percent, is_clear.then_some(percent.abs() <= MATCH_PERCENT))
 }
 
-/// Says whether the profiler's times match the stopwatch's, phase by phase, and if not, why and what to do.
+/// Says whether the profiler's times match the stopwatch's, for forward and the whole step, and if not, why and what to
+/// do.
 pub fn matches(timed: &[Timed], ranges_per_step: f64) -> Option<String> {
     let words = |time: &Statistics| match time.std_ms {
         Some(_) => format!("{time} ms"),
         None => format!("{:.3} ms", time.mean_ms),
     };
-    let whole = timed.last()?;
+    let (whole, phases) = timed.split_last()?;
     let times = timed.iter().map(|own| {
         let (phase, percent) = (&own.phase, verdict(own).0);
         let [profiler, stopwatch] = [&own.profiler, &own.stopwatch].map(words);
         format!("{phase} {profiler} by the profiler, {stopwatch} by the stopwatch ({percent:+.1}%)")
     });
     let times = times.collect::<Vec<_>>().join("; ");
-    let (percent, matches) = verdict(whole);
+    let judged = |name: &str, own: &Timed| match verdict(own) {
+        (percent, Some(true)) => format!("{name} matches within {:.1}%. ", percent.abs()),
+        (_, Some(false)) => format!("{name} does not match (limit {MATCH_PERCENT}%). "),
+        (_, None) => format!("{name}: undecided, because the spread is too large. "),
+    };
+    let forward = phases.iter().find(|own| own.phase == "forward");
+    let forward = forward.map(|own| judged("Forward", own));
     let over_us =
         1e3 * (whole.profiler.mean_ms - whole.stopwatch.mean_ms) / ranges_per_step.max(1.0);
-    let conclusion = match matches {
-        Some(true) => format!("The whole step matches within {:.1}%.", percent.abs()),
-        None => "These figures do not decide whether they match: the spread is too large. Repeat with more --steps \
-                 and --warmup-steps on a quiet machine."
+    let reason = match verdict(whole) {
+        (_, Some(true)) => String::new(),
+        (percent, Some(false)) if percent > 0.0 => format!(
+            "Recording costs time: {over_us:.2} µs for each of {ranges_per_step:.0} recorded ranges a step. With larger \
+             sizes its share falls. "
+        ),
+        (_, Some(false)) => "A profiler makes no step faster, so the machine was busy, or not warm, in the run with the \
+                             stopwatch. Repeat with more --warmup-steps and --steps. "
             .into(),
-        Some(false) if percent > 0.0 => format!(
-            "They do not match (limit {MATCH_PERCENT}%): recording costs time. The difference is {over_us:.2} µs for \
-             each of {ranges_per_step:.0} recorded ranges a step. With larger sizes its share falls."
-        ),
-        Some(false) => format!(
-            "They do not match (limit {MATCH_PERCENT}%). A profiler makes no step faster, so the machine was busy, or \
-             not warm, in the run with the stopwatch. Repeat with more --warmup-steps and --steps."
-        ),
+        (_, None) => "Repeat with more --steps and --warmup-steps on a quiet machine. ".into(),
     };
-    Some(format!("{conclusion} {times}."))
+    let (forward, whole) = (forward.unwrap_or_default(), judged("The whole", whole));
+    Some(format!("{forward}{whole}{reason}{times}."))
 }
 
 /// Names the longest op of forward, and that of forward and backward.
@@ -194,8 +213,8 @@ pub fn softmax_against_matmuls(own: &AttentionFigures) -> String {
     let gflops = |flops: f64, ms: f64| flops / ms / 1e6;
     let conclusion = match flops_ratio / time_ratio {
         slower if slower > 1.0 => format!(
-            "For one FLOP softmax takes {slower:.0} times as long: it reads and writes each score for few FLOPs, while a \
-             matmul uses each value many times."
+            "For one FLOP softmax takes {slower:.0} times as long: it uses each score for few FLOPs, a matmul each value \
+             for many."
         ),
         _ => "For one FLOP softmax takes no longer here.".into(),
     };

@@ -75,6 +75,8 @@ pub struct Figures {
     pub whole: Work,
     /// The whole in words; `None` if it is forward alone.
     pub beyond_forward: Option<&'static str>,
+    /// Whether backward ran and was not recorded, as that of reference ops.
+    pub is_backward_missing: bool,
     pub attention: Option<AttentionFigures>,
 }
 
@@ -91,6 +93,8 @@ impl Profiled {
         let forward = of(&Selection::phase("forward"))?;
         let backward = of(&Selection::phase("backward")).ok(); // a forward alone has none
         let whole = of(&Selection::default())?;
+        let has_backward = self.stopwatch.iter().any(|row| row.phase == "backward");
+        let is_backward_missing = has_backward && backward.is_none();
         let timed = self.timed(&balance);
         let (of_forward, of_whole) = (work(&forward), work(&whole));
         let longest = |report: &ProfileReport| {
@@ -112,8 +116,9 @@ impl Profiled {
         line.insert("profiled_ms_per_step", balance.ms_per_step(balance.wall_ns));
         line.insert("stopwatch_mean_ms", stopwatch_ms);
         line.insert("ops_percent", ops);
-        line.insert("matmul_percent", of_whole.matmul_percent);
-        line.insert("softmax_percent", of_whole.softmax_percent);
+        let of_step = |percent: f64| (!is_backward_missing).then_some(percent);
+        line.insert("matmul_percent", of_step(of_whole.matmul_percent));
+        line.insert("softmax_percent", of_step(of_whole.softmax_percent));
         line.insert("candle_percent", candle);
         line.insert("between_calls_percent", plan);
         line.insert("gpu_idle_percent", idle);
@@ -139,6 +144,7 @@ impl Profiled {
                 true => Some("the training step"),
                 false => backward.map(|_| "forward and backward"),
             },
+            is_backward_missing,
             attention: self.attention()?,
         })
     }
@@ -149,18 +155,25 @@ impl Profiled {
         for (i, row) in self.stopwatch.iter().enumerate() {
             let is_whole = i + 1 == self.stopwatch.len();
             let phase = row.phase.as_str();
-            let (kind, within, recorded_ns) = match is_whole {
-                true => (Kind::Step, "", balance.wall_ns),
-                false => (
-                    Kind::Phase,
-                    phase,
-                    balance.sum_ns(|line| line.phase == phase),
-                ),
+            let recorded_ns = match is_whole {
+                true => balance.wall_ns,
+                false => balance.sum_ns(|line| line.phase == phase),
             };
             let mean_ms = balance.ms_per_step(recorded_ns);
-            let spans = self.recording.spans.iter();
-            let spans = spans.filter(|span| span.kind == kind && span.phase == within);
-            let mut samples: Vec<f64> = spans.map(|span| span.duration_ns() as f64 / 1e6).collect();
+            let spans = || self.recording.spans.iter();
+            let steps = spans().filter(|span| span.kind == Kind::Step);
+            let samples = steps.map(|step| match is_whole {
+                true => step.duration_ns() as f64 / 1e6,
+                false => {
+                    // A planned step enters a phase several times.
+                    let times = step.start_ns..step.end_ns;
+                    let own =
+                        spans().filter(|span| span.kind == Kind::Phase && span.phase == phase);
+                    let own = own.filter(|span| times.contains(&span.start_ns));
+                    own.map(|span| span.duration_ns() as f64 / 1e6).sum()
+                }
+            });
+            let mut samples: Vec<f64> = samples.collect();
             // Kernels of a planned step outlast their ranges: then a phase has no spread.
             if samples.is_empty() || !is_whole && !self.recording.kernels.is_empty() {
                 samples = vec![mean_ms];

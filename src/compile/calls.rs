@@ -3,6 +3,7 @@
 
 use super::op::Op;
 use super::op::{BufferRange, Call, Phase};
+use super::phase_times::Part;
 use super::plan::Plan;
 use crate::Result;
 use crate::ops::lowering::Named;
@@ -39,10 +40,10 @@ pub(super) struct ProbedPhase(Option<(&'static str, probe::RangeGuard)>);
 
 impl ProbedPhase {
     fn enter(&mut self, phase: Phase) {
-        let name = phase.name();
+        let name = Part::of(phase).name();
         if self.0.as_ref().is_none_or(|(last, _)| *last != name) {
             self.0 = None; // ends before the next begins
-            self.0 = Some((name, probe::phase(probed_phase(phase))));
+            self.0 = Some((name, probe::phase(name)));
         }
     }
 }
@@ -73,21 +74,6 @@ pub(super) fn replay(
     let numbers = kernels.iter().map(|call| call - calls.start);
     probe::report_replay(calls.len(), &numbers.collect::<Vec<_>>());
     Ok(())
-}
-
-/// Splits calls into runs of one phase each. Consecutive exchanges are not split, because all ranks must group them
-/// alike and the probe may be listening on some ranks only.
-#[cfg(any(feature = "cuda", test))]
-pub(super) fn in_phases(plan: &Plan, calls: Range<usize>) -> Vec<Range<usize>> {
-    let mut start = calls.start;
-    let exchanges = |a: &Call, b: &Call| a.op.is_exchange() && b.op.is_exchange();
-    let same = |a: &Call, b: &Call| a.phase.name() == b.phase.name() || exchanges(a, b);
-    let stretches = plan.calls()[calls].chunk_by(same);
-    let stretches = stretches.map(|stretch| {
-        start += stretch.len();
-        start - stretch.len()..start
-    });
-    stretches.collect()
 }
 
 /// Runs a call inside an op range at its path in the model. Each call is reported as an op of its own with its own
@@ -130,16 +116,6 @@ fn shape(plan: &Plan, operand: &BufferRange) -> (Vec<usize>, DType) {
         false => vec![operand.elements.len()],
     };
     (shape, buffer.dtype)
-}
-
-/// Returns the phase's name in profiles. The loss belongs to forward, as in an eager step, although its gradient is
-/// computed with it.
-fn probed_phase(phase: Phase) -> &'static str {
-    match phase {
-        Phase::Forward | Phase::Loss | Phase::LossGradient => "forward",
-        Phase::Backward => "backward",
-        Phase::Clip | Phase::Optimizer => "optimizer",
-    }
 }
 
 /// Consecutive exchanges, other than all-reduces, are grouped up to this size. Within a group all ranks send at the
@@ -186,7 +162,7 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
-    use super::super::phase_times::PhaseClock;
+    use super::super::phase_times::Parts;
     use super::super::{Batch, Step, StepConfig, StepRanks, Target};
     use super::*;
     use crate::distributed::{FullyShardConfig, ReplicatedConfig, Shard};
@@ -246,16 +222,11 @@ mod tests {
                 let exchanges = plan.calls()[all].iter();
                 let exchanges = exchanges.filter(|call| call.op.is_exchange()).count();
                 assert_eq!(expected.iter().map(Range::len).sum::<usize>(), exchanges);
-                let phases = whole
-                    .iter()
-                    .flat_map(|calls| in_phases(&plan, calls.clone()));
-                let phases: Vec<_> = phases.collect();
-                assert!(phases.len() > 3);
-                assert_eq!(groups(&plan, phases), expected);
-                let clock = PhaseClock::<usize>::new(&plan);
-                let timed = whole.iter().flat_map(|calls| clock.pieces(calls.clone()));
-                let timed = timed.flat_map(|calls| in_phases(&plan, calls));
-                assert_eq!(groups(&plan, timed), expected);
+                let parts = Parts::new(&plan);
+                let pieces = whole.into_iter().flat_map(|calls| parts.pieces(calls));
+                let pieces: Vec<_> = pieces.collect();
+                assert!(pieces.len() > 2);
+                assert_eq!(groups(&plan, pieces), expected);
             }
         }
     }

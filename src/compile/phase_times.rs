@@ -21,18 +21,66 @@ pub struct PhaseTimes {
     pub optimizer_ms: f64,
 }
 
+/// A phase of a step, as the stopwatch and profiles divide it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
+pub(super) enum Part {
     Forward,
     Backward,
     Optimizer,
 }
 
+impl Part {
+    pub fn of(phase: Phase) -> Self {
+        match phase {
+            Phase::Forward | Phase::Loss => Self::Forward,
+            Phase::LossGradient | Phase::Backward => Self::Backward,
+            Phase::Clip | Phase::Optimizer => Self::Optimizer,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Optimizer => "optimizer",
+        }
+    }
+}
+
+/// The phase of each call, by index.
+#[derive(Debug)]
+pub(super) struct Parts(Vec<Part>);
+
+impl Parts {
+    pub fn new(plan: &Plan) -> Self {
+        let part = plan.calls().iter().map(|call| Part::of(call.phase));
+        let mut parts: Vec<Part> = part.collect();
+        // Consecutive exchanges are not split: all ranks must group them alike, whether or not they measure times.
+        let is_exchange = |call: usize| plan.calls()[call].op.is_exchange();
+        for call in 1..parts.len() {
+            if is_exchange(call - 1) && is_exchange(call) {
+                parts[call] = parts[call - 1];
+            }
+        }
+        Self(parts)
+    }
+
+    /// Splits calls into runs of one phase each.
+    pub fn pieces(&self, calls: Range<usize>) -> Vec<Range<usize>> {
+        let mut start = calls.start;
+        let same = self.0[calls].chunk_by(|a, b| a == b);
+        let pieces = same.map(|piece| {
+            start += piece.len();
+            start - piece.len()..start
+        });
+        pieces.collect()
+    }
+}
+
 /// A clock that records when a run changes phase. `M` is the type of a point in time.
 #[derive(Debug)]
 pub(super) struct PhaseClock<M> {
-    /// The phase of each call, by index.
-    parts: Vec<Part>,
+    pub parts: Parts,
     /// The start of each piece and its phase; `None` marks the end of the pieces before it.
     times: Vec<(Option<Part>, M)>,
 }
@@ -40,19 +88,9 @@ pub(super) struct PhaseClock<M> {
 impl<M> PhaseClock<M> {
     pub fn new(plan: &Plan) -> Self {
         Self {
-            parts: parts(plan),
+            parts: Parts::new(plan),
             times: Vec::new(),
         }
-    }
-
-    pub fn pieces(&self, calls: Range<usize>) -> Vec<Range<usize>> {
-        let mut start = calls.start;
-        let same = self.parts[calls].chunk_by(|a, b| a == b);
-        let pieces = same.map(|piece| {
-            start += piece.len();
-            start - piece.len()..start
-        });
-        pieces.collect()
     }
 
     pub fn start(&mut self) {
@@ -60,7 +98,7 @@ impl<M> PhaseClock<M> {
     }
 
     pub fn begins(&mut self, first: usize, now: M) {
-        self.times.push((Some(self.parts[first]), now));
+        self.times.push((Some(self.parts.0[first]), now));
     }
 
     /// Marks the end of the last piece, if no other follows immediately.
@@ -85,23 +123,6 @@ impl<M> PhaseClock<M> {
         }
         Ok((!self.times.is_empty()).then_some(times))
     }
-}
-
-fn parts(plan: &Plan) -> Vec<Part> {
-    let part = plan.calls().iter().map(|call| match call.phase {
-        Phase::Forward | Phase::Loss => Part::Forward,
-        Phase::LossGradient | Phase::Backward => Part::Backward,
-        Phase::Clip | Phase::Optimizer => Part::Optimizer,
-    });
-    let mut parts: Vec<Part> = part.collect();
-    // Consecutive exchanges are not split: all ranks must group them alike, whether or not they measure times.
-    let is_exchange = |call: usize| plan.calls()[call].op.is_exchange();
-    for call in 1..parts.len() {
-        if is_exchange(call - 1) && is_exchange(call) {
-            parts[call] = parts[call - 1];
-        }
-    }
-    parts
 }
 
 #[cfg(test)]
@@ -132,7 +153,7 @@ mod tests {
         let losses = losses.filter(|call| call.phase == Phase::LossGradient);
         assert!(losses.count() > 4); // several chunks
         let mut found = [0.0; 3];
-        for (call, part) in plan.calls().iter().zip(parts(&plan)) {
+        for (call, part) in plan.calls().iter().zip(Parts::new(&plan).0) {
             found[part as usize] += call.op.flops();
         }
         let expected = [flops::forward, flops::backward];
@@ -143,20 +164,20 @@ mod tests {
     #[test]
     fn moments_are_taken_between_phases() {
         let mut clock = PhaseClock {
-            parts: vec![
+            parts: Parts(vec![
                 Part::Forward,
                 Part::Forward,
                 Part::Backward,
                 Part::Forward,
                 Part::Optimizer,
-            ],
+            ]),
             times: Vec::new(),
         };
         let ms = |from: &f64, to: &f64| Ok(to - from);
         assert_eq!(clock.times(ms).unwrap(), None);
         for _ in 0..2 {
             clock.start();
-            let pieces = clock.pieces(0..5);
+            let pieces = clock.parts.pieces(0..5);
             assert_eq!(pieces, [0..2, 2..3, 3..4, 4..5]);
             for (piece, now) in pieces.into_iter().zip([1.0, 4.0, 8.0, 16.0]) {
                 clock.begins(piece.start, now);
@@ -171,6 +192,6 @@ mod tests {
             };
             assert_eq!(clock.times(ms).unwrap(), Some(times));
         }
-        assert_eq!(clock.pieces(1..3), [1..2, 2..3]);
+        assert_eq!(clock.parts.pieces(1..3), [1..2, 2..3]);
     }
 }

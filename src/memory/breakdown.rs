@@ -193,14 +193,17 @@ impl Term {
     }
 }
 
-/// Writes one line: `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`.
+/// Writes one line: `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`. A formula in words is left to the table.
 impl fmt::Display for MemoryBreakdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.sizes)?;
         for (i, term) in self.terms.iter().enumerate() {
             let plus = if i == 0 { "" } else { " + " };
             let mib = format_mib(term.bytes);
-            write!(f, "{plus}{} {} {mib}", term.name, term.formula)?;
+            match term.formula.is_empty() || term.formula.contains(' ') {
+                true => write!(f, "{plus}{} {mib}", term.name)?,
+                false => write!(f, "{plus}{} {} {mib}", term.name, term.formula)?,
+            }
         }
         write!(f, " = {}", format_mib(self.peak_bytes()))
     }

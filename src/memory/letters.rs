@@ -138,7 +138,7 @@ impl Letters {
         let mut places: HashMap<TermKey, usize> = HashMap::new();
         let mut terms: Vec<(Term, f64)> = Vec::new();
         for buffer in &lifetimes.at_peak {
-            let what = named(graph, buffer.name);
+            let what = named(graph, buffer);
             let formula: Cow<'static, str> = match buffer.formula {
                 Formula::Letters(letters) => letters.into(),
                 Formula::Of(id) => self.formula(graph, id).into(),
@@ -172,19 +172,29 @@ impl Letters {
     }
 }
 
-fn named(graph: &Graph, what: BufferName) -> Cow<'static, str> {
-    match what {
+fn named(graph: &Graph, buffer: &Buffer) -> Cow<'static, str> {
+    match buffer.name {
         BufferName::Named(name) => name.into(),
-        BufferName::Weight(id) => match &graph.value(id).source {
-            Source::Weight(name) if !name.is_empty() => without_numbers(name).into(),
-            _ => "a weight".into(),
-        },
+        BufferName::Weight(id) => {
+            let name = match &graph.value(id).source {
+                Source::Weight(name) if !name.is_empty() => without_numbers(name),
+                _ => "a weight".into(),
+            };
+            match buffer.kind {
+                MemoryKind::Gradients => format!("gradient of {name}").into(),
+                _ => name.into(),
+            }
+        }
         BufferName::Output(event) => match graph.events.get(event) {
-            Some(TraceEvent::Node(node)) => {
+            Some(TraceEvent::Node(node)) if node.path.contains('/') => {
                 let parts = node.path.split('/').map(without_numbers);
                 let parts: Vec<String> = parts.collect();
                 parts.join("/").into()
             }
+            Some(TraceEvent::Node(node)) => match graph.outputs.first() {
+                Some(output) if output.value == node.output => "output".into(),
+                _ => format!("output of {}", node.op).into(),
+            },
             _ => "a value".into(),
         },
     }

@@ -5,6 +5,7 @@ use super::{AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, T
 use crate::attention::Algorithm;
 use crate::compile::buffer::{Buffer, Category};
 use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig};
+use crate::report::counted;
 use crate::{Error, Result, hardware};
 use candle_core::Device;
 
@@ -82,10 +83,7 @@ pub fn planned_attention_breakdown(
         Term::new(Scratch, rest_name, "3BHTDh + ..", elements(rest), width),
     ];
     if kernels == Target::Cpu {
-        terms.extend(plan.kernel_workspace().map(|workspace| {
-            let (elements, width) = (workspace.elements, workspace.element_bytes);
-            Term::new(Scratch, workspace.what, workspace.formula, elements, width)
-        }));
+        terms.extend(kernel_workspace(&plan));
     } else if plan.workspace_bytes() > 0 {
         // It is allocated before backward too.
         let bytes = plan.workspace_bytes() as f64;
@@ -94,11 +92,25 @@ pub fn planned_attention_breakdown(
     Ok(MemoryBreakdown::new(w.sizes(), terms))
 }
 
+/// Returns the term of the largest workspace of a kernel on the CPU.
+fn kernel_workspace(plan: &Plan) -> Option<Term> {
+    let workspace = plan.kernel_workspace()?;
+    let (elements, width) = (workspace.elements, workspace.element_bytes);
+    Some(Term::new(
+        Scratch,
+        workspace.what,
+        workspace.formula,
+        elements,
+        width,
+    ))
+}
+
 /// Returns the peak memory of forward and [backward](Step::forward_backward_from) of a planned [`Step`] of a
 /// self-attention layer on `device`; backward starts from its output's gradient.
 ///
-/// The plan's sizes are exact. Weights (f32), the input and the output's gradient are included, and on a GPU the 32 MiB
-/// workspace of cuBLASLt. There is no optimizer. The packing buffers of matmuls on the CPU are not included.
+/// The plan's sizes are exact. Weights (f32), the input with the step's copy of it, and the output's gradient are
+/// included; on a GPU also the 32 MiB workspace of cuBLASLt, on the CPU the kernels' workspace for all threads of the
+/// current pool. There is no optimizer.
 ///
 /// ```
 /// use tallow::memory::{SelfAttentionWorkload, planned_self_attention_breakdown};
@@ -134,9 +146,9 @@ pub fn planned_self_attention_breakdown(
     let rest = plan.arena_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let rest_name = "the rest of the arena: gradients, scratch";
-    let terms = vec![
+    let mut terms = vec![
         Term::new(Weights, "weights", "4D^2", weights, 4),
-        Term::new(Inputs, "x", "BTD", x_elements, 4),
+        Term::new(Inputs, "x and its copy", "2BTD", 2.0 * x_elements, 4),
         Term::new(Inputs, "out's gradient", "BTD", x_elements, width),
         Term::new(
             Activations,
@@ -147,6 +159,9 @@ pub fn planned_self_attention_breakdown(
         ),
         Term::new(Scratch, rest_name, "", rest as f64, 1),
     ];
+    if device.is_cpu() {
+        terms.extend(kernel_workspace(&plan));
+    }
     Ok(MemoryBreakdown::new(
         format!("B {b}, T {t}, D {d}, H {h}"),
         terms,
@@ -215,7 +230,10 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
     let outside_arena = plan.total_bytes() - plan.arena_bytes();
     MemoryBreakdown {
         before_backward_bytes: outside_arena + plan.live_bytes_before(plan.backward_begins()),
-        ..MemoryBreakdown::new(format!("{} calls", plan.calls().len()), terms)
+        ..MemoryBreakdown::new(
+            format!("A plan of {}", counted(plan.calls().len(), "call")),
+            terms,
+        )
     }
 }
 

@@ -109,9 +109,10 @@ impl Report {
         }
     }
 
-    /// Keeps only the columns with these names, in this order. A name is a key, a title or a shared heading; case is
-    /// ignored. If this table does not have all of them, the selection applies to each detail table that does. CSV and
-    /// JSON keep every field.
+    /// Keeps only the columns with these names, in this order, after the columns that tell rows apart: columns of names
+    /// left of all quantities whose cells differ. A name is a key, a title or a shared heading; case is ignored. If this
+    /// table does not have all of them, the selection applies to each detail table that does. CSV and JSON keep every
+    /// field.
     ///
     /// # Errors
     /// [`Error::Config`] if no single table has all the names; the message lists the existing headings.
@@ -152,7 +153,12 @@ impl Report {
         let called: Vec<Vec<Column>> = names.iter().map(called).collect();
         let has_all = called.iter().all(|columns| !columns.is_empty());
         if has_all {
-            self.columns = called.concat();
+            let called = called.concat();
+            let texts = self.column_texts().into_iter();
+            let labels = texts.take_while(ColumnText::is_of_names);
+            let labels = labels.filter(|strip| !strip.agrees() && !called.contains(strip.column));
+            let labels: Vec<Column> = labels.map(|strip| strip.column.clone()).collect();
+            self.columns = [labels, called].concat();
         }
         has_all
     }

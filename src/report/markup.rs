@@ -4,9 +4,9 @@ use std::io::{self, Write};
 use std::iter::once;
 
 use super::column::plain;
-use super::text::leave_out;
+use super::text::{ColumnText, fields, in_a_sentence, leave_out, move_constant_columns};
 use super::words::{list_in_note, one_line};
-use super::{Answer, Report};
+use super::{Answer, Fields, Report};
 
 /// Writes the headers as lists, the table, the notes as a numbered list, and the detail tables.
 pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result<()> {
@@ -98,8 +98,9 @@ fn escape_markdown(text: &str) -> String {
     escaped
 }
 
-/// The largest number of columns in a LaTeX table, which is what fits on a page. Columns of a higher drop rank are left
-/// out first ([`Column::drop_rank`]).
+/// The largest number of columns in a LaTeX table, which is what fits on a page. A column of names whose cells are all
+/// equal moves into the caption. Of the others, columns of a higher drop rank are left out first
+/// ([`Column::drop_rank`]).
 ///
 /// [`Column::drop_rank`]: super::Column::drop_rank
 pub const LATEX_COLUMNS: usize = 8;
@@ -107,14 +108,35 @@ pub const LATEX_COLUMNS: usize = 8;
 /// Writes a table to include in a paper, with its answers and notes as text below it. Environment and configuration are
 /// comments, so the file can be included anywhere and still documents where the numbers come from.
 pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let fields = report.headers().flat_map(|(_, fields)| fields.iter());
-    for (key, value) in fields {
+    let machine = report.environment.get("hardware").cloned();
+    write_latex_within(report, &Fields::from_iter([("machine", machine)]), out)
+}
+
+/// Writes a table whose caption ends in `known`: the values that are equal in all rows around it, and the machine.
+fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> io::Result<()> {
+    let header = report.headers().flat_map(|(_, fields)| fields.iter());
+    for (key, value) in header {
         let comment = format!("{key}: {}", plain(value));
         writeln!(out, "% {}", one_line(&comment))?;
     }
-    let left_out = match report.columns.is_empty() {
+    let mut strips = report.column_texts();
+    let mut same = move_constant_columns(&mut strips);
+    // The caption has the first column too if it does not tell rows apart.
+    if let Some(first) = strips
+        .first()
+        .filter(|first| first.is_of_names() && first.agrees())
+        && let Some(cell) = first.cells.first()
+    {
+        same.insert(in_a_sentence(&first.column.heading()), cell.as_str());
+    }
+    for (key, value) in known.iter() {
+        if same.get(key).is_none() {
+            same.insert(key, value.clone());
+        }
+    }
+    let left_out = match strips.is_empty() {
         true => Vec::new(),
-        false => write_latex_table(report, out)?,
+        false => write_latex_table(report, strips, &same, out)?,
     };
     for Answer { question, answer } in &report.answers {
         let [question, answer] = [question, answer].map(|text| escape_latex(text));
@@ -141,14 +163,18 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
     }
     for detail in &report.details {
         writeln!(out)?;
-        write_latex(detail, out)?;
+        write_latex_within(detail, &same, out)?;
     }
     Ok(())
 }
 
-/// Writes the table, and returns the headings of the columns that were left out.
-fn write_latex_table(report: &Report, out: &mut dyn Write) -> io::Result<Vec<String>> {
-    let mut strips = report.column_texts();
+/// Writes the table, with `same` in its caption, and returns the headings of the columns that were left out.
+fn write_latex_table(
+    report: &Report,
+    mut strips: Vec<ColumnText<'_>>,
+    same: &Fields,
+    out: &mut dyn Write,
+) -> io::Result<Vec<String>> {
     let mut left_out = Vec::new();
     while strips.len() > LATEX_COLUMNS {
         left_out.splice(0..0, leave_out(&mut strips));
@@ -175,8 +201,14 @@ fn write_latex_table(report: &Report, out: &mut dyn Write) -> io::Result<Vec<Str
         out,
         "% needs \\usepackage{{booktabs}}\n\\begin{{table}}[ht]\n\\centering"
     )?;
-    if !report.title.is_empty() {
-        writeln!(out, "\\caption{{{}}}", escape_latex(&report.title))?;
+    let caption = [report.title.clone(), fields(same)];
+    let caption: Vec<String> = caption
+        .into_iter()
+        .filter(|part| !part.is_empty())
+        .collect();
+    if !caption.is_empty() {
+        let caption = escape_latex(&caption.join(". "));
+        writeln!(out, "\\caption{{{caption}}}")?;
     }
     writeln!(out, "\\begin{{tabular}}{{{alignment}}}")?;
     let (heading, rows) = (&lines[0], lines[1..].concat());

@@ -57,7 +57,7 @@ fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
         let said = [title.to_string(), format!("{title} {}", plain(value))];
         let says = |(key, _): (&str, _)| said.iter().any(|s| s.eq_ignore_ascii_case(key));
         if !given.iter().any(says) {
-            known.insert(in_a_sentence(title), value.clone());
+            known.insert(title, value.clone());
         }
     }
     let mut blocks: Vec<String> = header(name, &known, layout).into_iter().collect();
@@ -92,24 +92,28 @@ fn answers(report: &Report, layout: &Layout) -> Option<String> {
 
 /// Returns `Configuration: precision f32; data: 12,345 tokens`, without fields that are null.
 fn header(name: &str, fields: &Fields, layout: &Layout) -> Option<String> {
+    let fields = self::fields(fields);
+    let text = format!("{name}: {fields}");
+    (!fields.is_empty()).then(|| wrap(&text, layout.width, 2).join("\n"))
+}
+
+/// Returns `precision f32; data: 12,345 tokens`, without fields that are null.
+pub(super) fn fields(fields: &Fields) -> String {
     let parts = fields.iter().filter(|(_, value)| !value.is_null());
-    let parts: Vec<String> = parts
-        .map(|(key, value)| {
-            let value = plain(value);
-            let colon = if key.contains(' ') || value.contains(char::is_whitespace) {
-                ":"
-            } else {
-                ""
-            };
-            format!("{key}{colon} {value}")
-        })
-        .collect();
-    let text = format!("{name}: {}", parts.join("; "));
-    (!parts.is_empty()).then(|| wrap(&text, layout.width, 2).join("\n"))
+    let parts = parts.map(|(key, value)| {
+        let value = plain(value);
+        let colon = if key.contains(' ') || value.contains(char::is_whitespace) {
+            ":"
+        } else {
+            ""
+        };
+        format!("{key}{colon} {value}")
+    });
+    parts.collect::<Vec<_>>().join("; ")
 }
 
 /// Returns a title for use within a sentence: `Precision` becomes `precision`; `T` and `FLOPs` stay.
-fn in_a_sentence(title: &str) -> String {
+pub(super) fn in_a_sentence(title: &str) -> String {
     let is_word = title.len() > 1 && !title.chars().skip(1).any(char::is_uppercase);
     match is_word {
         true => title.to_lowercase(),
@@ -125,7 +129,7 @@ fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<Str
     let mut same = Fields::new();
     let mut left_out = Vec::new();
     if !layout.every_column {
-        move_constant_columns(&mut strips, &mut same);
+        same = move_constant_columns(&mut strips);
         if let Some(width) = layout.width {
             left_out = fit(&mut strips, width);
         }
@@ -141,10 +145,12 @@ fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<Str
     (lines, same, note)
 }
 
-/// Moves columns of equal names into `same`, and drops empty columns. The first one stays if none tells the rows apart.
-fn move_constant_columns(strips: &mut Vec<ColumnText<'_>>, same: &mut Fields) {
+/// Removes columns of equal names and returns their values, and drops empty columns. The first one stays if none tells
+/// the rows apart.
+pub(super) fn move_constant_columns(strips: &mut Vec<ColumnText<'_>>) -> Fields {
+    let mut same = Fields::new();
     if strips.first().is_none_or(|first| first.cells.is_empty()) {
-        return;
+        return same;
     }
     let tells_apart = |strip: &ColumnText<'_>| strip.is_of_names() && !strip.agrees();
     let is_any_telling = strips.iter().any(tells_apart);
@@ -156,10 +162,12 @@ fn move_constant_columns(strips: &mut Vec<ColumnText<'_>>, same: &mut Fields) {
             return true;
         }
         if strip.is_of_names() && !strip.is_empty() {
-            same.insert(strip.column.heading(), strip.cells[0].as_str());
+            let title = in_a_sentence(&strip.column.heading());
+            same.insert(title, strip.cells[0].as_str());
         }
         !strip.is_of_names() && !strip.is_empty()
     });
+    same
 }
 
 fn draw(strips: &[ColumnText<'_>]) -> Vec<String> {
@@ -314,11 +322,11 @@ pub(super) struct ColumnText<'a> {
 
 impl ColumnText<'_> {
     /// Returns whether the column holds names, as opposed to quantities.
-    fn is_of_names(&self) -> bool {
+    pub fn is_of_names(&self) -> bool {
         self.column.decimals.is_none()
     }
 
-    fn agrees(&self) -> bool {
+    pub fn agrees(&self) -> bool {
         self.cells.windows(2).all(|pair| pair[0] == pair[1])
     }
 

@@ -30,8 +30,9 @@ pub enum Format {
     Csv,
     /// One document with everything, unrounded. Missing values are `null`.
     Json,
-    /// A `table` with a caption, booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns. Answers
-    /// and notes follow as text; environment and configuration are comments.
+    /// A `table` with booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns. Its caption is the
+    /// title, the values that are equal in all rows, and the machine (field `hardware` of the environment). Answers and
+    /// notes follow as text; environment and configuration are comments.
     Latex,
 }
 
@@ -132,24 +133,26 @@ impl Report {
 
     /// Writes the document to a file atomically: an existing file is replaced only once the new content is safely on
     /// disk. With CSV, each detail gets a file in the same folder, such as `rows-largest-allocations.csv` for
-    /// `rows.csv`; a report that has only details writes only these files.
+    /// `rows.csv`; a report that has only details writes only these files. Returns the files that were written.
     ///
     /// # Errors
     /// [`Error::Io`] with the path if it cannot be written.
-    pub fn save(&self, format: Format, path: impl AsRef<Path>) -> Result<()> {
+    pub fn save(&self, format: Format, path: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
         let path = path.as_ref();
         let mut content = Vec::new();
         self.write_to(format, &mut content)?;
+        let mut written = Vec::new();
         let is_all_details = self.keys().is_empty() && !self.details.is_empty();
         if format != Format::Csv || !is_all_details {
             files::write_bytes(path, &content)?;
+            written.push(path.to_path_buf());
         }
         if format == Format::Csv {
             for detail in self.details.iter().filter(|detail| !detail.rows.is_empty()) {
-                detail.save(format, beside(path, &detail.title))?;
+                written.extend(detail.save(format, beside(path, &detail.title))?);
             }
         }
-        Ok(())
+        Ok(written)
     }
 
     fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {

@@ -22,14 +22,12 @@ const PRECISION: &[&str] = &["precision", "autocast", "full-half", "drop-casts"]
 /// Flags of the end-to-end benchmarks that always have an effect.
 const END_TO_END: &[&str] = &[
     "attention",
-    "checkpoint",
     "config",
     "mode",
     "rounds",
     "isolate",
     "warmup-steps",
     "steps",
-    "view",
     "memory-limit-gib",
 ];
 
@@ -49,6 +47,14 @@ const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
         &["--config 1-8-16-1-2 --context-length 8"],
     ),
     ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+    (
+        "view",
+        &[
+            "--compile --view phases",
+            "--precision f32 bf16 --view phases",
+        ],
+    ),
+    ("checkpoint", &["--mode forward --checkpoint block"]),
     ("compile", &["--precision bf16-full --compile"]),
     (
         "memory-budget-gib",
@@ -113,6 +119,8 @@ const CASES: &[Case] = &[
                 &["--config 1-8-16-1-2 --context-length 8"],
             ),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+            ("view", &["--view phases"]),
+            ("checkpoint", &["--mode forward --checkpoint block"]),
             ("compile", &["--precision bf16-full --compile"]),
             (
                 "memory-budget-gib",
@@ -181,7 +189,12 @@ const CASES: &[Case] = &[
             ("links", &["--part steps --links 8 1"]),
             (
                 "ranks",
-                &["--device cuda:0 --ranks 2", "--gpus 2 --ranks 2"],
+                &[
+                    "--device cuda:0 --ranks 2",
+                    "--gpus 2 --ranks 2",
+                    "--part accounting --ranks 4",
+                    "--part paper --ranks 4",
+                ],
             ),
             ("device-gb", &["--part steps --device-gb 8"]),
         ],
@@ -197,7 +210,7 @@ const CASES: &[Case] = &[
             OUTPUT,
             MODELS,
             PRECISION,
-            &["batch-size", "context-length", "attention", "checkpoint"],
+            &["batch-size", "context-length", "attention"],
             &["mode", "device"],
         ],
         refused: &[
@@ -206,6 +219,7 @@ const CASES: &[Case] = &[
                 "memory-limit-gib",
                 &["--compile --memory-budget-gib 9 --memory-limit-gib 1"],
             ),
+            ("checkpoint", &["--mode forward --checkpoint block"]),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
             ("accumulation", &["--accumulation 2"]),
@@ -235,7 +249,6 @@ const CASES: &[Case] = &[
                 "batch-size",
                 "context-length",
                 "attention",
-                "checkpoint",
                 "mode",
                 "warmup-steps",
                 "timeline",
@@ -246,6 +259,7 @@ const CASES: &[Case] = &[
             ("columns", &["--format csv --columns all"]),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
+            ("checkpoint", &["--mode forward --checkpoint block"]),
             ("snapshot", &["--compile=only --snapshot s.json"]),
         ],
     },
@@ -282,12 +296,10 @@ const CASES: &[Case] = &[
                 "batch-size",
                 "context-length",
                 "attention",
-                "checkpoint",
                 "mode",
                 "warmup-steps",
                 "steps",
                 "by",
-                "phase",
                 "trace",
                 "flame-graph",
                 "memory-limit-gib",
@@ -296,6 +308,14 @@ const CASES: &[Case] = &[
         refused: &[
             ("columns", &["--format csv --columns all"]),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
+            ("checkpoint", &["--mode forward --checkpoint block"]),
+            (
+                "phase",
+                &[
+                    "--mode forward --phase backward",
+                    "--mode forward forward-backward --phase optimizer",
+                ],
+            ),
             ("no-kernels", &["--no-kernels", "--device cpu --no-kernels"]),
             (
                 "compile",
@@ -486,7 +506,9 @@ fn a_flag_without_effect_is_an_error() {
         for (flag, lines) in *refused {
             for line in *lines {
                 let line = format!("{name} {line}");
-                assert_refused(&line, &run(example(&line)), 2, &format!("--{flag}"));
+                let ended = run(example(&line));
+                assert_refused(&line, &ended, 2, &format!("--{flag}"));
+                assert!(!ended.err.contains("Usage: tallow"), "{}", ended.err);
             }
         }
     }

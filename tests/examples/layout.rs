@@ -177,6 +177,44 @@ fn every_table_has_its_columns() {
     assert_eq!(tables.lines().count(), expected.lines().count());
 }
 
+/// A LaTeX table has at most 8 columns, of which at least one has figures, and a caption with the machine.
+#[test]
+fn tables_in_latex_have_figures_and_a_caption() {
+    for line in commands() {
+        let ended = run(example(&format!("{line} --format latex")));
+        let mut captions = 0;
+        for table in ended.out.split("\\begin{table}").skip(1) {
+            let table = table.split("\\end{table}").next().unwrap();
+            let caption = table.split("\\caption{").nth(1);
+            let caption = caption.and_then(|text| text.lines().next());
+            let caption = caption.unwrap_or_else(|| panic!("{line}: no caption in {table}"));
+            captions += usize::from(caption.contains("machine: "));
+            let alignment = table.split("\\begin{tabular}{").nth(1);
+            let alignment = alignment.and_then(|text| text.split('}').next()).unwrap();
+            assert!(alignment.len() <= 8, "{line}: {table}");
+            let is_known = line.starts_with("custom_model") || line.starts_with("toy_model");
+            assert!(
+                is_known || alignment.contains('r'),
+                "{line}: no figures in {table}"
+            );
+        }
+        let is_traced = line == "custom_model --nodes"; // on no machine
+        assert!(is_traced || captions > 0, "{line}: {}", ended.out);
+    }
+    let line = "e2e_benchmark SMALL --mode train-step --steps 2 --format latex";
+    let latex = run(example(line)).out;
+    let caption = latex
+        .lines()
+        .find(|line| line.starts_with("\\caption"))
+        .unwrap();
+    for part in ["B 1", "attention naive", "model custom", "machine: "] {
+        assert!(caption.contains(part), "{part} in {caption}");
+    }
+    for heading in ["Forward (ms)", "Step (ms)", "Backward (ms)", "Peak (MiB)"] {
+        assert!(latex.contains(heading), "{heading} in {latex}");
+    }
+}
+
 #[test]
 fn columns_can_be_chosen() {
     let all = run(example(
@@ -190,6 +228,14 @@ fn columns_can_be_chosen() {
     ));
     assert!(some.out.contains("Model   Tokens/s"), "{}", some.out);
     assert!(!some.out.contains("F+B (ms)"), "{}", some.out);
+    let labelled = run(example(
+        "e2e_benchmark SMALL --mode train-step --steps 2 --attention naive flash --columns Tokens/s",
+    ));
+    assert!(
+        labelled.out.contains("Attention  Tokens/s"),
+        "{}",
+        labelled.out
+    );
     let ops = run(example(
         "profile SMALL --mode forward --steps 2 --columns op,time_percent",
     ));
@@ -241,15 +287,19 @@ fn details_get_files_of_their_own_as_csv() {
         "memory_profile SMALL --mode train-step --format csv --output {}",
         file.display()
     );
-    assert_eq!(run(example(&line)).status, Some(0));
+    let ended = run(example(&line));
+    assert_eq!(ended.status, Some(0));
     for (name, header) in [
         ("rows.csv", "size,batch_size,context_length"),
         ("rows-memory-by-kind-at-each-peak.csv", "run,holds"),
         ("rows-largest-allocations.csv", "run,bytes"),
         ("rows-saved-for-backward.csv", "run,origin"),
     ] {
-        let text = std::fs::read_to_string(folder.path().join(name)).unwrap();
+        let path = folder.path().join(name);
+        let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.starts_with(header), "{name}: {text}");
+        let wrote = format!("wrote {}\n", path.display());
+        assert!(ended.err.contains(&wrote), "{wrote} in {}", ended.err);
         let mut reader = csv::Reader::from_reader(text.as_bytes());
         assert!(
             reader.records().all(|record| record.is_ok()),

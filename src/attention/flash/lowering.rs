@@ -119,7 +119,7 @@ fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> O
 fn forward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
     let tiles = Tiles::for_head_dim(sizes.head_dim);
     Workspace {
-        what: "tiles",
+        what: "scratch of the kernel",
         formula: "tiles, a thread",
         elements: kernel::forward_scratch_elements(sizes, &tiles, masked),
         element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),
@@ -129,7 +129,7 @@ fn forward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
 fn backward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
     let (tiles, width) = (Tiles::for_head_dim(sizes.head_dim), dtype.size_in_bytes());
     Workspace {
-        what: "delta, dq's sums, tiles",
+        what: "scratch of the kernel",
         formula: "BHT + tiles, a thread",
         elements: kernel::backward_scratch_elements(sizes, &tiles, width, masked),
         element_bytes: width.max(size_of::<f32>()),
@@ -140,7 +140,7 @@ fn bias_gradient_workspace(sizes: &Sizes, dtype: DType, bias: &[usize]) -> Works
     let tiles = Tiles::for_head_dim(sizes.head_dim);
     let dims = <[usize; 4]>::try_from(bias).unwrap_or([1; 4]); // refused by the op
     Workspace {
-        what: "delta, tiles",
+        what: "scratch of the kernel",
         formula: "BHT + tiles, a thread",
         elements: kernel::bias_gradient_scratch_elements(sizes, &tiles, dims),
         element_bytes: dtype.size_in_bytes().max(size_of::<f32>()),

@@ -17,13 +17,13 @@ pub(super) fn workspaces(sizes: &Sizes, dtype: DType) -> [Workspace; 2] {
     let element_bytes = dtype.size_in_bytes().max(4);
     [
         Workspace {
-            what: "keys, values and a block of scores",
+            what: "scratch of the kernel",
             formula: "2TD/H + 64T, a thread",
             elements: forward,
             element_bytes,
         },
         Workspace {
-            what: "keys, values, their gradients and blocks of scores",
+            what: "scratch of the kernel",
             formula: "4TD/H + 128T, a thread, and sums of few heads",
             elements: backward,
             element_bytes,

@@ -123,7 +123,7 @@ fn run_calls(
     let Some(clock) = clock else {
         return run_piece(plan, calls, view, controls);
     };
-    for piece in clock.pieces(calls) {
+    for piece in clock.parts.pieces(calls) {
         clock.begins(piece.start, Instant::now());
         let next = run_piece(plan, piece, view, controls)?;
         if next.is_break() {

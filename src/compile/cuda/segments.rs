@@ -4,6 +4,7 @@ use super::call::Launcher;
 use super::graph::{self, Graph, Recorded};
 use super::{Executor, RunScope};
 use crate::compile::calls;
+use crate::compile::phase_times::Parts;
 use crate::compile::plan::Plan;
 use crate::{Result, probe};
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
@@ -28,13 +29,9 @@ impl Executor {
         if self.clock.is_none() && !probe::is_listening() {
             return vec![calls];
         }
+        let parts = Parts::new(plan);
         let pieces = calls.into_iter().flat_map(|(calls, micro_batch)| {
-            let pieces = match &self.clock {
-                Some(clock) => clock.pieces(calls),
-                None => vec![calls],
-            };
-            let pieces = pieces.into_iter();
-            let pieces = pieces.flat_map(|piece| calls::in_phases(plan, piece));
+            let pieces = parts.pieces(calls).into_iter();
             pieces.map(move |piece| vec![(piece, micro_batch)])
         });
         pieces.collect()

@@ -119,6 +119,12 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
             "2BHT^2 + BHTDh elements: 16,416.0 MiB.",
         ],
     );
+    assert_says(
+        &accounting(name, limit, "d"),
+        &["+ output BHTDh 32.0 MiB", "+ gradient of q BHTDh 32.0 MiB"],
+    );
+    let on_cpu = attention_breakdown(&limit.attention, Target::Cpu).unwrap();
+    assert_says(&on_cpu.to_string(), &["+ scratch of the kernel "]);
     let flash = Limit {
         implementation: Algorithm::Flash.name(),
         ..limit.clone()
@@ -231,15 +237,15 @@ fn variants_are_compared_each_with_its_own_baseline() {
     assert_says(
         &compared_with_naive(&all)[0].answer,
         &[
-            "planned (f32, 1 head) 2.00x with the same peak memory",
-            "planned (bf16, 1 head) 8.00x",
+            "planned (f32, 1 head) forward 2.00x, backward 2.00x, together 2.00x with the same peak memory",
+            "planned (bf16, 1 head) forward 8.00x",
         ],
     );
     assert_says(
         &precisions(&all).unwrap(),
         &[
-            "against f32, naive (bf16, 1 head) 0.50x",
-            "planned (bf16, 1 head) 2.00x",
+            "against f32, naive (bf16, 1 head) forward 0.50x, backward 0.50x, together 0.50x with the same",
+            "planned (bf16, 1 head) forward 2.00x",
         ],
     );
     assert_eq!(precisions(&all[..2]), None);

@@ -174,11 +174,6 @@ fn its_layer_is_planned_too() {
             let workload = *layer(&mut run);
             let rows = one_thread.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
             let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
-            // The packing buffers of one thread: in f32 the gemm crate packs one factor, D x D.
-            let packed = match precision {
-                Precision::F32 => 4.0 * d * d,
-                _ => 2.5 * 1024.0 * 1024.0,
-            };
             let attention = 4.0 * 3.0 * d * pairs;
             let forward = 8.0 * n * d * d + attention;
             let backward = 10.0 * n * d * d + 2.0 * attention;
@@ -204,10 +199,11 @@ fn its_layer_is_planned_too() {
                     after_backward >= model + weights,
                     "gradients of four weights"
                 );
+                // The copy of x and the kernels' workspace are predicted too.
                 let expected = breakdown.peak_bytes() as f64;
                 assert!(
-                    (-64e3..x + 64e3 + packed).contains(&(peak - expected)),
-                    "{peak}, not {expected}"
+                    (-x..64e3).contains(&(peak - expected)),
+                    "{peak}, not {expected}: {breakdown}"
                 );
             }
         }
@@ -277,7 +273,7 @@ fn on_a_gpu_too() {
         if algorithm == Algorithm::Flash {
             continue;
         }
-        for term in ["probabilities BHT^2", "workspace 32 Mi 32.0 MiB"] {
+        for term in ["probabilities BHT^2", "workspace 32.0 MiB"] {
             assert!(text(&refused[0], "reason").contains(term), "{refused:?}");
         }
     }

@@ -72,7 +72,7 @@ fn answers_of_a_gpu_add_up() {
     ]);
     let all = answers_text(&figures);
     for part in [
-        "The whole step matches within 1.0%. forward 0.000 ms by the profiler, 0.000 ms by the stopwatch (+0.0%)",
+        "Forward matches within 0.0%. The whole matches within 1.0%. forward 0.000 ms by the profiler, 0.000 ms by the stopwatch (+0.0%)",
         "In forward: nvjet_tst_96x128 (of linear), 23.3% of the time, 1 times a step.",
         "It is the same in forward and backward together: nvjet_tst_96x128 (of linear), 21.2% of the time, 2 times",
         "Parts of forward from 1% on: softmax_forward_f32 13.3%, badd_f32 6.7%.",
@@ -157,7 +157,7 @@ fn answers_of_a_cpu_add_up() {
     let all = answers_text(&figures);
     let others = "softmax of attention 20.0%, rms_norm 20.0%, the rest of attention 10.0%, the rest of swiglu 5.0%";
     for part in [
-        "The whole step matches within 0.0%.",
+        "The whole matches within 0.0%.",
         others,
         "0.50 times the time of softmax with scale and mask, for 6.0 times the FLOPs",
         "For one FLOP softmax takes 12 times as long",
@@ -187,20 +187,12 @@ fn a_profile_matches_or_does_not_or_cannot_be_compared() {
         sentences::matches(&timed, 100.0).unwrap()
     };
     for (profiler, stopwatch, words) in [
-        (
-            (10.2, 0.1),
-            (10.0, 0.1),
-            "The whole step matches within 2.0%.",
-        ),
-        (
-            (9.8, 0.1),
-            (10.0, 0.1),
-            "The whole step matches within 2.0%.",
-        ),
+        ((10.2, 0.1), (10.0, 0.1), "The whole matches within 2.0%."),
+        ((9.8, 0.1), (10.0, 0.1), "The whole matches within 2.0%."),
         (
             (15.0, 0.1),
             (10.0, 0.1),
-            "They do not match (limit 10%): recording costs time. The difference is 50.00 µs for each of 100",
+            "The whole does not match (limit 10%). Recording costs time: 50.00 µs for each of 100",
         ),
         (
             (5.0, 0.1),
@@ -211,16 +203,92 @@ fn a_profile_matches_or_does_not_or_cannot_be_compared() {
         (
             (10.0, 0.1),
             (26.0, 30.0),
-            "These figures do not decide whether they match",
+            "The whole: undecided, because the spread is too large.",
         ),
     ] {
         let got = answer(profiler, stopwatch);
         assert!(got.contains(words), "{words} in {got}");
         assert_eq!(
-            got.contains("do not match"),
+            got.contains("does not match"),
             words.contains("limit") || words.contains("busy") || words.contains('+')
         );
     }
+}
+
+/// A step that matches says nothing about its forward, which the question is about.
+#[test]
+fn forward_is_judged_by_itself() {
+    let timed = [
+        times("forward", (15.0, 0.1), (10.0, 0.1)),
+        times("backward", (16.0, 0.1), (20.0, 0.1)),
+        times("train step", (31.0, 0.1), (30.0, 0.1)),
+    ];
+    let answer = sentences::matches(&timed, 100.0).unwrap();
+    let expected = "Forward does not match (limit 10%). The whole matches within 3.3%.";
+    assert!(answer.starts_with(expected), "{answer}");
+}
+
+/// A phase that a step enters twice has one time a step.
+#[test]
+fn a_phase_is_timed_once_a_step() {
+    let mut spans = Vec::new();
+    for begin in [0, 1000] {
+        let step = Some(spans.len());
+        spans.push(span(Kind::Step, "", "", (begin, begin + 900), None));
+        for (phase, times) in [
+            ("forward", (0, 500)),
+            ("backward", (500, 600)),
+            ("forward", (600, 900)),
+        ] {
+            let times = (begin + times.0, begin + times.1);
+            spans.push(span(Kind::Phase, "", phase, times, step));
+            spans.push(span(
+                Kind::Op,
+                "linear",
+                phase,
+                times,
+                Some(spans.len() - 1),
+            ));
+        }
+    }
+    let recording = Recording {
+        spans,
+        threads: vec!["main".into()],
+        duration_ns: 1900,
+        ..Default::default()
+    };
+    let timed = figures(
+        recording,
+        stopwatch(&[("forward", 8e-4), ("train step", 9e-4)]),
+    )
+    .timed;
+    let forward = &timed[0].profiler;
+    assert_eq!((forward.n, forward.std_ms), (2, Some(0.0)));
+    close(&[(forward.mean_ms, 8e-4)]);
+}
+
+/// Without ops of backward, the shares of a step are not known.
+#[test]
+fn a_backward_that_was_not_recorded_is_not_judged() {
+    let recording = Recording {
+        spans: vec![
+            span(Kind::Step, "", "", (0, 1000), None),
+            span(Kind::Phase, "", "forward", (0, 400), Some(0)),
+            span(Kind::Op, "linear", "forward", (0, 400), Some(1)),
+            span(Kind::Phase, "", "backward", (400, 900), Some(0)),
+            span(Kind::Phase, "", "optimizer", (900, 1000), Some(0)),
+            span(Kind::Op, "adamw", "optimizer", (900, 1000), Some(4)),
+        ],
+        threads: vec!["main".into()],
+        duration_ns: 1000,
+        ..Default::default()
+    };
+    let phases = [("forward", 4e-4), ("backward", 5e-4), ("train step", 1e-3)];
+    let figures = figures(recording, stopwatch(&phases));
+    let all = answers_text(&figures);
+    assert_eq!(all.matches("Backward was not recorded").count(), 2, "{all}");
+    assert!(!all.contains("of the training step"), "{all}");
+    assert!(figures.line.get("matmul_percent").unwrap().is_null());
 }
 
 #[test]

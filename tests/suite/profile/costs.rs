@@ -1,11 +1,14 @@
 //! FLOPs and bytes by formula.
 
-use super::{BATCH, LENGTH, STEPS, config, record};
+use super::{BATCH, LENGTH, STEPS, config, exclusive, record};
+use candle_core::{Device, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
-use tallow::model::flops;
+use tallow::compile::{Step, StepConfig};
+use tallow::model::{TransformerLM, flops};
+use tallow::optim::{AdamW, AdamWConfig};
 use tallow::precision::Precision;
-use tallow::profile::{Grouping, ProfileReport, Selection};
+use tallow::profile::{Grouping, ProfileReport, Profiler, Selection};
 
 #[rstest]
 fn products_are_the_models(
@@ -28,6 +31,29 @@ fn products_are_the_models(
         flops::backward(&config, BATCH, LENGTH).total()
     );
     assert_eq!(products("optimizer"), 0.0);
+}
+
+/// The gradients of head and loss belong to backward, although a planned step computes them next to the loss.
+#[test]
+fn a_planned_step_has_the_matmuls_of_an_eager_one() {
+    let _lock = exclusive();
+    let model = TransformerLM::new(&config(), 5, &Device::Cpu).unwrap();
+    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
+    let tokens: Vec<u32> = (0..(BATCH * LENGTH) as u32).collect();
+    let tokens = Tensor::from_vec(tokens, (BATCH, LENGTH), &Device::Cpu).unwrap();
+    let profiler = Profiler::start_on_this_thread().unwrap();
+    step.run(&mut optimizer, (&tokens, &tokens)).unwrap();
+    let recording = profiler.finish().unwrap();
+    let flops = |phase: &str| {
+        let spans = recording.spans.iter().filter(|span| span.phase == phase);
+        spans
+            .filter_map(|span| span.cost())
+            .map(|cost| cost.matmul_flops)
+            .sum::<f64>()
+    };
+    let expected = [flops::forward, flops::backward].map(|of| of(&config(), BATCH, LENGTH).total());
+    assert_eq!(["forward", "backward"].map(flops), expected);
 }
 
 #[rstest]

@@ -1,6 +1,6 @@
 //! The exact text of one small table in every format.
 
-use tallow::report::Format;
+use tallow::report::{Column, Fields, Format, Report};
 
 use super::{nasty, rendered};
 
@@ -89,6 +89,54 @@ fn json_exactly() {
 }
 "#;
     assert_eq!(rendered(&nasty(), Format::Json), expected);
+}
+
+/// Columns of equal names move into the caption, of details too, and leave the place to figures.
+#[test]
+fn latex_says_what_all_rows_share_in_the_caption() {
+    let labels = [
+        "size",
+        "b",
+        "attention",
+        "precision",
+        "mode",
+        "execution",
+        "checkpoint",
+        "device",
+    ];
+    let row = |ms: f64| {
+        let mut row: Fields = labels.iter().map(|label| (*label, "one")).collect();
+        row.insert("t", ms as u64).insert("ms", ms);
+        row
+    };
+    let table = |title: &str, labels: &[&str]| Report {
+        title: title.into(),
+        columns: labels
+            .iter()
+            .map(|label| Column::text(*label, label.to_uppercase()))
+            .chain([
+                Column::text("t", "T"),
+                Column::ms("ms", "Time").drop_rank(1),
+            ])
+            .collect(),
+        rows: vec![row(1.0), row(2.0)],
+        ..Default::default()
+    };
+    let report = Report {
+        environment: Fields::from_iter([("hardware", "a machine")]),
+        details: vec![table("By op", &[])],
+        ..table("", &labels)
+    };
+    let latex = rendered(&report, Format::Latex);
+    let shared = "SIZE one; B one; ATTENTION one; PRECISION one; MODE one; EXECUTION one; CHECKPOINT one; DEVICE one; \
+                  machine: a machine";
+    for expected in [
+        format!("\\caption{{{shared}}}"),
+        format!("\\caption{{By op. {shared}}}"),
+        "T & Time (ms)".into(),
+    ] {
+        assert!(latex.contains(&expected), "{expected} in {latex}");
+    }
 }
 
 #[test]

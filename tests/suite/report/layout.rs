@@ -111,7 +111,14 @@ fn columns_are_chosen_by_name() {
     let headings: Vec<String> = chosen.columns.iter().map(Column::heading).collect();
     assert_eq!(
         headings,
-        ["Time eager (ms)", "Time planned (ms)", "Time speed-up", "T"]
+        [
+            "Phase",
+            "Time eager (ms)",
+            "Time planned (ms)",
+            "Time speed-up",
+            "T"
+        ],
+        "what tells rows apart stays"
     );
     assert!(
         rendered(&chosen, Format::Csv).contains("mean_ms"),
