@@ -30,7 +30,7 @@ use tallow::compile::{Step, StepConfig};
 use tallow::graph::{self, Graph, Target};
 use tallow::memory::{self, Estimate, Mode};
 use tallow::nn::{self, Layer};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::profile::{
     self, Cost, Grouping, NodeCost, ProfileReport, Profiler, Selection, node_costs, node_table,
 };
@@ -188,7 +188,7 @@ impl Flags {
             lr: 1e-2,
             ..Default::default()
         };
-        let mut optimizer = AdamW::new(model.parameters(), config)?;
+        let mut optimizer = Optimizer::new(model.parameters(), config)?;
         let mut planned = match self.planned {
             true => Some(Step::new(&optimizer, &StepConfig::default(), |inputs| {
                 model.loss(&inputs.get("tokens")?, &inputs.get("targets")?)
@@ -294,7 +294,11 @@ fn start_profiler(device: &Device) -> Result<(Profiler, Option<String>)> {
 }
 
 /// Runs forward, backward and update op by op, and returns the loss before the update.
-fn eager_step(model: &Gpt2, optimizer: &mut AdamW, [tokens, targets]: [&Tensor; 2]) -> Result<f32> {
+fn eager_step(
+    model: &Gpt2,
+    optimizer: &mut Optimizer,
+    [tokens, targets]: [&Tensor; 2],
+) -> Result<f32> {
     let loss = {
         let _phase = profile::phase("forward");
         model.loss(tokens, targets)?

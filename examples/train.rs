@@ -237,7 +237,8 @@ impl Flags {
                     false => Moments::Wide,
                 },
                 ..Default::default()
-            },
+            }
+            .into(),
             max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
             attention: Some(self.model.trained.attention),
             checkpointing: Some(self.model.activation_checkpointing),
@@ -323,17 +324,14 @@ impl Flags {
             let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
             format!("{count}, {way}, gradients averaged in {dtype}")
         });
-        let place = ["", " in backward"][usize::from(config.optimizer_in_backward)];
-        let ((beta1, beta2), decay) = (optimizer.betas, optimizer.weight_decay);
+        let place = ["", ", in backward"][usize::from(config.optimizer_in_backward)];
         let clipped = match (config.max_grad_norm, config.max_grad_value) {
             (None, None) => "not clipped".into(),
             (Some(norm), None) => format!("clipped at norm {norm}"),
             (None, Some(value)) => format!("clipped at {value}"),
             (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
         };
-        let optimizer = format!(
-            "AdamW{place}, betas {beta1} and {beta2}, weight decay {decay}, gradients {clipped}"
-        );
+        let optimizer = format!("{optimizer}{place}, gradients {clipped}");
         let step =
             format!("{accumulation} x {batch_size} windows of {sequence_length}: {tokens} tokens");
         let mut fields = Fields::from_iter([("data", data)]);
@@ -402,7 +400,7 @@ impl Flags {
             let model = TransformerLM::meta(model)?.with_attention(attention)?;
             let model = model.with_checkpointing(checkpointing);
             let (plan, _) = Step::plan_for_model(device, &model, &step, batch)?;
-            wanted_bytes = plan.with_moments(config.optimizer.moments).total_bytes();
+            wanted_bytes = plan.total_bytes();
         }
         common::memory::check("the training step", wanted_bytes, Some(available_bytes))
     }

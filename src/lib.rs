@@ -15,7 +15,7 @@
 //!
 //! ```
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm};
+//! use tallow::optim::{AdamWConfig, Optimizer, clip_grad_norm};
 //! use tallow::ops;
 //! use candle_core::Tensor;
 //!
@@ -25,7 +25,7 @@
 //!     ..Default::default()
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?;
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //!
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
@@ -72,7 +72,7 @@
 //! | stop and resume a run | [`Trainer::save`](train::Trainer::save), [`Trainer::resume`](train::Trainer::resume) |
 //! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
 //! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
-//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`AdamW::save`](optim::AdamW::save) |
+//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`Optimizer::save`](optim::Optimizer::save) |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
 //! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/gpt2.rs` |
 //! | freeze or tie weights, add a LoRA | [`nn`], [`nn::Parameter`] |
@@ -132,7 +132,7 @@
 //!   ([`Plan::explain`](compile::Plan::explain)).
 //! - `png`: pictures as PNG, with an embedded font (licence: `src/report/DejaVu-LICENSE.txt`). Includes `report`.
 //! - `files`: files of weights, optimizer and loss scaler, with checksums
-//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save),
+//!   ([`TransformerLM::save`](model::TransformerLM::save), [`Optimizer::save`](optim::Optimizer::save),
 //!   [`nn::save`](nn::save()), [`nn::load`](nn::load())). Included in `train` and `report`; includes [`hf`].
 //! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
 //! - `serde`: serde for configurations. Included in `files`.

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use tallow::bench::Execution;
 use tallow::compile::StepConfig;
 use tallow::memory::Mode;
-use tallow::optim::Moments;
+use tallow::optim::{AdamWConfig, Moments, Rule};
 use tallow::precision::Precision;
 
 /// The optimizer of a training step.
@@ -22,11 +22,15 @@ impl OptimizerFlag {
         }
     }
 
-    /// Returns the moments of AdamW; `seed` rounds those in bf16.
-    pub fn moments(self, seed: u64) -> Moments {
+    /// Returns the rule with its default hyperparameters; `seed` rounds moments in bf16.
+    pub fn rule(self, seed: u64) -> Rule {
         match self {
-            Self::Adamw => Moments::Wide,
-            Self::AdamwBf16 => Moments::Bf16 { seed },
+            Self::Adamw => Rule::default(),
+            Self::AdamwBf16 => AdamWConfig {
+                moments: Moments::Bf16 { seed },
+                ..Default::default()
+            }
+            .into(),
         }
     }
 }

@@ -110,6 +110,9 @@ impl PlanRequest<'_> {
                 return Ok(function.clone());
             }
             let mut function = self.trace(&inputs, checkpointing)?;
+            for parameter in &mut function.parameters {
+                parameter.rule = self.config.optimizer;
+            }
             prepare(&mut function);
             let function = Rc::new(function);
             last.replace(Some((checkpointing, function.clone())));

@@ -1,6 +1,6 @@
 //! Estimates inverted: the largest batch, the longest sequence and the cheapest checkpointing that fit in memory.
 
-use super::workload::{check, check_pass, check_some, lifetimes, optimizer_state};
+use super::workload::{check, check_pass, check_some, lifetimes};
 use super::{Mode, Workload};
 use crate::Result;
 use crate::model::TransformerConfig;
@@ -225,16 +225,15 @@ pub fn least_memory_checkpointing(
 /// Returns the bytes that no checkpointing changes: weights and, depending on the mode, gradients and the optimizer's
 /// state.
 fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
-    let width = workload.precision.parameter_dtype().size_in_bytes();
+    let dtype = workload.precision.parameter_dtype();
+    let width = dtype.size_in_bytes();
     let gradients = match workload.mode.has_backward() {
         true => width,
         false => 0,
     };
     let state = match workload.mode {
         Mode::TrainStep => {
-            let state = optimizer_state(width, workload.moments);
-            let widths: usize = state.map(|(_, width)| width).sum();
-            widths as f64 * config.num_parameters() as f64
+            workload.optimizer.state_bytes(dtype) as f64 * config.num_parameters() as f64
         }
         _ => 0.0,
     };

@@ -12,7 +12,7 @@ use crate::graph::{self, Graph};
 use crate::model::depth::with_stack;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing};
-use crate::optim::Moments;
+use crate::optim::Rule;
 use crate::precision::Precision;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -28,7 +28,7 @@ pub enum Mode {
     ForwardKeepingGraph,
     /// Forward, loss and backward.
     ForwardBackward,
-    /// Forward, loss, backward and AdamW.
+    /// Forward, loss, backward and update.
     #[default]
     TrainStep,
 }
@@ -72,9 +72,9 @@ pub struct Workload {
     /// The kernels that compute it. The default is the CPU's, also if a file leaves it out.
     #[serde(default)]
     pub kernels: Target,
-    /// The storage of AdamW's moments. The default is f32, also if a file leaves it out.
+    /// The rule of the update. The default is AdamW with its moments in f32, also if a file leaves it out.
     #[serde(default)]
-    pub moments: Moments,
+    pub optimizer: Rule,
 }
 
 impl Workload {
@@ -190,19 +190,6 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     }
 }
 
-/// Yields the names of AdamW's buffers for a parameter with elements of `width` bytes, each with the bytes of an
-/// element.
-pub(super) fn optimizer_state(
-    width: usize,
-    moments: Moments,
-) -> impl Iterator<Item = (&'static str, usize)> {
-    let f32_bytes = size_of::<f32>();
-    let moment = moments.dtype(DType::F32).size_in_bytes();
-    let master = (width < f32_bytes).then_some(("master weights", f32_bytes));
-    let moments = ["exp_avg", "exp_avg_sq"].map(|name| (name, moment));
-    moments.into_iter().chain(master)
-}
-
 /// Returns where the workload runs: the number of threads on the CPU, or a GPU.
 pub(super) fn place(kernels: Target) -> String {
     match kernels {
@@ -214,15 +201,16 @@ pub(super) fn place(kernels: Target) -> String {
 /// Returns what is alive before a pass of the model. This is more than the graph reads: a forward has targets too, and
 /// tables of angles have the model's context length.
 fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
-    let width = workload.precision.parameter_dtype().size_in_bytes();
+    let dtype = workload.precision.parameter_dtype();
+    let width = dtype.size_in_bytes();
     let all = config.parameters_formula();
     let parameters = config.num_parameters() as f64;
     let mut residents = vec![Buffer::new(Weights, "weights", all, parameters, width)];
     if workload.mode == Mode::TrainStep {
-        let state = optimizer_state(width, workload.moments);
-        residents.extend(
-            state.map(|(what, width)| Buffer::new(Optimizer, what, all, parameters, width)),
-        );
+        let state = workload.optimizer.state(dtype).into_iter();
+        residents.extend(state.map(|(what, dtype)| {
+            Buffer::new(Optimizer, what, all, parameters, dtype.size_in_bytes())
+        }));
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
     let ids = Buffer::new(Inputs, "tokens, targets", "BT", ids, 4);

@@ -1,6 +1,6 @@
 //! Sharding of the optimizer's state among ranks.
 
-use super::AdamW;
+use super::Optimizer;
 #[cfg(feature = "files")]
 use super::slot::Slot;
 use crate::distributed::{Communicator, Shard};
@@ -17,7 +17,7 @@ pub(super) struct Shards {
     owners: Vec<usize>,
 }
 
-impl AdamW {
+impl Optimizer {
     /// Shards state and update among the ranks that train a model (ZeRO, stage 1). This rank keeps the state of the
     /// parameters that it owns, frees the rest, and updates only its own parameters. It receives the others from their
     /// owners at the end of each [`step`](Self::step), or for a [planned](crate::compile::Step::replicated) step in the
@@ -33,7 +33,7 @@ impl AdamW {
     /// ```
     /// use candle_core::{Device, Tensor, Var};
     /// use tallow::distributed;
-    /// use tallow::optim::{AdamW, AdamWConfig};
+    /// use tallow::optim::{AdamWConfig, Optimizer};
     /// use tallow::ops;
     ///
     /// // Two ranks, here threads of one process; processes call distributed::init.
@@ -42,7 +42,7 @@ impl AdamW {
     ///     let of = |communicator: distributed::Communicator| -> tallow::Result<()> {
     ///         let parameters = ["a", "b"].map(|name| Ok((name.to_string(), Var::new(&[1f32, 2.0], &Device::Cpu)?)));
     ///         let parameters = parameters.into_iter().collect::<tallow::Result<Vec<_>>>()?;
-    ///         let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
+    ///         let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
     ///         optimizer.shard(&communicator)?;
     ///         let (a, b) = (&parameters[0].1, &parameters[1].1);
     ///         optimizer.step(&tallow::backward(ops::sum(&ops::mul(a, b)?)?)?)?;
@@ -62,7 +62,7 @@ impl AdamW {
     /// [`Error::Order`] if the optimizer is already sharded; [`Error::Placement`] for parameters on another device than
     /// the communicator's; [`Error::Rank`] if ranks have different parameters or numbers of steps.
     pub fn shard(&mut self, communicator: &Communicator) -> Result<()> {
-        const OP: &str = "AdamW::shard";
+        const OP: &str = "Optimizer::shard";
         if self.shards.is_some() {
             return Err(Error::Order {
                 op: OP,
@@ -130,8 +130,9 @@ impl AdamW {
         let mut state = Vec::new();
         for (entry, owner) in self.entries().zip(&shards.owners) {
             let mut own = entry.slot.into_iter().flat_map(Slot::vars);
-            for (kind, dtype) in Slot::layout(entry.var, entry.config.moments) {
-                if let Some(tensor) = shards.to_first(entry.var, dtype, *owner, own.next())? {
+            for (kind, dtype) in entry.rule.state(entry.var.dtype()) {
+                let own = own.next().map(|(_, var)| var);
+                if let Some(tensor) = shards.to_first(entry.var, dtype, *owner, own)? {
                     state.push((format!("{kind}.{}", entry.name), tensor));
                 }
             }

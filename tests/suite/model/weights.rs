@@ -6,7 +6,7 @@ use candle_core::D;
 use candle_nn::VarMap;
 use tallow::graph;
 use tallow::nn::{Embedding, Layer, LayerNorm, Linear, RmsNorm};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 
 /// An embedding, a frozen linear layer with a bias, a norm without one, and a head that shares the embedding's table.
 struct Net {
@@ -75,7 +75,7 @@ fn frozen_and_tied_weights_are_trained_as_they_are() {
         .map(|(_, w)| w.copy().unwrap())
         .collect();
     let config = with_lr(0.1);
-    let mut optimizer = AdamW::new(net.parameters(), config).unwrap();
+    let mut optimizer = Optimizer::new(net.parameters(), config).unwrap();
     // A twin with the same values in its own variables, computed by candle's ops.
     let twin: Vec<Var> = [0, 3].map(|i| Var::from_tensor(&before[i]).unwrap()).into();
     let twin_loss = || {
@@ -92,7 +92,7 @@ fn frozen_and_tied_weights_are_trained_as_they_are() {
         ("table".to_string(), twin[0].clone()),
         ("norm".into(), twin[1].clone()),
     ];
-    let mut by_hand = AdamW::new(named, config).unwrap();
+    let mut by_hand = Optimizer::new(named, config).unwrap();
     for step in 0..5 {
         let loss = net.loss(&tokens).unwrap();
         let wanted = twin_loss().unwrap();
@@ -158,7 +158,7 @@ fn weights_of_other_shapes_are_refused() {
 #[test]
 fn meta_weights_are_neither_trained_nor_saved() {
     let model = TransformerLM::from_var_builder(&mini(), graph::weights(DType::F32)).unwrap();
-    let refused = AdamW::new(model.parameters(), AdamWConfig::default());
+    let refused = Optimizer::new(model.parameters(), AdamWConfig::default());
     refusal(refused, &["token_embeddings.weight", "meta"]);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meta.safetensors");
