@@ -38,7 +38,7 @@ pub struct GridFlags {
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
     pub mode: Vec<ModeFlag>,
 
-    /// adamw, or adamw-bf16 with running means in bf16
+    /// adamw, adamw-bf16 with running means in bf16, sgd, lion or muon
     #[arg(
         long,
         value_enum,

@@ -2,7 +2,7 @@
 
 use super::row::LossScaling;
 use crate::Result;
-use crate::optim::{GradScaler, GradScalerConfig, Optimizer, Rule};
+use crate::optim::{GradScaler, GradScalerConfig, Optimizer, Rule, usual_groups};
 use crate::precision::Precision;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
@@ -20,7 +20,7 @@ impl Update {
     pub fn new(rule: Rule, parameters: Vec<(String, Var)>, precision: Precision) -> Result<Self> {
         let scales = precision.dtype() == DType::F16;
         Ok(Self {
-            optimizer: Optimizer::new(parameters, rule)?,
+            optimizer: Optimizer::with_groups(usual_groups(parameters, rule))?,
             scaler: GradScaler::new(GradScalerConfig {
                 enabled: scales,
                 ..Default::default()

@@ -111,7 +111,8 @@ impl PlanRequest<'_> {
             }
             let mut function = self.trace(&inputs, checkpointing)?;
             for parameter in &mut function.parameters {
-                parameter.rule = self.config.optimizer;
+                let rule = self.config.optimizer;
+                parameter.rule = rule.of_parameter(&parameter.name, &parameter.shape);
             }
             prepare(&mut function);
             let function = Rc::new(function);

@@ -144,7 +144,11 @@ impl Op {
 
     /// Returns whether a GPU can run it.
     pub fn is_on_gpu(&self) -> bool {
-        self.kernel().is_none_or(Kernel::is_on_gpu)
+        match self {
+            Self::Kernel(kernel) => kernel.is_on_gpu(),
+            Self::Update { rule, .. } => rule.info().gpu_width.is_some(),
+            _ => true,
+        }
     }
 
     /// Returns whether it is a matmul and nothing else.

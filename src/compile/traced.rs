@@ -20,6 +20,8 @@ pub(super) struct Parameter {
     pub name: String,
     /// The size of the whole variable. (The graph may have seen a view of it first.)
     pub elements: usize,
+    /// The shape of the whole variable.
+    pub shape: Vec<usize>,
     pub dtype: DType,
     /// The rule of its update, and how it is planned if the loss does not depend on it.
     pub rule: Rule,
@@ -88,6 +90,7 @@ impl TracedFunction {
             all.push(Parameter {
                 name: name.into(),
                 elements: tensor.elem_count(),
+                shape: tensor.dims().to_vec(),
                 dtype: tensor.dtype(),
                 rule: Rule::default(),
             });

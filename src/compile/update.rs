@@ -243,6 +243,10 @@ impl Update<'_> {
         }
         self.plan.phase = Phase::Optimizer;
         self.plan.path = rule.name().into();
+        for (name, elements, dtype) in rule.scratch(&self.parameters[number].shape, dtype) {
+            let scratch = self.plan.arena(name, &[elements], dtype, Category::Scratch);
+            written.push((name, scratch));
+        }
         let factor = factor.map(|factor| self.plan.whole(factor));
         let reads = Named::from([("gradient", gradient)]).with_some("factor", factor);
         let written = written

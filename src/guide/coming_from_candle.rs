@@ -75,9 +75,10 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! [`optim::Optimizer`](crate::optim::Optimizer) also implements `candle_nn::Optimizer`. A parameter without a gradient is an
-//! error that names it ([`Error::MissingGradient`](crate::Error::MissingGradient)), where candle's optimizers skip it.
-//! So a graph that is cut by a candle op shows in the first step. The state is f32 for parameters in half precision.
+//! [`optim::Optimizer`](crate::optim::Optimizer) also implements `candle_nn::Optimizer`. A parameter without a gradient
+//! is an error that names it ([`Error::MissingGradient`](crate::Error::MissingGradient)), where candle's optimizers
+//! skip it. So a graph that is cut by a candle op shows in the first step. The state is f32 for parameters in half
+//! precision.
 //!
 //! [`no_grad`](crate::no_grad()) stops tallow's ops from building a graph. candle has no such switch, so its own ops on
 //! a `Var` are still tracked inside.

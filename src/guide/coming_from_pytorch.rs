@@ -15,8 +15,8 @@
 //! | `torch.no_grad()` | [`no_grad`](crate::no_grad()) |
 //! | `torch.autocast` | [`autocast`](crate::autocast()) with [`Autocast::cuda`] or [`Autocast::cpu`] |
 //! | `torch.amp.GradScaler` | [`optim::GradScaler`](crate::optim::GradScaler) |
-//! | `torch.optim.AdamW`, parameter groups | [`optim::AdamW`](crate::optim::AdamW), [`AdamW::with_groups`] |
-//! | `lr_scheduler` | [`optim::Schedule`](crate::optim::Schedule), [`AdamW::set_learning_rate`] |
+//! | `torch.optim.AdamW`, parameter groups | [`optim::Optimizer`](crate::optim::Optimizer), [`Optimizer::with_groups`] |
+//! | `lr_scheduler` | [`optim::Schedule`](crate::optim::Schedule), [`Optimizer::set_learning_rate`] |
 //! | `clip_grad_norm_`, `clip_grad_value_` | [`clip_grad_norm`], [`clip_grad_value`] |
 //! | accumulation of `.grad` | [`optim::GradientAccumulator`](crate::optim::GradientAccumulator) |
 //! | `torch.utils.checkpoint` | [`nn::checkpoint`](crate::nn::checkpoint()), [`TransformerLM::with_checkpointing`] |
@@ -34,11 +34,11 @@
 //! | `torch.fx`, `torch.export` | [`graph::trace`](crate::graph::trace()) |
 //! | `torchrun`, `init_process_group` | `torchrun`, [`distributed::init`](crate::distributed::init) |
 //! | `DistributedDataParallel` | [`distributed::Replicated`](crate::distributed::Replicated), [`Trainer::replicate`] |
-//! | `ZeroRedundancyOptimizer` | [`AdamW::shard`](crate::optim::AdamW::shard), [`Trainer::shard_optimizer`] |
+//! | `ZeroRedundancyOptimizer` | [`Optimizer::shard`](crate::optim::Optimizer::shard), [`Trainer::shard_optimizer`] |
 //! | FSDP, `fully_shard` | [`distributed::FullyShard`](crate::distributed::FullyShard), [`Trainer::fully_sharded`] |
 //! | `DataLoader` | [`data::RandomBatches`], [`data::SequentialBatches`] |
 //! | a `Dataset` of your own | [`data::Batches`](crate::data::Batches) |
-//! | `torch.save`, `torch.load` | [`nn::save`](crate::nn::save()), [`TransformerLM::save`], [`AdamW::save`], [`Trainer::save`] |
+//! | `torch.save`, `torch.load` | [`nn::save`](crate::nn::save()), [`TransformerLM::save`], [`Optimizer::save`], [`Trainer::save`] |
 //! | `AutoModelForCausalLM.from_pretrained` | [`hf::load`](crate::hf::load), after [`hf::find`](crate::hf::find()) |
 //! | `Trainer` of `transformers` or Lightning | [`train::Trainer`](crate::train::Trainer) |
 //!
@@ -48,7 +48,7 @@
 //! use candle_core::{DType, Tensor};
 //! use tallow::autocast;
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig, Schedule, clip_grad_norm};
+//! use tallow::optim::{AdamWConfig, Optimizer, Schedule, clip_grad_norm};
 //! use tallow::precision::Autocast;
 //!
 //! let device = tallow::device("cpu")?;
@@ -57,7 +57,7 @@
 //!     ..Default::default()
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?; // parameters in f32
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //! let schedule = Schedule::WarmupCosine { max_lr: 1e-3, min_lr: 1e-4, warmup_steps: 2, total_steps: 5 };
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
@@ -80,7 +80,7 @@
 //! use candle_core::Tensor;
 //! use tallow::compile::{Step, StepConfig};
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig};
+//! use tallow::optim::{AdamWConfig, Optimizer};
 //! use tallow::precision::Precision;
 //!
 //! # let device = tallow::device("cpu")?;
@@ -91,7 +91,7 @@
 //! # let model = TransformerLM::new(&config, 0, &device)?;
 //! # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?;
 //! # let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?;
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //! let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
 //! let mut step = Step::for_model(&model, &optimizer, &config)?;
 //! for _ in 0..5 {
@@ -186,9 +186,9 @@
 //! [`Layer::parameters`]: crate::nn::Layer::parameters
 //! [`Autocast::cuda`]: crate::precision::Autocast::cuda
 //! [`Autocast::cpu`]: crate::precision::Autocast::cpu
-//! [`AdamW::with_groups`]: crate::optim::AdamW::with_groups
-//! [`AdamW::set_learning_rate`]: crate::optim::AdamW::set_learning_rate
-//! [`AdamW::save`]: crate::optim::AdamW::save
+//! [`Optimizer::with_groups`]: crate::optim::Optimizer::with_groups
+//! [`Optimizer::set_learning_rate`]: crate::optim::Optimizer::set_learning_rate
+//! [`Optimizer::save`]: crate::optim::Optimizer::save
 //! [`clip_grad_norm`]: crate::optim::clip_grad_norm
 //! [`clip_grad_value`]: crate::optim::clip_grad_value
 //! [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing

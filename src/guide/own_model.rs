@@ -89,6 +89,7 @@
 //!
 //! # The same model eagerly
 //!
-//! [`backward`](crate::backward()) and [`Optimizer::step`](crate::optim::Optimizer::step) train it without a plan; bf16 is then
+//! [`backward`](crate::backward()) and [`Optimizer::step`](crate::optim::Optimizer::step) train it without a plan; bf16
+//! is then
 //! [`autocast`](crate::autocast()). An eager loss takes tensors instead of [`Inputs`](crate::compile::Inputs). The
 //! example `examples/custom_model.rs` runs one loss both ways.

@@ -1,6 +1,6 @@
 //! The coefficients of an update.
 
-use super::cpu::update::{AdamW, COEFFICIENTS, Lion, Sgd};
+use super::cpu::update::{AdamW, COEFFICIENTS, Lion, Muon, Sgd};
 
 /// The coefficients of a step, the same for all elements of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,4 +49,4 @@ macro_rules! rules {
         )+
     };
 }
-rules!(AdamW, Lion, Sgd);
+rules!(AdamW, Lion, Muon, Sgd);

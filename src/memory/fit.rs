@@ -1,6 +1,6 @@
 //! Estimates inverted: the largest batch, the longest sequence and the cheapest checkpointing that fit in memory.
 
-use super::workload::{check, check_pass, check_some, lifetimes};
+use super::workload::{check, check_pass, check_some, lifetimes, optimizer_state};
 use super::{Mode, Workload};
 use crate::Result;
 use crate::model::TransformerConfig;
@@ -233,7 +233,10 @@ fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
     };
     let state = match workload.mode {
         Mode::TrainStep => {
-            workload.optimizer.state_bytes(dtype) as f64 * config.num_parameters() as f64
+            let state = optimizer_state(config, &workload.optimizer, dtype).into_iter();
+            state
+                .map(|(_, elements, width)| elements * width as f64)
+                .sum()
         }
         _ => 0.0,
     };

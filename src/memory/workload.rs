@@ -190,6 +190,34 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     }
 }
 
+/// Returns the tensors of the optimizer's state with their elements, over all parameters that have them, and the bytes
+/// of an element. The rules are those of [`usual_groups`](crate::optim::usual_groups).
+pub(super) fn optimizer_state(
+    config: &TransformerConfig,
+    rule: &Rule,
+    dtype: DType,
+) -> Vec<(&'static str, f64, usize)> {
+    let all = config.num_parameters() as f64;
+    let rest = rule.of_parameter("", &[]);
+    let of_rule = match rest == *rule {
+        true => all,
+        false => TransformerLM::meta(config).map_or(all, |model| {
+            let parameters = model.parameters().into_iter();
+            let of_rule =
+                parameters.filter(|(name, var)| rule.of_parameter(name, var.dims()) == *rule);
+            of_rule.map(|(_, var)| var.elem_count() as f64).sum()
+        }),
+    };
+    let parts = [(rule, of_rule), (&rest, all - of_rule)].into_iter();
+    let state = parts
+        .filter(|(_, elements)| *elements > 0.0)
+        .flat_map(|(rule, elements)| {
+            let state = rule.state(dtype).into_iter();
+            state.map(move |(name, dtype)| (name, elements, dtype.size_in_bytes()))
+        });
+    state.collect()
+}
+
 /// Returns where the workload runs: the number of threads on the CPU, or a GPU.
 pub(super) fn place(kernels: Target) -> String {
     match kernels {
@@ -207,9 +235,14 @@ fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
     let parameters = config.num_parameters() as f64;
     let mut residents = vec![Buffer::new(Weights, "weights", all, parameters, width)];
     if workload.mode == Mode::TrainStep {
-        let state = workload.optimizer.state(dtype).into_iter();
-        residents.extend(state.map(|(what, dtype)| {
-            Buffer::new(Optimizer, what, all, parameters, dtype.size_in_bytes())
+        let state = optimizer_state(config, &workload.optimizer, dtype).into_iter();
+        residents.extend(state.map(|(what, elements, width)| {
+            let formula = if elements == parameters {
+                all
+            } else {
+                "some of P"
+            };
+            Buffer::new(Optimizer, what, formula, elements, width)
         }));
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);

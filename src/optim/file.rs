@@ -58,8 +58,8 @@ impl Optimizer {
         save_tensors(path, entries, &[(KEY, header)], 1)
     }
 
-    /// Reads a file of [`Optimizer::save`] into an optimizer of the same parameters in the same groups. Hyperparameters and
-    /// learning rates become the saved ones. Later steps have the same bits as without the interruption. Load an
+    /// Reads a file of [`Optimizer::save`] into an optimizer of the same parameters in the same groups. Hyperparameters
+    /// and learning rates become the saved ones. Later steps have the same bits as without the interruption. Load an
     /// optimizer before it is [sharded](Optimizer::shard).
     ///
     /// # Errors
@@ -111,8 +111,8 @@ impl Optimizer {
         Ok(entries.collect())
     }
 
-    /// Reads the state of [`Optimizer::state_entries`] from a file, where only its names begin with `prefix`. If parameters
-    /// are shards, it reads this rank's part.
+    /// Reads the state of [`Optimizer::state_entries`] from a file, where only its names begin with `prefix`. If
+    /// parameters are shards, it reads this rank's part.
     ///
     /// # Errors
     /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].

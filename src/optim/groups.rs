@@ -1,6 +1,6 @@
 //! Groups of parameters that share a rule.
 
-use super::Rule;
+use super::{Rule, is_hidden_matrix, muon_for_matrices};
 use candle_core::Var;
 use candle_nn::VarMap;
 use std::sync::PoisonError;
@@ -61,6 +61,37 @@ pub fn parameters_of(variables: &VarMap) -> Vec<(String, Var)> {
     let mut parameters: Vec<_> = named.collect();
     parameters.sort_by(|(a, _), (b, _)| a.cmp(b));
     parameters
+}
+
+/// Splits parameters into the groups of the [trainer](crate::train::Trainer): those of [`decay_matrices_only`], or for
+/// Muon those of [`muon_for_matrices`](super::muon_for_matrices). Muon then updates the
+/// [hidden matrices](super::is_hidden_matrix), and AdamW the rest, with Muon's learning rate and weight decay. These
+/// suit both with [`Scaling::Moonlight`](super::Scaling::Moonlight).
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use tallow::model::{TransformerConfig, TransformerLM};
+/// use tallow::optim::{MuonConfig, Optimizer, Scaling, usual_groups};
+///
+/// let config = TransformerConfig {
+///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+///     ..Default::default()
+/// };
+/// let model = TransformerLM::new(&config, 0, &Device::Cpu)?;
+/// let muon = MuonConfig { lr: 1e-3, weight_decay: 0.1, scaling: Scaling::Moonlight, ..Default::default() };
+/// let groups = usual_groups(model.parameters(), muon);
+/// assert_eq!(groups[0].parameters.len(), 7); // q, k, v, out, w1, w2, w3
+/// let optimizer = Optimizer::with_groups(groups)?;
+/// # Ok::<(), tallow::Error>(())
+/// ```
+pub fn usual_groups(
+    parameters: impl IntoIterator<Item = (String, Var)>,
+    rule: impl Into<Rule>,
+) -> Vec<ParameterGroup> {
+    match rule.into() {
+        Rule::Muon(muon) => muon_for_matrices(parameters, muon, muon.rest(), is_hidden_matrix),
+        rule => decay_matrices_only(parameters, rule),
+    }
 }
 
 /// Splits parameters into two groups, so that weight decay applies to matrices only.

@@ -1,4 +1,5 @@
-//! Optimization: an [`Optimizer`] with a [`Rule`] for each group of parameters, gradient clipping and accumulation, loss scaling, learning-rate schedules.
+//! Optimization: an [`Optimizer`] with a [`Rule`] for each group of parameters, gradient clipping and accumulation,
+//! loss scaling, learning-rate schedules.
 //!
 //! All of it works on candle's [`Var`](candle_core::Var)s and [`GradStore`]s, of any model. Parameters are
 //! `(name, Var)` pairs, so that errors name the parameter. [`train`](crate::train) has a training loop.
@@ -49,7 +50,10 @@ pub use accumulate::GradientAccumulator;
 pub(crate) use clip::{DIVERGED, finite_loss};
 pub use clip::{check_finite, clip_grad_norm, clip_grad_norm_checked, clip_grad_value, grad_norm};
 pub use grad_scaler::{GradScaler, GradScalerConfig, GradScalerState};
-pub use groups::{ParameterGroup, decay_matrices_only, parameters_of};
+pub use groups::{ParameterGroup, decay_matrices_only, parameters_of, usual_groups};
 pub use optimizer::Optimizer;
-pub use rules::{AdamWConfig, LionConfig, Moments, Rule, SgdConfig};
+pub use rules::{
+    AdamWConfig, IterationDType, LionConfig, Moments, MuonConfig, Rule, Scaling, SgdConfig,
+    is_hidden_matrix, muon_for_matrices,
+};
 pub use schedule::Schedule;

@@ -18,6 +18,7 @@ use std::collections::{HashMap, HashSet};
 /// |---|---|---|
 /// | [`AdamW`](super::AdamWConfig) | by running means of the gradient and its square | 8 bytes, or 4 in bf16 |
 /// | [`Lion`](super::LionConfig) | by the sign of a running mean | 4 bytes |
+/// | [`Muon`](super::MuonConfig) | by the momentum, made orthogonal; matrices only | 4 bytes |
 /// | [`Sgd`](super::SgdConfig) | by the gradient, or its momentum | none, or 4 bytes |
 ///
 /// State is f32 for every parameter dtype except f64, where it is f64. A parameter in f16 or bf16 has `master` in
@@ -155,7 +156,9 @@ impl Optimizer {
                     (Path::Kernel, candle_core::Device::Cuda(_)) => {
                         on_gpu.add(var, gradient, slot, &update);
                     }
-                    (Path::Kernel, _) => step_cpu(var, gradient, slot, &update)?,
+                    (Path::Kernel, _) => {
+                        step_cpu(var, gradient, slot, entry.rule, &update)?;
+                    }
                     (Path::Reference, _) => step_reference(var, gradient, slot, &update)?,
                 }
             }
@@ -168,8 +171,8 @@ impl Optimizer {
         self.gather_weights()
     }
 
-    /// Updates every parameter with candle's own ops, on any device. It is slower than [`Optimizer::step`] and allocates
-    /// temporaries.
+    /// Updates every parameter with candle's own ops, on any device. It is slower than [`Optimizer::step`] and
+    /// allocates temporaries.
     ///
     /// # Errors
     /// Those of [`Optimizer::step`].
@@ -371,7 +374,8 @@ pub(super) struct Entry<'o> {
 impl Entry<'_> {
     /// Returns the coefficients of its update in step `step`.
     pub fn update(&self, step: usize) -> Update {
-        self.rule.update(step - self.skipped, self.number)
+        self.rule
+            .update(step - self.skipped, self.number, self.var.dims())
     }
 }
 

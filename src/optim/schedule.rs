@@ -60,8 +60,8 @@ pub enum Schedule {
         /// The step at which `min_lr` is reached, including the warm-up.
         total_steps: usize,
     },
-    /// A linear warm-up from 0 to `max_lr`, then `max_lr`, then linearly down to `min_lr` in the last `decay_steps`, then
-    /// `min_lr` (WSD: warm-up, stable, decay):
+    /// A linear warm-up from 0 to `max_lr`, then `max_lr`, then linearly down to `min_lr` in the last `decay_steps`,
+    /// then `min_lr` (WSD: warm-up, stable, decay):
     ///
     /// ```text
     /// t < warmup_steps                 max_lr * t / warmup_steps

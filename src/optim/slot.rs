@@ -3,8 +3,9 @@
 use super::Rule;
 use super::rules::{MASTER, master, reference};
 use crate::inplace::{for_stored, is_supported, read, wide, with_all_mut_bytes};
-use crate::kernels::cpu::Stored;
+use crate::kernels::cpu::update::muon::{self, Muon, Scratch};
 use crate::kernels::cpu::update::{self, AdamW, Elementwise, Lion, Moment, Sgd};
+use crate::kernels::cpu::{Real, Stored};
 use crate::kernels::{Coefficients, Update, stochastic};
 use crate::ops::lowering::{Named, Slice, Slices, StepState};
 use crate::ops::{check_granted_on, variable_of};
@@ -66,12 +67,21 @@ pub(super) fn step_cpu(
     parameter: &Var,
     gradient: &Tensor,
     slot: &Slot,
+    rule: &Rule,
     update: &Update,
 ) -> candle_core::Result<()> {
+    let scratch = rule
+        .scratch(parameter.dims(), parameter.dtype())
+        .into_iter();
+    let scratch = scratch.map(|(name, elements, dtype)| {
+        Ok((name, Tensor::zeros(elements, dtype, parameter.device())?))
+    });
+    let scratch = scratch.collect::<candle_core::Result<Vec<_>>>()?;
     let written: Vec<(&str, &Tensor)> = [("parameter", parameter)]
         .into_iter()
         .chain(slot.vars())
         .map(|(name, var)| (name, var.as_tensor()))
+        .chain(scratch.iter().map(|(name, tensor)| (*name, tensor)))
         .collect();
     let tensors: Vec<&Tensor> = written.iter().map(|(_, tensor)| *tensor).collect();
     let n = gradient.elem_count();
@@ -79,8 +89,9 @@ pub(super) fn step_cpu(
         with_all_mut_bytes(&tensors, |bytes| {
             let mut writes = Named::from([]);
             for ((name, tensor), bytes) in written.iter().zip(bytes) {
+                let (n, dtype) = (tensor.elem_count(), tensor.dtype());
                 // SAFETY: the bytes of n elements, borrowed exclusively.
-                writes.push(*name, unsafe { Slice::new(bytes.cast(), n, tensor.dtype()) });
+                writes.push(*name, unsafe { Slice::new(bytes.cast(), n, dtype) });
             }
             // SAFETY: it is read only.
             let g = unsafe { Slice::new(g.as_ptr().cast_mut().cast(), n, gradient.dtype()) };
@@ -96,9 +107,61 @@ pub(crate) fn step_slices(s: &Slices<'_>, factor: f64, update: &Update) -> candl
     match update.rule {
         Coefficients::AdamW(_) => elementwise::<AdamW, 2>(s, factor, update),
         Coefficients::Lion(_) => elementwise::<Lion, 1>(s, factor, update),
+        Coefficients::Muon(rule) => step_muon(s, factor, update, &rule),
         Coefficients::Sgd(rule) if rule.has_momentum() => elementwise::<Sgd, 1>(s, factor, update),
         Coefficients::Sgd(_) => elementwise::<Sgd, 0>(s, factor, update),
     }
+}
+
+/// Runs Muon's kernels on operands of any dtypes.
+fn step_muon(s: &Slices<'_>, factor: f64, update: &Update, rule: &Muon) -> candle_core::Result<()> {
+    let parameter = s.dtype_of("parameter")?;
+    if parameter == DType::F64 {
+        let direction = direction::<f64, f64, f64>(s, factor, update, rule)?;
+        muon::apply(s.y::<f64>("parameter")?, direction, update);
+        return Ok(());
+    }
+    let direction = match s.dtype_of("scratch")? {
+        DType::BF16 => wide_direction::<bf16>(s, factor, update, rule)?,
+        _ => wide_direction::<f32>(s, factor, update, rule)?,
+    };
+    match parameter {
+        DType::F32 => muon::apply(s.y::<f32>("parameter")?, direction, update),
+        DType::F16 => {
+            muon::apply_half::<f16>(s.y("parameter")?, direction, s.y(MASTER)?, update);
+        }
+        _ => muon::apply_half::<bf16>(s.y("parameter")?, direction, s.y(MASTER)?, update),
+    }
+    Ok(())
+}
+
+/// Returns Muon's direction in f32.
+fn wide_direction<'s, S: Stored<Wide = f32>>(
+    s: &Slices<'s>,
+    factor: f64,
+    update: &Update,
+    rule: &Muon,
+) -> candle_core::Result<&'s [f32]> {
+    match s.dtype_of("gradient")? {
+        DType::F16 => direction::<f16, f32, S>(s, factor, update, rule),
+        DType::BF16 => direction::<bf16, f32, S>(s, factor, update, rule),
+        _ => direction::<f32, f32, S>(s, factor, update, rule),
+    }
+}
+
+fn direction<'s, G: Stored<Wide = T>, T: Moment<Wide = T> + Real, S: Stored<Wide = T>>(
+    s: &Slices<'s>,
+    factor: f64,
+    update: &Update,
+    rule: &Muon,
+) -> candle_core::Result<&'s [T]> {
+    let mut scratch = Scratch {
+        direction: s.y("direction")?,
+        scratch: s.y::<S>("scratch")?,
+    };
+    let (gradient, buffer) = (s.x::<G>("gradient")?, s.y("momentum_buffer")?);
+    muon::direction(rule, gradient, factor, buffer, &mut scratch, update);
+    Ok(scratch.direction)
 }
 
 /// Selects the kernel by the dtypes of parameter, gradient and state.

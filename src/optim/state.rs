@@ -44,9 +44,10 @@ impl Optimizer {
     }
 
     /// Returns the state by name, in the parameters' order: the tensors of [`Rule::state`](super::Rule::state), such as
-    /// `exp_avg.<name>`, and last `master.<name>` for a parameter in half precision. Then `skipped.<name>` follows, an i64, the number of steps without an update
-    /// ([`MissingGradients::Skip`](super::MissingGradients::Skip)), for each parameter with any. [`Optimizer::steps`] is
-    /// the rest of the state. If the optimizer is [sharded](Optimizer::shard), this is the state of this rank.
+    /// `exp_avg.<name>`, and last `master.<name>` for a parameter in half precision. Then `skipped.<name>` follows, an
+    /// i64, the number of steps without an update ([`MissingGradients::Skip`](super::MissingGradients::Skip)), for each
+    /// parameter with any. [`Optimizer::steps`] is the rest of the state. If the optimizer is
+    /// [sharded](Optimizer::shard), this is the state of this rank.
     ///
     /// Except for the counts these are the optimizer's own tensors, which the next step changes, as in PyTorch;
     /// [`Tensor::copy`] copies one.
@@ -66,8 +67,8 @@ impl Optimizer {
         })
     }
 
-    /// Restores a state of [`Optimizer::state`] that was taken after `steps` steps. With equal parameters, gradients and
-    /// hyperparameters, later steps have the same bits.
+    /// Restores a state of [`Optimizer::state`] that was taken after `steps` steps. With equal parameters, gradients
+    /// and hyperparameters, later steps have the same bits.
     ///
     /// # Errors
     /// [`Error::Data`] names an entry that is missing, unexpected, of another shape or dtype, or with an element that

@@ -9,7 +9,7 @@ use crate::files::PathLock;
 use crate::inplace::to_f64;
 use crate::model::TransformerLM;
 use crate::ops::cross_entropy::nothing_counts;
-use crate::optim::{GradScaler, Optimizer, decay_matrices_only, finite_loss};
+use crate::optim::{GradScaler, Optimizer, finite_loss, usual_groups};
 use crate::{Result, probe};
 use candle_core::Var;
 use std::sync::Mutex;
@@ -135,7 +135,7 @@ impl Trainer {
         let vocab_size = model.config().vocab_size;
         let training_data = train.fingerprint(vocab_size)?;
         let validation_data = validation.fingerprint(vocab_size)?;
-        let groups = decay_matrices_only(parameters.clone(), config.optimizer);
+        let groups = usual_groups(parameters.clone(), config.optimizer);
         Ok(Self {
             optimizer: Optimizer::with_groups(groups)?,
             scaler: config.scaler()?,

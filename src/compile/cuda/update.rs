@@ -7,7 +7,7 @@ use super::device_pointers::DevicePointers;
 use super::run_values;
 use crate::Result;
 use crate::kernels::cuda::View;
-use crate::kernels::cuda::adamw::{Entry, Tables};
+use crate::kernels::cuda::update::{Entry, Tables};
 use crate::ops::cuda::elements;
 use crate::optim::PlannedUpdate;
 use candle_core::DType;

@@ -26,8 +26,9 @@ const OP: &str = "compile::Step";
 /// with this crate's [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`];
 /// [`plan_for`](Self::plan_for) predicts its memory without weights). A step does what an eager loop does with the
 /// same variables: `loss`, [`backward`](crate::backward),
-/// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked), [`Optimizer::step`](crate::optim::Optimizer::step).
-/// Learning rates, groups, betas, moments and the step count are read from the optimizer at each run: after
+/// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked),
+/// [`Optimizer::step`](crate::optim::Optimizer::step). Learning rates, groups, betas, moments and the step count are
+/// read from the optimizer at each run: after
 /// [`Optimizer::load`](crate::optim::Optimizer::load) the same step continues. The optimizer's weights are updated. A
 /// weight that several layers read (tied) receives the sum of its gradients. A weight that the optimizer does not have
 /// is frozen.
@@ -204,9 +205,9 @@ impl<'l> Step<'l> {
     /// It has an effect only on a GPU, where copies persist from run to run. Call it after you have set weights of the
     /// existing model in place: with [`nn::load`](crate::nn::load()), `VarMap::load`, or [`Var::set`] on the variables
     /// of [`Layer::parameters`](crate::nn::Layer::parameters). (A newly built model has other variables, and needs
-    /// another optimizer and step.) It is not needed after
-    /// [`Optimizer::load`](crate::optim::Optimizer::load), nor after an eager step of the same optimizer, which is detected,
-    /// nor for [`forward_backward`](Self::forward_backward), which always renews the copies.
+    /// another optimizer and step.) It is not needed after [`Optimizer::load`](crate::optim::Optimizer::load), nor
+    /// after an eager step of the same optimizer, which is detected, nor for
+    /// [`forward_backward`](Self::forward_backward), which always renews the copies.
     pub fn refresh(&mut self) {
         for prepared in &mut self.plans {
             prepared.step.executor.refresh();

@@ -53,8 +53,8 @@ use std::collections::HashMap;
 ///
 /// # Where it differs from PyTorch
 ///
-/// - A gradient in f16 is unscaled to f32, since small ones would become 0 again in f16; PyTorch refuses it. [`Optimizer`]
-///   accepts an f32 gradient for an f16 parameter.
+/// - A gradient in f16 is unscaled to f32, since small ones would become 0 again in f16; PyTorch refuses it.
+///   [`Optimizer`] accepts an f32 gradient for an f16 parameter.
 /// - A gradient that overflows when it is unscaled (by a scale under 1) counts as an overflow; PyTorch would step.
 /// - A scale that falls below the normal numbers of f32 is an error; PyTorch continues silently.
 /// - Parameters without a gradient are an error unless [`AdamWConfig::missing_gradients`] allows them.

@@ -158,7 +158,7 @@ impl AdamWConfig {
 
 impl AdamWConfig {
     /// Returns the coefficients of step `step`, counted from 1, for the parameter with index `parameter`.
-    pub(super) fn update(&self, step: usize, parameter: usize) -> Update {
+    pub(super) fn update(&self, step: usize, parameter: usize, _: &[usize]) -> Update {
         let rule = AdamW::new(self.lr, self.betas, self.eps, self.weight_decay, step);
         let rounding = match self.moments {
             Moments::Wide => 0,

@@ -90,7 +90,7 @@ impl LionConfig {
         finite_decay("LionConfig", self.lr, self.weight_decay)
     }
 
-    pub(super) fn update(&self, _: usize, _: usize) -> Update {
+    pub(super) fn update(&self, _: usize, _: usize, _: &[usize]) -> Update {
         Lion {
             decay: 1.0 - self.lr * self.weight_decay,
             one_minus_beta1: 1.0 - self.betas.0,

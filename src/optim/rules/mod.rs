@@ -2,10 +2,12 @@
 
 mod adamw;
 mod lion;
+mod muon;
 mod sgd;
 
 pub use adamw::{AdamWConfig, Moments};
 pub use lion::LionConfig;
+pub use muon::{IterationDType, MuonConfig, Scaling, is_hidden_matrix, muon_for_matrices};
 pub use sgd::SgdConfig;
 
 use super::MissingGradients;
@@ -117,10 +119,11 @@ macro_rules! rules {
                 }
             }
 
-            /// Returns the coefficients of step `step`, counted from 1, for the parameter with index `parameter`.
-            pub(crate) fn update(&self, step: usize, parameter: usize) -> Update {
+            /// Returns the coefficients of step `step`, counted from 1, for the parameter with index `parameter` and
+            /// these dimensions.
+            pub(crate) fn update(&self, step: usize, parameter: usize, dims: &[usize]) -> Update {
                 match self {
-                    $(Self::$Rule(config) => config.update(step, parameter),)+
+                    $(Self::$Rule(config) => config.update(step, parameter, dims),)+
                 }
             }
 
@@ -158,6 +161,8 @@ rules! {
     Sgd(SgdConfig) in sgd,
     /// Lion.
     Lion(LionConfig) in lion,
+    /// Muon, for matrices.
+    Muon(MuonConfig) in muon,
     /// AdamW.
     #[cfg_attr(feature = "serde", serde(untagged))] // as files have it from before there were other rules
     AdamW(AdamWConfig) in adamw
@@ -197,6 +202,28 @@ impl Rule {
     pub(crate) fn state_bytes(&self, parameter: DType) -> usize {
         let state = self.state(parameter).into_iter();
         state.map(|(_, dtype)| dtype.size_in_bytes()).sum()
+    }
+
+    /// Returns name, elements and dtype of the scratch memory of an update on the CPU.
+    pub(crate) fn scratch(
+        &self,
+        dims: &[usize],
+        parameter: DType,
+    ) -> Vec<(&'static str, usize, DType)> {
+        match self {
+            Self::Muon(muon) => muon.scratch(dims, parameter),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the rule of a parameter in [`usual_groups`](super::usual_groups), whose weight decay may be 0 instead.
+    pub(crate) fn of_parameter(&self, name: &str, dims: &[usize]) -> Self {
+        match self {
+            Self::Muon(muon) if dims.len() != 2 || !is_hidden_matrix(name, dims) => {
+                muon.rest().into()
+            }
+            rule => *rule,
+        }
     }
 
     /// Returns whether a plan for this rule can run `other`: the same rule with the same state.

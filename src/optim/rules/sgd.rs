@@ -117,7 +117,7 @@ impl SgdConfig {
         Ok(())
     }
 
-    pub(super) fn update(&self, step: usize, _: usize) -> Update {
+    pub(super) fn update(&self, step: usize, _: usize, _: &[usize]) -> Update {
         let share = match step {
             1 => 1.0,
             _ => 1.0 - self.dampening,

@@ -12,7 +12,7 @@ use tallow::optim::{
 };
 
 /// Returns the rules with all of their branches.
-fn rules() -> Vec<Rule> {
+pub(super) fn rules() -> Vec<Rule> {
     let sgd = SgdConfig {
         lr: 0.05,
         weight_decay: 0.1,

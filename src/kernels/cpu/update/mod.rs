@@ -5,10 +5,12 @@
 
 mod adamw;
 mod lion;
+pub(crate) mod muon;
 mod sgd;
 
 pub use adamw::AdamW;
 pub use lion::Lion;
+pub use muon::Muon;
 pub use sgd::Sgd;
 
 use super::parallel::{self, Shared, TASK_ELEMENTS};
@@ -92,8 +94,8 @@ impl Moment for bf16 {
     }
 }
 
-/// Updates `parameter` and `states` from `gradient * factor`; slices of one length. The product is rounded as a separate
-/// scaling pass would round it; there is none if `factor` is 1. The gradient is read once and not written.
+/// Updates `parameter` and `states` from `gradient * factor`; slices of one length. The product is rounded as a
+/// separate scaling pass would round it; there is none if `factor` is 1. The gradient is read once and not written.
 pub fn step<R: Elementwise<N>, T: Real, M: Moment<Wide = T>, const N: usize>(
     parameter: &mut [T],
     gradient: &[T],
