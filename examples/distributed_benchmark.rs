@@ -1,8 +1,8 @@
 //! Times collectives and training steps of several ranks, measures a rank's memory, and estimates steps of more GPUs.
 //!
 //! The second half of Stanford CS336's second assignment: collectives, naive, flat, overlapped and bucketed DDP, the
-//! sharded optimizer, FSDP, and communication accounting. Ranks are threads of this process, or with `--gpus`, torchrun,
-//! srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
+//! sharded optimizer, FSDP, and communication accounting. Ranks are threads of this process, or with `--gpus`,
+//! torchrun, srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
 //! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl --precision bf16

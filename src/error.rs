@@ -126,7 +126,7 @@ pub enum Error {
     Rank {
         /// The rank.
         rank: usize,
-        /// What the ranks were doing: a collective, a step, `rendezvous`, or the function that compared settings.
+        /// The operation of the ranks: a collective, a step, `rendezvous`, or the function that compared settings.
         during: String,
         /// The failure of the rank.
         problem: String,

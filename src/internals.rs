@@ -1,4 +1,5 @@
-//! Kernels, and the calls and buffers of plans, for this crate's own benches and tests. Not part of the API: anything here may change or be removed.
+//! Kernels, and the calls and buffers of plans, for this crate's own benches and tests. Not part of the API: anything
+//! here may change or be removed.
 
 pub use crate::compile::arena::ALIGNMENT_BYTES;
 pub use crate::compile::buffer::{Buffer, BufferId, Category, Location};

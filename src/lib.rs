@@ -38,8 +38,9 @@
 //!
 //! # Guides
 //!
-//! [From candle](guide::coming_from_candle), [from PyTorch](guide::coming_from_pytorch), [a model of your
-//! own](guide::own_model), [several hosts](guide::several_hosts), [reading a profile](guide::reading_a_profile).
+//! [PyTorch's names, and what takes their place](guide::names), [from PyTorch](guide::coming_from_pytorch), [from
+//! candle](guide::coming_from_candle), [a model of your own](guide::own_model), [several hosts](guide::several_hosts),
+//! [reading a profile](guide::reading_a_profile).
 //!
 //! # Modules
 //!
@@ -52,7 +53,8 @@
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
 //! - [`backward`](backward()): the gradients of a loss; it frees the graph as it proceeds;
 //! - [`hf`]: models and tokenizers in Hugging Face's folders;
-//! - [`optim`]: AdamW with f32 state and in-place updates, clipping, accumulation, schedules, loss scaling;
+//! - [`optim`]: AdamW, SGD, Lion and Muon with f32 state and in-place updates, clipping, accumulation, schedules, loss
+//!   scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`distributed`]: data parallelism and sharding over several GPUs, processes or threads;
 //! - [`compile`]: planned training steps: a list of kernel calls with one memory arena, faster than the graph, with an
@@ -72,7 +74,7 @@
 //! | stop and resume a run | [`Trainer::save`](train::Trainer::save), [`Trainer::resume`](train::Trainer::resume) |
 //! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
 //! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
-//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`Optimizer::save`](optim::Optimizer::save) |
+//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`Optimizer::save`][adamw] |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
 //! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/gpt2.rs` |
 //! | freeze or tie weights, add a LoRA | [`nn`], [`nn::Parameter`] |
@@ -84,15 +86,18 @@
 //! | plan my own model and loss | [the guide](guide::own_model), [`compile::Step::new`], `examples/custom_model.rs` |
 //! | predict the memory of a `TransformerLM` | [`memory::estimate`], planned: [`compile::Step::plan_for_model`] |
 //! | predict the memory of my own model | [`memory::estimate_graph`], planned: [`compile::Step::plan_for`] |
+//! | predict the memory of one of several ranks | [the guide](guide::several_hosts#the-memory-of-a-rank) |
 //! | find a batch size or checkpointing that fits | [`memory::largest_batch_size`], [`memory::recommend`] |
 //! | save memory by recomputation | [`nn::checkpoint()`], [`StepConfig::memory_budget_bytes`][budget] |
 //! | see which tensor uses the memory | [`memory::record_on()`], [the guide](guide::reading_a_profile) |
+//! | record the memory of a `TransformerLM`'s step | [`EndToEnd::profile_memory`](bench::EndToEnd::profile_memory) |
 //! | read the peak of memory | [`memory::Meter`] |
 //! | profile a step | [`profile::Profiler`], [the guide](guide::reading_a_profile) |
 //! | count FLOPs | [`model::flops`] |
 //! | compare two versions of a step | [`bench::EndToEnd`], [`bench::alternate()`] |
 //! | train on several GPUs | [`distributed`], [`Trainer::replicate`](train::Trainer::replicate) |
 //! | train a model that one GPU cannot hold | [`distributed::FullyShard`] |
+//! | plan the steps of several ranks | [`Step::replicated`][replicated], [`Step::fully_sharded`][sharded] |
 //! | train on several hosts | [the guide](guide::several_hosts) |
 //! | look at a forward pass as a graph | [`graph::trace()`], [`Graph::to_dot`](graph::Graph::to_dot) |
 //! | find ops that ran without a kernel | [`ops::fallbacks`], [`ops::KernelPolicy`] |
@@ -102,6 +107,9 @@
 //! [open]: model::TransformerLM::open
 //! [separator]: train::TrainConfig::separator
 //! [budget]: compile::StepConfig::memory_budget_bytes
+//! [adamw]: optim::Optimizer::save
+//! [replicated]: compile::Step::replicated
+//! [sharded]: compile::Step::fully_sharded
 //!
 //! # Legend of shapes
 //!

@@ -7,9 +7,9 @@
 //! - by tensor parallelism, of the b Y tokens of its Y devices, the inputs and in parts the outputs,
 //!   `(Y - 1)/Y 4 b Y D` bytes over M_Y links.
 //!
-//! It is compute-bound where the FLOPs take as long as both: from the b of the table on. Data parallelism alone receives
-//! nothing in forward. Its backward, of twice the FLOPs, all-reduces the gradients, `2 (X - 1)/X 2 w D F` bytes: FSDP's
-//! bound. ("How to Scale Your Model", Austin et al., 2025, chapter 5.)
+//! It is compute-bound where the FLOPs take as long as both: from the b of the table on. Data parallelism alone
+//! receives nothing in forward. Its backward, of twice the FLOPs, all-reduces the gradients, `2 (X - 1)/X 2 w D F`
+//! bytes: FSDP's bound. ("How to Scale Your Model", Austin et al., 2025, chapter 5.)
 
 use super::common::models::{Handout, Model};
 use super::{Rank, values};
@@ -158,7 +158,8 @@ impl<'f> Layers<'f> {
     }
 
     /// Returns the fewest tokens of a device with which a block's FLOPs take as long as what the device receives;
-    /// `None` if no number is enough. FSDP divides weights among X devices, and their columns among Y, with these links.
+    /// `None` if no number is enough. FSDP divides weights among X devices, and their columns among Y, with these
+    /// links.
     fn compute_bound(&self, division: [usize; 2], links: [usize; 2]) -> Option<f64> {
         let [x, y] = division.map(|devices| devices as f64);
         let [x_rate, y_rate] = links.map(|links| links as f64 * 1e9 * self.flags.link_gb_s);

@@ -23,7 +23,8 @@ pub struct Estimate {
 }
 
 /// Plans the step of rank 0 on a GPU, with micro-batches (B, T), for each number of ranks. Memory is
-/// [`Plan::total_bytes`], and time is [`Plan::timeline`] by the rates. `divided` returns what ranks divide and exchange.
+/// [`Plan::total_bytes`], and time is [`Plan::timeline`] by the rates. `divided` returns what ranks divide and
+/// exchange.
 pub fn estimates(
     model: &TransformerLM,
     [batch_size, length]: [usize; 2],

@@ -33,8 +33,8 @@ impl fmt::Display for Signal {
     }
 }
 
-/// While it is alive, the first signal is only noted. Any other ends the process with its exit status, and so does every
-/// signal afterwards.
+/// While it is alive, the first signal is only noted. Any other ends the process with its exit status, and so does
+/// every signal afterwards.
 pub struct Signals {
     /// 0 is none.
     received: Arc<AtomicUsize>,

@@ -149,7 +149,7 @@ impl FirstKeys {
     /// Declares first keys as an input of a plan: each run passes a u32 tensor (B, Tq) by this name, and checks it.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
+    /// Those of [`graph::input`](crate::graph::input()).
     pub fn input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::new(&graph::input(name, shape, DType::U32)?)
     }
@@ -172,7 +172,7 @@ impl FirstKeys {
         &self.0
     }
 
-    /// Checks that there is a first key for each query of q (..., H, Tq, Dh).
+    /// Checks that each query of q (..., H, Tq, Dh) has a first key.
     pub(super) fn check_shape(&self, op: &'static str, q: &Tensor) -> Result<()> {
         let wanted = match q.dims() {
             [leading @ .., _, queries, _] => [leading, &[*queries]].concat(),

@@ -19,7 +19,7 @@ const INPUTS: [(&str, Slot); 3] = [
     ("k", Slot::Input(1)),
     ("v", Slot::Input(2)),
 ];
-/// Which extra inputs of an op are the first keys, the key mask and the dropout key.
+/// The indices of first keys, key mask and dropout key among the extra inputs of an op.
 #[derive(Default)]
 pub(crate) struct Reads {
     pub first_keys: Option<usize>,

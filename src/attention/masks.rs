@@ -15,13 +15,13 @@ const BIAS: &str = "attention::ScoreBias";
 /// No other value is allowed.
 ///
 /// [`padding`](Self::padding) hides keys from all queries of a sequence; no tensor of size Tq Tk is made.
-/// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is the
-/// opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
+/// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is
+/// the opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
 ///
 /// A query that attends to no key has an output and gradients of zero. On the CPU [`flash`](super::flash()) skips tiles
-/// of keys that are hidden from all queries of a tile, forward and backward. A NaN or an infinity in a hidden key has no
-/// effect there. [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden keys
-/// must be finite too.
+/// of keys that are hidden from all queries of a tile, forward and backward. A NaN or an infinity in a hidden key has
+/// no effect there. [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden
+/// keys must be finite too.
 ///
 /// On a GPU flash attention runs its reference, and cannot be planned with a key mask or a [`ScoreBias`].
 ///
@@ -117,7 +117,7 @@ impl KeyMask {
     /// shape by this name.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
+    /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
     pub fn input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::new(&graph::input(name, shape, DType::U8)?)
     }
@@ -125,7 +125,7 @@ impl KeyMask {
     /// Declares a padding mask (B, Tk) as an input of a plan.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
+    /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
     pub fn padding_input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::padding(&graph::input(name, shape, DType::U8)?)
     }
@@ -177,10 +177,10 @@ impl KeyMask {
 /// Terms of the scores, such as ALiBi's or T5's relative positions: a float tensor that is added to the scaled (and
 /// capped) scores.
 ///
-/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides a
-/// key; a query whose terms are all -inf attends to no key (with naive attention on a GPU, its output is NaN: hide keys
-/// with a [`KeyMask`] there). The tensor has a gradient if it is tracked, `dS` summed over
-/// the dimensions in which it was broadcast.
+/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides
+/// a key; a query whose terms are all -inf attends to no key (with naive attention on a GPU, its output is NaN: hide
+/// keys with a [`KeyMask`] there). The tensor has a gradient if it is tracked, `dS` summed over the dimensions in which
+/// it was broadcast.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -233,7 +233,7 @@ impl ScoreBias {
     /// Declares terms as an input of a plan: each run passes a tensor of this shape and dtype by this name.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].
+    /// Those of [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].
     pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         Self::new(&graph::input(name, shape, dtype)?)
     }

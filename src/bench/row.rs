@@ -105,7 +105,8 @@ pub struct PhaseTime {
     pub noisy: bool,
     /// B T over the median; `None` for [`UPDATE`].
     pub tokens_per_s: Option<f64>,
-    /// FLOPs of the phase's matmuls; `None` for the optimizer.
+    /// FLOPs of the phase's matmuls by [`flops`](crate::model::flops), which counts no recomputation of checkpointing;
+    /// `None` for the optimizer.
     pub flops: Option<f64>,
     /// FLOP/s at the median.
     pub flops_per_s: Option<f64>,
@@ -138,7 +139,8 @@ impl PhaseTime {
     }
 }
 
-/// The memory of a run's steps, in bytes; `None` if the device or system does not report it.
+/// The memory of a run's steps, in bytes; `None` if the device or system does not report it. On the CPU the first two
+/// need a [`Tracker`](crate::memory::tracker::Tracker) as the global allocator; only CUDA has the third.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMemory {
     /// Memory allocated after the last step, including what is kept between steps.

@@ -95,7 +95,7 @@ fn flops_without_group(op: &Op) -> f64 {
 /// Ops that are planned together in one phase, and their cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupCost {
-    /// The path in the model, for example `layers.3.attn`.
+    /// The path of the module in the model, for example `layers.3/attn`.
     pub path: String,
     /// The ops' names, as in the graph.
     pub ops: Vec<&'static str>,

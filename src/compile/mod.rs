@@ -43,9 +43,9 @@
 //! tiles fit the GPU's shared memory. Beyond 1,024 tokens naive attention skips blocks that the mask hides. In f16 the
 //! gradients of naive attention's scores are rounded to f16: use a loss scale.
 //!
-//! In half precision, linear layers of one input are one matmul, and heads and gates are packed in one tensor. With
-//! [`StepConfig::optimizer_in_backward`] in bf16, gradients are in bf16 where weights have
-//! [half-precision copies](#half-precision).
+//! In half precision, the projections of q, k and v are one matmul, and so are gate and up of SwiGLU and GeGLU. With
+//! [`StepConfig::optimizer_in_backward`] in bf16, gradients are in bf16 where weights have [half-precision
+//! copies](#half-precision).
 //!
 //! The second run is recorded as a CUDA graph. A run allocates nothing, and within a run the GPU never waits for the
 //! host. When a step switches to another of its plans, that plan takes over the arena.
@@ -63,13 +63,13 @@
 //! | f64, views of more than six dimensions that cannot be joined, gradients of views that overlap themselves | GPUs |
 //! | flash attention: head widths not a multiple of 8 (f32: 4), tiles that do not fit, a scale of 0 or less | GPUs |
 //! | flash attention heads wider than 256 | everywhere |
-//! | half-precision parameters under an optimizer, as of [`Regime::Full`] | everywhere |
+//! | half-precision parameters under an optimizer, as in [`Regime::Full`] | everywhere |
 //! | weights that are cast at each use: [`Precision::with_dropped_casts`] | everywhere |
 //! | parameters under an optimizer that have several dtypes or share a storage | everywhere |
 //! | an op without a kernel for its dtype, or on the reference path | everywhere |
 //! | candle's own arithmetic on values that depend on an input ([views](crate::graph#meta-tensors) work) | everywhere |
 //! | token ids or first keys that an op computes: make them an input | everywhere |
-//! | if token ids are i64: arithmetic on any i64 tensor; pass the ids in u32 | everywhere |
+//! | arithmetic on i64 tensors in a function whose token ids are i64: pass the ids in u32 | everywhere |
 //! | an output that is not a float; in a training step, a loss that is not a scalar f32 (CPU: or f64) | everywhere |
 //! | a parameter without a gradient, unless its group [permits that](crate::optim::MissingGradients) | everywhere |
 //! | the optimizer in backward with clipping by norm, accumulation, loss scaling or several ranks | everywhere |
@@ -87,12 +87,12 @@
 //!
 //! The autocast policy is PyTorch's for CUDA, on the CPU too. [`Precision::with_regime`] selects PyTorch's policy for
 //! the CPU instead. A [`TransformerLM`](crate::model::TransformerLM) computes the same under both. In a loss of your
-//! own, `exp`, `log`, `log_softmax`, `pow`, `rsqrt`, `softmax`, `sum` and `layer_norm` are f32 under CUDA's policy, and
-//! have the dtype of their inputs under the CPU's. `mean` has the dtype of its input under both.
+//! own, `exp`, `log`, `log_softmax`, `logsumexp`, `pow`, `rsqrt`, `softmax`, `sum` and `layer_norm` are f32 under
+//! CUDA's policy, and have the dtype of their inputs under the CPU's. `mean` has the dtype of its input under both.
 //!
 //! A training step needs a loss in f32. [`ops::cross_entropy`](crate::ops::cross_entropy()) returns one. A loss of your
-//! own must end in f32 itself, for example because it subtracts f32 targets from a bf16 output; else call
-//! [`ops::cast`](crate::ops::cast()) before the mean.
+//! own must end in f32 itself, for example because it subtracts f32 targets from a bf16 output. If it would end in half
+//! precision, call [`ops::cast`](crate::ops::cast()) before the mean.
 //!
 //! The weights that matmuls read have half-precision copies in the arena:
 //!
@@ -104,8 +104,8 @@
 //!
 //! [`Precision::with_regime`]: crate::precision::Precision::with_regime
 //!
-//! Results are rounded where eager ones are, with one exception. The gradient of an input that several weights share is
-//! a sum of matmuls in place, which is rounded once instead of twice.
+//! Results are rounded where eager ones are, with one exception. If several linear layers read one input, each adds to
+//! its gradient in place. The sum is then rounded once for each layer; an eager step rounds each matmul and each sum.
 //!
 //! f16 needs loss scaling: [`StepConfig::loss_scaling`] and [`Step::run_scaled`] with a
 //! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. If a gradient overflows, the update is
@@ -113,17 +113,25 @@
 //!
 //! # What a plan is exact about
 //!
-//! [`Plan::arena_bytes`] is the size of the arena, and [`Plan::total_bytes`] all memory that the plan knows: arena,
-//! parameters, optimizer state, inputs, outputs and, on a GPU, [`Plan::workspace_bytes`].
+//! [`Plan::arena_bytes`] is the size of the arena. [`Plan::total_bytes`] is the memory of everything that the plan
+//! accesses: the arena, parameters, optimizer state, inputs (with frozen weights, constants, and tables of rotary
+//! embeddings), outputs and, on a GPU, [`Plan::workspace_bytes`].
 //!
-//! - On a GPU the total predicts a step's peak to 0.1 MiB.
-//! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Matmuls keep packing
-//!   buffers of 0.75 MiB per thread (2.5 MiB in half precision), whatever the sizes. Flash attention needs a few tiles
-//!   per thread, naive attention the bytes that
-//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts. In tests all other scratch
-//!   memory of a run is under 1 MiB.
+//! - On a GPU the total predicts to 0.1 MiB the peak of the memory pool, which all tensors of the process are allocated
+//!   from ([`Meter`](crate::memory::Meter)). The process needs more: the CUDA context, its loaded kernels, recorded
+//!   CUDA graphs and, with several ranks, NCCL's buffers.
+//! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Each thread keeps a
+//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. Small matmuls in
+//!   f32, and on processors without AVX-512 most, are by the `gemm` crate: it keeps a buffer of the size of the level 2
+//!   cache for each thread, and packs into memory that it frees. The threads are the calling one and those of rayon's
+//!   pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles per thread, naive attention the
+//!   bytes that [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts. In tests all other
+//!   scratch memory of a run is under 1 MiB.
 //!
 //! With accumulation, inputs are counted for one micro-batch.
+//!
+//! A step has a plan for each set of shapes and for each kind of run, such as the evaluation by [`Step::forward`]. All
+//! share the arena, which has the size of the largest. On a GPU each plan has a workspace of its own.
 //!
 //! The bits of a result do not depend on the number of threads, nor on the offsets of buffers.
 

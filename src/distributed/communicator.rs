@@ -192,13 +192,19 @@ impl Communicator {
     }
 
     /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
-    /// longer than that, the job fails. The error names the first of these that there is:
+    /// longer than that, the job fails. The error names the rank that this one waits for, by the first of these rules
+    /// that applies:
     ///
     /// - a rank whose heartbeats have stopped;
-    /// - the rank that is *behind*: it has begun fewer collectives than another (those inside of a planned step on a
-    ///   GPU are not counted);
-    /// - a rank that is in another collective than this one, or has left;
-    /// - this rank.
+    /// - a rank that is *behind*: it has begun fewer collectives than another;
+    /// - a rank that is in another collective than this one;
+    /// - a rank that has left;
+    /// - this rank itself.
+    ///
+    /// Collectives inside of a planned step on a GPU do not count. If a rank hangs in work of its own, such as its data
+    /// loader, while the others wait in [`Step::run`](crate::compile::Step::run), no rank is behind there, and the
+    /// error may name a rank that waits. Call [`barrier`](Self::barrier) or [`mean`](Self::mean) before each step, for
+    /// example to combine the flags of signals: they count, and the error names the rank that has not called them.
     ///
     /// These calls are covered without a guard:
     ///
@@ -211,14 +217,14 @@ impl Communicator {
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
     ///   [`Replicated::new`](super::Replicated::new), [`Optimizer::shard`](crate::optim::Optimizer::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
-    /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and in
-    ///   a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the calls
-    ///   in which the others wait for it are.
+    /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and
+    ///   in a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the
+    ///   calls in which the others wait for it are.
     ///
-    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your own
-    /// collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together with
-    /// the reads of their results, or a rank that hangs in them may never be noticed (a rank whose process dies always
-    /// is).
+    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your
+    /// own collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together
+    /// with the reads of their results, or a rank that hangs in them may never be noticed (a rank whose process dies
+    /// always is).
     ///
     /// ```
     /// # use tallow::distributed::Communicator;

@@ -113,9 +113,10 @@ pub struct ReplicatedConfig {
     /// The dtype to which gradients are rounded for the exchange: bf16 halves the bytes. `None` keeps their own dtype.
     /// Planned steps on the CPU do not support bf16.
     ///
-    /// In a planned step on a GPU the matmuls then write gradients of matrices in bf16 directly, as with [an optimizer
-    /// in backward](crate::compile::StepConfig::optimizer_in_backward). Gradients of embeddings and norms stay in f32,
-    /// and so do all gradients with accumulation or loss scaling.
+    /// A planned step on a GPU rounds only gradients that a matmul can write in bf16, as with [an optimizer in
+    /// backward](crate::compile::StepConfig::optimizer_in_backward): in precision bf16, those of matrices that one op
+    /// reads. Gradients of embeddings and norms are exchanged in f32. So are all gradients in other precisions, with
+    /// accumulation on a rank, and with loss scaling.
     pub dtype: Option<DType>,
 }
 

@@ -19,7 +19,7 @@
 //! let model = TransformerLM::new(&config, 0, communicator.device())?;
 //! let config = TrainConfig {
 //!     sequence_length: 256,
-//!     accumulation: communicator.world_size(), // batches of a step on all ranks together: one on each
+//!     accumulation: 16, // batches of a step on all ranks together: a multiple of their number
 //!     ..Default::default()
 //! };
 //! let mut trainer = Trainer::new(model, config, train, validation)?;
@@ -79,9 +79,9 @@
 //!   others notice immediately.
 //! - It has dropped the communicator, as a rank does that returns from `main`, and another rank still needs it. That is
 //!   noticed no later than the timeout. Ranks need not return from `main` together.
-//! - A covered call of some rank has lasted longer than [`DistConfig::timeout`], and this is the rank that the others
-//!   wait for. [`Communicator::apply_timeout`] lists the covered calls and defines this rank. All ranks learn of it
-//!   within a second after the timeout.
+//! - A covered call of any rank has lasted longer than [`DistConfig::timeout`]. The failed rank is then the one that
+//!   this call waits for. [`Communicator::apply_timeout`] lists the covered calls and says how that rank is determined.
+//!   All ranks learn of it within a second after the timeout.
 //!
 //! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
 //! suspended together and resumed (`scontrol suspend`): that time does not count.
@@ -90,8 +90,8 @@
 //!   `main` (`?`). The process then ends with exit code 1, about 15 seconds after the error at the latest: it drops the
 //!   communicator, which waits up to 10 seconds for NCCL's abort and a few seconds for last messages, but not for other
 //!   ranks. Start all ranks again, and resume from a checkpoint.
-//! - Rust prints the error of `main` after that drop. Print it before you return it if [`launch()`] starts the ranks:
-//!   it ends them 10 seconds after the first one has failed.
+//! - Rust prints the error of `main` after that drop. Under [`launch()`], print the error before you return it:
+//!   `launch` ends all ranks 10 seconds after the first one has ended with an error, which may be during that drop.
 //! - Once a rank has exited with the error, [`launch()`], torchrun and mpirun also end a rank that hangs. `srun` does
 //!   so with `--kill-on-bad-exit=1`.
 //! - If a host loses power or its network, its connections stay open. The others notice once a covered call has lasted

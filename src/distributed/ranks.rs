@@ -19,7 +19,7 @@ pub struct Ranks {
     pub local_rank: usize,
     /// Number of processes.
     pub world_size: usize,
-    /// Host and port where rank 0 listens. Ranks on GPUs require it; ranks on CPUs agree on one by MPI.
+    /// Host and port at which ranks connect to rank 0. Ranks on GPUs require it; ranks on CPUs agree on one by MPI.
     pub master: Option<(String, u16)>,
     /// Whether all ranks are known to be on this host.
     pub(crate) is_one_host: bool,
@@ -85,10 +85,11 @@ impl Ranks {
     ///   `LOCAL_RANK` may differ: it replaces that row's local rank, for ranks that see one GPU each.
     /// - A world size of 1 alone, or `MASTER_ADDR` alone, is not a job. Slurm's variables count only inside `srun`, not
     ///   in the batch script around it.
-    /// - Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`. Ranks of torchrun and ranks on GPUs need both. Ranks on
-    ///   CPUs that `mpirun` or `srun` started may lack both: rank 0 then chooses a port. If torchrun's agent has a
-    ///   store of its own on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next port. If the
-    ///   launcher's variables show that all ranks are on one host, rank 0 listens on 127.0.0.1 only.
+    /// - Ranks connect to rank 0 at `MASTER_ADDR` and `MASTER_PORT`. Rank 0 listens on that port, on all interfaces. If
+    ///   the address is a loopback address, or the launcher's variables show that all ranks are on one host, it listens
+    ///   on loopback alone. Ranks of torchrun and ranks on GPUs need both variables. Ranks on CPUs that `mpirun` or
+    ///   `srun` started may lack both: rank 0 then chooses a port. If torchrun's agent has a store of its own on that
+    ///   port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next port.
     /// - `TALLOW_JOB_TOKEN` is the job's secret: rank 0 refuses every process that does not know it. `launch` and the
     ///   ranks of mpirun make one. Ranks of torchrun and Slurm on several hosts need one that you set, the same for
     ///   all: at least 16 bytes, for example from `openssl rand -hex 16`. With torchrun export it on each host; with

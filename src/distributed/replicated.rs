@@ -77,7 +77,8 @@ impl Replicated {
     /// [`MissingGradients::Skip`] a parameter has a gradient after the exchange if it has one on any rank; the others
     /// count as zeros. With [`MissingGradients::Zero`] every parameter has one. All ranks need the same setting.
     ///
-    /// A [planned](crate::compile::Step::replicated) step is the same on all ranks, and uses its optimizer's setting.
+    /// A [planned](crate::compile::Step::replicated) step ignores this. The same parameters lack a gradient on all
+    /// ranks there, and [`AdamWConfig::missing_gradients`](crate::optim::AdamWConfig::missing_gradients) applies.
     pub fn with_missing(self, missing: MissingGradients) -> Self {
         Self { missing, ..self }
     }

@@ -1,4 +1,6 @@
 //! Errors of candle's own ops on meta tensors: which op it was, and what to call instead.
+//!
+//! [`guide::names`](crate::guide::names) has the same table; a test compares them.
 
 use crate::Error;
 use candle_core::DType;
@@ -37,7 +39,7 @@ const OPS: [CandleOp; 21] = [
     ),
     op(
         &["map1"],
-        "an op with a number (`x * 2.0`), sum or mean",
+        "`x * 2.0`, sum or mean",
         "call ops::affine, ops::sum, ops::mean, ops::sum_over or ops::mean_over",
     ),
     op(
@@ -93,12 +95,12 @@ const OPS: [CandleOp; 21] = [
     op(
         &[READ],
         "to_vec, to_scalar or another read of the elements",
-        "return the tensor from the traced function and read it after a run",
+        "return the tensor from the function and read it after a run",
     ),
 ];
 
-/// Describes the call of candle's that failed on a meta tensor (its storage has the dtype F4), and what to call instead.
-/// `None` for other errors.
+/// Describes the call of candle's that failed on a meta tensor (its storage has the dtype F4), and what to call
+/// instead. `None` for other errors.
 pub(super) fn failed_on_meta_tensor(error: &Error) -> Option<(&'static str, &'static str)> {
     let Error::Candle(error) = error else {
         return None;
@@ -137,5 +139,26 @@ fn innermost(error: &Candle) -> &Candle {
             wrapped.downcast_ref::<Candle>().map_or(error, innermost)
         }
         _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::OPS;
+
+    /// The guide has these ops in this order, and a link for each function and layer that a hint names first.
+    #[test]
+    fn the_guide_has_the_same_table() {
+        let page = include_str!("../guide/names.rs");
+        let row = |calls, instead| format!("//! | {calls} | {instead} |");
+        let rows: Vec<String> = OPS.iter().map(|op| row(op.calls, op.instead)).collect();
+        let head = [row("candle", "instead"), "//! |---|---|".into()];
+        let table = [&head[..], &rows, &["//!".into()]].concat().join("\n");
+        assert!(page.contains(&table), "src/guide/names.rs needs\n{table}");
+        for word in rows.iter().flat_map(|row| row.split([' ', ','])) {
+            if word.starts_with("ops::") || word.starts_with("nn::") {
+                assert!(page.contains(&format!("[`{word}`]")), "{word} has no link");
+            }
+        }
     }
 }

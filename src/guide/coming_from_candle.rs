@@ -33,11 +33,9 @@
 //!
 //! Note the names: candle's `rope` rotates by halves, tallow's [`rope`](crate::ops::rope()) adjacent pairs.
 //!
-//! These have gradients in candle; tallow's versions have kernels for forward and backward:
-//! `candle_nn::loss::cross_entropy` ([`ops::cross_entropy`](crate::ops::cross_entropy()), or
-//! [`ops::linear_cross_entropy`](crate::ops::linear_cross_entropy()) together with the head), `Linear`, `Embedding`,
-//! `silu`, `gelu`, `swiglu`, dropout ([`ops`](crate::ops) lists all). Ops with kernels have the same formula in plain
-//! candle ops in [`ops::reference`](mod@crate::ops::reference).
+//! candle's other ops and layers have gradients. [`names`](super::names#candles-names) has ours for each: their kernels
+//! compute forward and backward, follow autocast, and can be traced and planned. Ops with kernels have the same formula
+//! in plain candle ops in [`ops::reference`](mod@crate::ops::reference).
 //!
 //! # Gradients
 //!

@@ -1,46 +1,6 @@
-//! For readers who know PyTorch: what takes the place of each part, and which differences matter.
+//! For readers who know PyTorch: a training loop, eagerly and planned, and the differences that matter.
 //!
-//! # What takes the place of what
-//!
-//! | PyTorch | tallow |
-//! |---|---|
-//! | `nn.Module`, `state_dict()`, `parameters()` | [`Layer`], [`Layer::weights`], [`Layer::parameters`] |
-//! | `nn.Parameter`, `nn.Linear`, `nn.RMSNorm`, ... | [`nn::Parameter`](crate::nn::Parameter), [`nn`](crate::nn) |
-//! | `torch.nn.functional` | [`ops`](crate::ops), [`attention`](crate::attention) |
-//! | `sum(dim)`, `mean(dim, keepdim=True)` | [`ops::sum_over`], [`ops::mean_keepdim`] |
-//! | `max(dim).values`, `logsumexp(dim)`, `var(dim)` | [`ops::max_over`], [`ops::logsumexp`], [`ops::var`] |
-//! | `2 * x + 1`, `sqrt`, `abs`, `clamp` | [`ops::affine`], [`ops::sqrt`], [`ops::abs`], [`ops::clamp`] |
-//! | `loss.backward()`, `.grad` | [`backward`](crate::backward()), which returns the gradients |
-//! | `tensor.backward(gradient)` | [`backward_from`](crate::backward_from) |
-//! | `torch.no_grad()` | [`no_grad`](crate::no_grad()) |
-//! | `torch.autocast` | [`autocast`](crate::autocast()) with [`Autocast::cuda`] or [`Autocast::cpu`] |
-//! | `torch.amp.GradScaler` | [`optim::GradScaler`](crate::optim::GradScaler) |
-//! | `torch.optim.AdamW`, parameter groups | [`optim::Optimizer`](crate::optim::Optimizer), [`Optimizer::with_groups`] |
-//! | `lr_scheduler` | [`optim::Schedule`](crate::optim::Schedule), [`Optimizer::set_learning_rate`] |
-//! | `clip_grad_norm_`, `clip_grad_value_` | [`clip_grad_norm`], [`clip_grad_value`] |
-//! | accumulation of `.grad` | [`optim::GradientAccumulator`](crate::optim::GradientAccumulator) |
-//! | `torch.utils.checkpoint` | [`nn::checkpoint`](crate::nn::checkpoint()), [`TransformerLM::with_checkpointing`] |
-//! | `torch.compile` | a planned step: [`compile::Step`](crate::compile::Step) |
-//! | `scaled_dot_product_attention` | [`attention::flash`], [`attention::naive`] |
-//! | its boolean `attn_mask` | [`KeyMask::new`](crate::attention::KeyMask::new), in u8: 1 shows |
-//! | its float `attn_mask` | [`ScoreBias`](crate::attention::ScoreBias), with a gradient if it is tracked |
-//! | `key_padding_mask` (true hides) | [`KeyMask::padding`](crate::attention::KeyMask::padding) (1 shows) |
-//! | FlexAttention: documents, windows, soft caps | [`AttentionConfig`](crate::attention::AttentionConfig) |
-//! | `torch.set_float32_matmul_precision("high")` | [`hardware::set_tf32`](crate::hardware::set_tf32) |
-//! | `torch.profiler`, `record_function` | [`profile::Profiler`], [`profile::range`] |
-//! | `torch.cuda.max_memory_allocated` | [`memory::Meter`](crate::memory::Meter) |
-//! | `torch.cuda.memory._record_memory_history` | [`memory::record_on`], [`memory::Snapshot`] |
-//! | the meta device | [`graph::input`](crate::graph::input()), [`graph::weights`](crate::graph::weights) |
-//! | `torch.fx`, `torch.export` | [`graph::trace`](crate::graph::trace()) |
-//! | `torchrun`, `init_process_group` | `torchrun`, [`distributed::init`](crate::distributed::init) |
-//! | `DistributedDataParallel` | [`distributed::Replicated`](crate::distributed::Replicated), [`Trainer::replicate`] |
-//! | `ZeroRedundancyOptimizer` | [`Optimizer::shard`](crate::optim::Optimizer::shard), [`Trainer::shard_optimizer`] |
-//! | FSDP, `fully_shard` | [`distributed::FullyShard`](crate::distributed::FullyShard), [`Trainer::fully_sharded`] |
-//! | `DataLoader` | [`data::RandomBatches`], [`data::SequentialBatches`] |
-//! | a `Dataset` of your own | [`data::Batches`](crate::data::Batches) |
-//! | `torch.save`, `torch.load` | [`nn::save`](crate::nn::save()), [`TransformerLM::save`], [`Optimizer::save`], [`Trainer::save`] |
-//! | `AutoModelForCausalLM.from_pretrained` | [`hf::load`](crate::hf::load), after [`hf::find`](crate::hf::find()) |
-//! | `Trainer` of `transformers` or Lightning | [`train::Trainer`](crate::train::Trainer) |
+//! [`names`](super::names) has PyTorch's names, module by module, and what takes the place of each.
 //!
 //! # A training loop
 //!
@@ -161,39 +121,7 @@
 //!
 //! **What is missing**
 //!
-//! Convolutions, a key/value cache, class weights in the cross-entropy, optimizers other than AdamW, tensor and pipeline
-//! parallelism. candle's own ops cover some of these, eagerly.
+//! The rows of [`names`](super::names) that begin with "none", such as a key/value cache, tensor and pipeline
+//! parallelism. Convolutions and recurrent layers are candle's, eagerly.
 //!
-//! [`ops::sum_over`]: crate::ops::sum_over
-//! [`ops::mean_keepdim`]: crate::ops::mean_keepdim
-//! [`ops::max_over`]: crate::ops::max_over
-//! [`ops::logsumexp`]: crate::ops::logsumexp
-//! [`ops::var`]: crate::ops::var
-//! [`ops::affine`]: crate::ops::affine
-//! [`ops::sqrt`]: crate::ops::sqrt
-//! [`ops::abs`]: crate::ops::abs
-//! [`ops::clamp`]: crate::ops::clamp
-//! [`attention::flash`]: crate::attention::flash()
-//! [`attention::naive`]: crate::attention::naive()
-//! [`profile::Profiler`]: crate::profile::Profiler
-//! [`profile::range`]: crate::profile::range
-//! [`memory::record_on`]: crate::memory::record_on()
-//! [`memory::Snapshot`]: crate::memory::Snapshot
-//! [`data::RandomBatches`]: crate::data::RandomBatches
-//! [`data::SequentialBatches`]: crate::data::SequentialBatches
-//! [`Layer`]: crate::nn::Layer
-//! [`Layer::weights`]: crate::nn::Layer::weights
-//! [`Layer::parameters`]: crate::nn::Layer::parameters
-//! [`Autocast::cuda`]: crate::precision::Autocast::cuda
-//! [`Autocast::cpu`]: crate::precision::Autocast::cpu
-//! [`Optimizer::with_groups`]: crate::optim::Optimizer::with_groups
-//! [`Optimizer::set_learning_rate`]: crate::optim::Optimizer::set_learning_rate
-//! [`Optimizer::save`]: crate::optim::Optimizer::save
 //! [`clip_grad_norm`]: crate::optim::clip_grad_norm
-//! [`clip_grad_value`]: crate::optim::clip_grad_value
-//! [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing
-//! [`TransformerLM::save`]: crate::model::TransformerLM::save
-//! [`Trainer::save`]: crate::train::Trainer::save
-//! [`Trainer::replicate`]: crate::train::Trainer::replicate
-//! [`Trainer::shard_optimizer`]: crate::train::Trainer::shard_optimizer
-//! [`Trainer::fully_sharded`]: crate::train::Trainer::fully_sharded

@@ -1,16 +1,22 @@
 //! A model of your own from its layers to a planned step: loss, AdamW, bf16, predicted memory, files.
 //!
-//! The example is a classifier of token sequences: an embedding, the mean over the sequence, a linear layer.
+//! The example is a classifier of token sequences: an embedding, the mean over the sequence, a linear layer. Its loss
+//! is the cross-entropy plus a term that keeps the logits small, the z-loss.
 //!
-//! A model is a struct of layers. Its [`Layer::visit`](crate::nn::Layer::visit) names the weights, for the optimizer and
-//! for files. The loss reads its inputs by name. It calls [`ops`](crate::ops) and layers of [`nn`](crate::nn), since
-//! only these are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar f32. With
-//! [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16, and its cross-entropy f32.
-//! Other losses [must end in f32](crate::compile#half-precision) themselves.
+//! A model is a struct of layers. Its [`Layer::visit`](crate::nn::Layer::visit) names the weights, for the optimizer
+//! and for files.
+//!
+//! The loss reads its inputs by name. It calls [`ops`](crate::ops) and layers of [`nn`](crate::nn), since only these
+//! are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar f32. With
+//! [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16. `cross_entropy`,
+//! `log_softmax`, `logsumexp`, `exp` and `sum` of it are f32. `mean`, `relu`, `add` and `mul` of bf16 tensors stay
+//! bf16: if the loss would end in one of these, call [`ops::cast`](crate::ops::cast()) to f32 before the mean.
+//! [`compile`](crate::compile#half-precision) has the list of dtypes.
 //!
 //! A plan needs no weights: a model of [`graph::weights`](crate::graph::weights()) has shapes alone, so that the memory
-//! of a step is known before anything is allocated. The step itself is made with the real model and its optimizer, with
-//! the same [`StepConfig`](crate::compile::StepConfig) and f32 weights.
+//! of a step is known before the weights are allocated. The batch has tensors, as here, or meta tensors of
+//! [`graph::input`](crate::graph::input()), which allocate nothing. The step itself is made with the real model and its
+//! optimizer, with the same [`StepConfig`](crate::compile::StepConfig) and f32 weights.
 //!
 //! `Cargo.toml` needs `candle-core`, as in the README. `VarBuilder` comes from
 //! [`tallow::candle_nn`](crate::candle_nn), so `candle-nn` is not needed.
@@ -41,7 +47,11 @@
 //!     fn loss(&self, inputs: &Inputs) -> Result<Tensor> {
 //!         let hidden = self.table.forward(&inputs.get("tokens")?)?; // (B, T, D)
 //!         let pooled = ops::mean_over(&hidden, 1)?; // (B, D)
-//!         ops::cross_entropy(&self.head.forward(&pooled)?, &inputs.get("classes")?)
+//!         let logits = self.head.forward(&pooled)?; // (B, 5), bf16 in the step below
+//!         let cross_entropy = ops::cross_entropy(&logits, &inputs.get("classes")?)?; // f32
+//!         let log_z = ops::logsumexp(&logits, 1)?; // (B), f32
+//!         let z_loss = ops::mean(&ops::pow(&log_z, 2.0)?)?; // f32, since log_z is
+//!         ops::add_scaled(&cross_entropy, &z_loss, 1e-4)
 //!     }
 //! }
 //!
@@ -51,45 +61,57 @@
 //!         self.head.visit(&nn::join(path, "head"), visit);
 //!     }
 //! }
-//! # let folder = std::env::temp_dir().join(format!("tallow-own-model-{}", std::process::id()));
-//! # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
-//! let device = tallow::device("cpu")?;
-//! let tokens = Tensor::new(&[[1u32, 2, 3, 4], [5, 6, 7, 8]], &device)?; // (B, T)
-//! let classes = Tensor::new(&[0u32, 3], &device)?; // (B)
-//! let batch = [("tokens", &tokens), ("classes", &classes)];
-//! let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
 //!
-//! let meta = Classifier::new(graph::weights(DType::F32))?; // parameters are f32, matmuls bf16
-//! let plan = Step::plan_for(&device, PlanKind::TrainStep, &config, batch, |inputs| meta.loss(inputs))?;
-//! println!("a step needs {} bytes\n{}", plan.total_bytes(), planned_breakdown(&plan));
+//! fn main() -> Result<()> {
+//!     let device = tallow::device("cpu")?;
+//!     let tokens = Tensor::new(&[[1u32, 2, 3, 4], [5, 6, 7, 8]], &device)?; // (B, T)
+//!     let classes = Tensor::new(&[0u32, 3], &device)?; // (B)
+//!     let batch = [("tokens", &tokens), ("classes", &classes)];
+//!     let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
 //!
-//! let model = Classifier::new(nn::seeded(0, DType::F32, &device))?;
-//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
-//! let mut step = Step::new(&optimizer, &config, |inputs| model.loss(inputs))?;
-//! let first = step.run(&mut optimizer, batch)?;
-//! let second = step.run(&mut optimizer, batch)?;
-//! assert!(second < first);
+//!     let meta = Classifier::new(graph::weights(DType::F32))?; // parameters are f32, matmuls bf16
+//!     let plan = Step::plan_for(&device, PlanKind::TrainStep, &config, batch, |inputs| meta.loss(inputs))?;
+//!     println!("a step needs {} bytes\n{}", plan.total_bytes(), planned_breakdown(&plan));
 //!
-//! nn::save(&model, folder.join("model.safetensors"))?;
-//! optimizer.save(folder.join("optimizer.safetensors"))?;
+//!     let model = Classifier::new(nn::seeded(0, DType::F32, &device))?;
+//!     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
+//!     let mut step = Step::new(&optimizer, &config, |inputs| model.loss(inputs))?;
+//!     let first = step.run(&mut optimizer, batch)?;
+//!     let second = step.run(&mut optimizer, batch)?;
+//!     assert!(second < first);
 //!
-//! // Later: another model and optimizer go on where these stopped.
-//! let model = Classifier::new(nn::seeded(1, DType::F32, &device))?;
-//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
-//! nn::load(&model, folder.join("model.safetensors"))?;
-//! optimizer.load(folder.join("optimizer.safetensors"))?;
-//! let mut step = Step::new(&optimizer, &config, |inputs| model.loss(inputs))?;
-//! assert!(step.run(&mut optimizer, batch)? < second);
-//! # let _ = std::fs::remove_dir_all(&folder);
-//! # Ok::<(), tallow::Error>(())
+//!     let folder = std::env::temp_dir().join(format!("own-model-{}", std::process::id()));
+//!     std::fs::create_dir_all(&folder).expect("a folder for the files");
+//!     nn::save(&model, folder.join("model.safetensors"))?;
+//!     optimizer.save(folder.join("optimizer.safetensors"))?;
+//!
+//!     // Later: another model and optimizer continue from the files.
+//!     let model = Classifier::new(nn::seeded(1, DType::F32, &device))?;
+//!     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
+//!     nn::load(&model, folder.join("model.safetensors"))?;
+//!     optimizer.load(folder.join("optimizer.safetensors"))?;
+//!     let mut step = Step::new(&optimizer, &config, |inputs| model.loss(inputs))?;
+//!     assert!(step.run(&mut optimizer, batch)? < second);
+//! #   let _ = std::fs::remove_dir_all(&folder);
+//!     Ok(())
+//! }
 //! ```
 //!
-//! On the CPU `total_bytes` lacks the kernels' [scratch memory](crate::compile#what-a-plan-is-exact-about), which grows
-//! with the number of threads: `RAYON_NUM_THREADS`, or one for each core.
+//! Each file is replaced atomically, but not both together. A crash between the two saves leaves a new model with an
+//! old optimizer. To rule that out, write both to a new folder and rename it.
+//! ([`Trainer::save`](crate::train::Trainer::save) writes one file.)
+//!
+//! # Memory that the plan does not count
+//!
+//! On the CPU add the kernels' [scratch memory](crate::compile#what-a-plan-is-exact-about) to `total_bytes`. For this
+//! model in bf16 it is 2.5 MiB a thread, for the calling thread and each of the pool's.
+//! [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates it; no function returns its size.
+//! [`Step::plan_for`](crate::compile::Step::plan_for) counts all weights as trained, which is too much if some are
+//! frozen; [`Step::prepare`](crate::compile::Step::prepare) on the real model is exact.
 //!
 //! # The same model eagerly
 //!
 //! [`backward`](crate::backward()) and [`Optimizer::step`](crate::optim::Optimizer::step) train it without a plan; bf16
 //! is then
 //! [`autocast`](crate::autocast()). An eager loss takes tensors instead of [`Inputs`](crate::compile::Inputs). The
-//! example `examples/custom_model.rs` runs one loss both ways.
+//! example `examples/custom_model.rs` of the repository runs one loss both ways.

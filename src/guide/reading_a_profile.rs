@@ -45,11 +45,13 @@
 //! Scale and mask count as softmax, unless they are ops of their own (`--reference-ops`). On a GPU, kernels of flash
 //! attention fuse matmuls and softmax, and count as neither.
 //!
-//! Trust the profile if profiler and stopwatch differ by at most 10%: answer (a) under the table applies this limit. A
-//! larger difference means that recording costs time. If the profiled step is the faster one, the difference is noise.
-//! If the standard deviation of the recorded steps is more than 20% of their mean, answers (b) to (e) say `Undecided`.
-//! `unexplained` has no limit: it should be small compared with the rows you act on. Here ops take 96.2% of the step
-//! and matmuls 64.3%, so the ops limit it.
+//! Trust the profile if profiler and stopwatch differ by at most 10%: answer (a) under the table applies this limit. If
+//! the profiled step is slower by more, recording costs time. If it is faster by more, the difference is noise: repeat
+//! with more `--steps`. Answers (b) to (e), on the longest op, the other parts of forward, the share of matmuls, and
+//! softmax in attention, say `Undecided` if the standard deviation of the recorded steps is more than 20% of their
+//! mean. `unexplained` has no limit: it should be small compared with the rows you act on. Here ops take 96.2% of the
+//! step and matmuls 64.3%: the time is spent in kernels, not in overhead. The columns `Rate` and `Memory` below tell
+//! whether arithmetic or memory limits a kernel.
 //!
 //! The second table has a row for each op. Its backward is a row of its own:
 //!
@@ -88,21 +90,24 @@
 //! On a GPU the default is `--by kernel`, with a row for each kernel; `--by name` gives the table above.
 //!
 //! A fused op's matmuls are in its row: `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the
-//! head's matmul and the loss. A note under the table lists the contents of such ops. `--columns all` adds columns that
-//! did not fit:
+//! head's matmul and the loss. A note under the table lists the contents of such ops. Ops that checkpointing recomputes
+//! run in backward: they count in the rows of their forward, whose calls a step increase. `--columns all` adds columns
+//! that did not fit:
 //!
 //! | column | meaning |
 //! |---|---|
 //! | Matmuls, Softmax a step (ms) | the part of the row that is spent in matmuls and softmax |
 //! | Rate (GFLOP/s) | FLOPs by the op's formula, over its time |
-//! | Memory (GB/s) | bytes if each operand is read or written once, divided by the row's time; caches are ignored |
+//! | Memory (GB/s) | bytes if each input is read once and each output written once, over the row's time |
 //! | Median, Min, Max (ms) | of one call, over the calls of all recorded steps |
 //! | Total (ms), Instances | sum and number of the calls of all recorded steps |
 //!
 //! # What to do next
 //!
-//! Compare the rates with those of the machine: `cargo bench --bench kernels` prints each kernel next to the machine's
-//! memory and arithmetic rates.
+//! Compare the rates with those of the machine. `cargo bench --bench kernels` prints each kernel next to the machine's
+//! memory and arithmetic rates (`memory/copy` and `arithmetic/multiply-add`). In a program,
+//! [`measure_peak_flops`](crate::hardware::measure_peak_flops) measures a CPU's arithmetic rate in f32; no function
+//! measures the memory's. A `Memory` above the machine's rate means that tensors were still in cache.
 //!
 //! | what you see | what to try |
 //! |---|---|
@@ -115,6 +120,16 @@
 //! | one op dominates unexpectedly | it may have run its reference ([`ops::fallbacks`]); `--strict` refuses that |
 //! | stopwatch and profiler disagree | larger sizes if the profiler is slower; else more `--steps` on a quiet machine |
 //! | Std is as large as Mean | the row mixes sizes (`--by path` separates them), or the machine is busy: see Median |
+//!
+//! As a rule these settings change a training step on two CPU cores (`benches/RESULTS.md` has the measurements):
+//!
+//! | setting | time | memory |
+//! |---|---|---|
+//! | [`Algorithm::Flash`] | as naive for 256 tokens, less from about 1,024 on | no (T, T) matrix is saved |
+//! | `--checkpoint block` | at most one forward more: a third of the FLOPs | block inputs, one block's activations |
+//! | bf16, planned, AMX | a third of f32's | half the activations, and copies of weights |
+//! | bf16, planned, AVX512-BF16 of a Zen 4 | 0.6 of f32's | the same |
+//! | bf16 on other processors | not less than f32's | the same |
 //!
 //! [bf16]: crate::hardware::bf16_matmul_unit
 //! [`Algorithm::Flash`]: crate::attention::Algorithm::Flash
@@ -227,8 +242,8 @@
 //!
 //! # In your own program
 //!
-//! Both need the feature `report`, which is on by default. Build with `--release` or set `opt-level = 3` in your
-//! `[profile.dev]`: tallow's own profile does not apply to your crate.
+//! Profiles of time and of memory need the feature `report`, which is on by default. Build with `--release` or set
+//! `opt-level = 3` in your `[profile.dev]`: tallow's own profile does not apply to your crate.
 //!
 //! A range is a named interval, like PyTorch's `record_function`. It ends when its guard is dropped, so bind the guard
 //! to a name such as `_phase`: with `let _ = profile::phase("forward")` it ends at once. Ops and layers open their own
@@ -268,35 +283,56 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! `report.table()` is the second table above. For the first table's shares of matmuls and softmax, add up
-//! [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
-//! [`ProfileReport::whole_ns`]. [`Balance`](crate::profile::Balance)
-//! prints one line for each part of the step, in milliseconds a step and in percent. The lines are the ops of each
-//! phase (`forward, ops`), the last rows of that table with the phase first (`backward, freeing the graph`), and the
-//! `wall time`.
+//! `report.table()` is the second table above. `write_to` shows all of its columns.
+//! [`Report::to_text`](crate::report::Report::to_text) with the width of a terminal in its
+//! [`Layout`](crate::report::Layout) leaves out the least important ones. For the first table's shares of matmuls and
+//! softmax, add up [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
+//! [`ProfileReport::whole_ns`]. [`Balance`](crate::profile::Balance) prints one line for each part of the step, in
+//! milliseconds a step and in percent. The lines are the ops of each phase (`forward, ops`), the last rows of that
+//! table with the phase first (`backward, freeing the graph`), and the `wall time`. Here they are of the small model
+//! above, on a busier machine:
+//!
+//! ```text
+//! forward, ops                                         9.294 ms  31.93%
+//! forward, candle: its own ops and bookkeeping         0.341 ms   1.17%
+//! backward, ops                                       16.935 ms  58.18%
+//! backward, sorting the graph                          0.044 ms   0.15%
+//! backward, gradient sums and bookkeeping              0.961 ms   3.30%
+//! backward, freeing the graph                          0.072 ms   0.25%
+//! optimizer, ops                                       1.406 ms   4.83%
+//! optimizer, unexplained                               0.005 ms   0.02%
+//! unexplained                                          0.046 ms   0.16%
+//! wall time                                           29.106 ms 100.00%
+//! ```
+//!
 //! For the figure by the stopwatch, time the same step without a profiler, with
 //! [`bench::Stopwatch`](crate::bench::Stopwatch).
 //!
 //! Phases can have any name. But memory is divided into activations, gradients and optimizer state only in the phases
 //! `forward`, `backward` and `optimizer`, and time between ops is explained only in `forward` and `backward`.
 //! [`Trainer::step`](crate::train::Trainer::step) marks steps and phases: run one as warm-up, then start the profiler.
-//! A planned [`Step`](crate::compile::Step) marks its phases; add `profile::step()`. Both name their phases `forward`
-//! (with the loss), `backward` and `optimizer` (with clipping). The example `profile` profiles a planned
-//! step with `--compile=only`.
+//! A planned [`Step`](crate::compile::Step) marks its phases; add `profile::step()`. Trainer and planned step name the
+//! phases `forward` (with the loss), `backward` and `optimizer` (with clipping). The example `profile` profiles a
+//! planned step with `--compile=only`.
 //!
 //! [`ProfileReport::sum`]: crate::profile::ProfileReport::sum
 //! [`ProfileReport::whole_ns`]: crate::profile::ProfileReport::whole_ns
 //!
-//! [`memory::record_on`](crate::memory::record_on()) records blocks by the same phases. On the CPU it needs a
-//! [`Tracker`](crate::memory::tracker::Tracker) as the global allocator, which wraps any other: with mimalloc it is
-//! `Tracker<MiMalloc> = Tracker::new(MiMalloc)`. GPUs need none. Run a warm-up step first, and label what is allocated
-//! before the recording; unlabelled, it counts as `other`.
-//! The use of any other block follows from its phase and op:
+//! For a [`TransformerLM`](crate::model::TransformerLM),
+//! [`EndToEnd::profile_memory`](crate::bench::EndToEnd::profile_memory) runs and records a step, with labels, phases
+//! and prediction.
+//!
+//! [`memory::record_on`](crate::memory::record_on()) records the blocks of your own step by the same phases. On the CPU
+//! it needs a [`Tracker`](crate::memory::tracker::Tracker) as the global allocator, which wraps any other: with
+//! mimalloc it is `Tracker<MiMalloc> = Tracker::new(MiMalloc)`. GPUs need none. Run a warm-up step first, and label
+//! what is allocated before the recording; unlabelled, it counts as `other`. The use of any other block follows from
+//! its phase and op:
 //!
 //! - `forward`: scratch if the op that allocates it also frees it. Logits if allocated by a cross-entropy, or by a
 //!   `linear` in a module called `lm_head`. Otherwise activations.
 //! - Any phase: a weight cast if allocated by autocast's cast of a weight (the op `weight_cast`).
-//! - `backward`, `optimizer`: a gradient, or optimizer state, if it outlives the phase. Otherwise scratch.
+//! - `backward`: a gradient if it outlives the phase. Otherwise scratch.
+//! - `optimizer`: optimizer state if it outlives the phase. Otherwise scratch.
 //!
 //! "Predicted" and "Saved for backward" need no run. [`graph::trace`](crate::graph::trace()) your loss, and pass the
 //! graph to [`memory::estimate_graph`](crate::memory::estimate_graph()) and
@@ -348,6 +384,20 @@
 //! # drop(chart);
 //! # Ok::<(), tallow::Error>(())
 //! ```
+//!
+//! For the small model above, `phase_report` prints:
+//!
+//! ```text
+//!                        By kind (MiB) ────────────────────────────────────────────────────────────
+//! Phase      Peak (MiB)  weights  optimizer  inputs  activations  logits  gradients  scratch  other
+//! ─────────  ──────────  ───────  ─────────  ──────  ───────────  ──────  ─────────  ───────  ─────
+//! forward          24.0      2.5        5.0     0.0         14.5     2.0        0.0      0.0    0.1
+//! backward         26.7      2.5        5.0     0.0         14.5     2.0        0.5      2.2    0.1
+//! optimizer        10.0      2.5        5.0     0.0          0.0     0.0        2.5      0.0    0.1
+//! ```
+//!
+//! Threads allocate buffers for matmuls at first use and keep them. They count as `other`, here 8.3 MiB on two cores,
+//! unless [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates them before the baseline is read.
 //!
 //! The tensors of a planned step share one arena, which a recording shows as one block.
 //! [`planned_breakdown`](crate::memory::planned_breakdown) says what the step's memory is used for, in the arena and

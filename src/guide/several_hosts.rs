@@ -53,6 +53,38 @@
 //!
 //! Here every GPU has the full model. [`Trainer::fully_sharded`] has the program for one that is too large for that.
 //!
+//! # The memory of a rank
+//!
+//! [`StepConfig::ranks`] selects the rank that a plan is made for, so its memory is known before the job starts, on any
+//! machine. Here for a rank of 16 that are fully sharded:
+//!
+//! ```
+//! use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};
+//! use tallow::distributed::{FullyShardConfig, Shard};
+//! use tallow::memory::planned_breakdown;
+//! use tallow::model::{TransformerConfig, TransformerLM};
+//! use tallow::train::TrainConfig;
+//!
+//! let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
+//! let run = TrainConfig { sequence_length: 256, accumulation: 16, ..Default::default() };
+//! let ranks = StepRanks::FullySharded(FullyShardConfig::default(), Shard { rank: 0, world_size: 16 });
+//! let config = StepConfig { accumulation: run.accumulation / 16, ranks, ..run.step() };
+//! let model = TransformerLM::meta(&size)?;
+//! let batch = Batch::meta(config.accumulation * run.batch_size, run.sequence_length)?;
+//! let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch)?; // needs no GPU
+//! println!("{} MiB\n{}", plan.total_bytes() >> 20, planned_breakdown(&plan));
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! For replicated ranks use [`StepRanks::Replicated`] or, with a sharded optimizer, [`StepRanks::ShardedOptimizer`].
+//! Leave room for what the plan [does not count](crate::compile#what-a-plan-is-exact-about): the CUDA context and
+//! NCCL's buffers. With [`Optimizer::shard`](crate::optim::Optimizer::shard) each rank has the full optimizer state
+//! until it is called.
+//!
+//! [`StepConfig::ranks`]: crate::compile::StepConfig::ranks
+//! [`StepRanks::Replicated`]: crate::compile::StepRanks::Replicated
+//! [`StepRanks::ShardedOptimizer`]: crate::compile::StepRanks::ShardedOptimizer
+//!
 //! # What each process needs in its environment
 //!
 //! | variable | value | here |
@@ -119,8 +151,10 @@
 //!
 //! - Rank 0 listens on `MASTER_PORT`, on all interfaces, and every other rank connects there. Under torchrun, if its
 //!   agent has a store on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next one. Open both.
-//! - A rank whose rank 0 does not answer tries again until [`DistConfig::timeout`], ten minutes by default. All ranks
-//!   must join within that time.
+//! - If rank 0 does not answer, the other ranks try again until [`DistConfig::timeout`], ten minutes by default. All
+//!   ranks must join within that time.
+//! - Jobs on one host need different ports. A job that is started again may use the same port once the old rank 0 has
+//!   ended.
 //! - NCCL opens its own connections between the hosts.
 //!
 //! # NCCL's variables
@@ -143,11 +177,11 @@
 //!
 //! - Every rank opens the training and validation data. Ranks with other data are refused: their fingerprints are
 //!   compared, as are configuration, model and step.
-//! - [`Trainer::save`]: every rank calls it. With [`Trainer::replicate`], with or without [`Trainer::shard_optimizer`],
-//!   rank 0 writes one file. With [`Trainer::fully_sharded`] each rank writes its part to a file of its own
-//!   (`run.safetensors.part-...`) in the same folder, and rank 0 then writes the file that lists the parts. A crash
-//!   during a save leaves the previous checkpoint intact. [`TrainConfig::keep`] keeps earlier checkpoints, with their
-//!   parts.
+//! - [`Trainer::save`]: every rank calls it. (With [`Trainer::replicate`] alone, rank 0 suffices.) With
+//!   [`Trainer::replicate`], with or without [`Trainer::shard_optimizer`], rank 0 writes one file. With
+//!   [`Trainer::fully_sharded`] each rank writes its part to a file of its own (`run.safetensors.part-...`) in the same
+//!   folder, and rank 0 then writes the file that lists the parts. A crash during a save leaves the previous checkpoint
+//!   intact. [`TrainConfig::keep`] keeps earlier checkpoints, with their parts.
 //! - [`Trainer::resume`]: every rank reads the file. [`TrainConfig::accumulation`] must not change. The number of ranks
 //!   may, if it divides `accumulation`, and so may the way in which they train together.
 //! - The file `run.safetensors.lock` keeps a second run from writing to the same path. On a file system without locks
@@ -156,19 +190,20 @@
 //! # Failures
 //!
 //! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process dies, or a
-//! call lasts longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names the rank that
-//! has failed. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks again,
-//! and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with the option
-//! `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried.
-//! [`distributed`](crate::distributed#failures) says when a rank has failed, how long that takes to notice, and what
-//! happens if rank 0 ends and on SIGTERM.
+//! covered call lasts longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names the
+//! rank that has failed. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks
+//! again, and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with the option
+//! `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried. To save before
+//! Slurm's time limit, add `#SBATCH --signal=TERM@300`, which sends SIGTERM to the ranks five minutes before it, and
+//! handle the signal as `examples/train/signals.rs` does (untried too). [`distributed`](crate::distributed#failures)
+//! says when a rank has failed, how long that takes to notice, and what happens if rank 0 ends and on SIGTERM.
 //!
 //! # Before the first run
 //!
 //! 1. Run the program alone, then with `torchrun --nproc-per-node 2` on one host with two GPUs.
-//! 2. Estimate the step of 16 ranks: `distributed_benchmark --part paper --world-size 16` with measured rates. For two
-//!    GPUs the estimates differed from measured steps by at most 10% (`benches/RESULTS.md`); for more GPUs nothing has
-//!    been compared.
+//! 2. Estimate memory and time of the step of 16 ranks: `distributed_benchmark --part paper --world-size 16` with
+//!    measured rates. For two GPUs the estimates differed from measured steps by at most 10% (`benches/RESULTS.md`);
+//!    for more GPUs nothing has been compared.
 //! 3. Measure the collectives on both hosts: start the example `distributed_benchmark` as above, with `--device cuda
 //!    --part collectives`.
 //!

@@ -15,7 +15,8 @@ pub enum MemoryKind {
     Weights,
     /// Optimizer state, which is kept from step to step.
     Optimizer,
-    /// Data from outside: inputs, token ids, tables of positions.
+    /// Data that a step reads and does not train: inputs, token ids, constants, tables of rotary embeddings and, in a
+    /// plan, frozen weights.
     Inputs,
     /// Outputs of forward; with a graph, those saved for backward (residuals).
     Activations,

@@ -154,11 +154,10 @@ pub fn planned_self_attention_breakdown(
 }
 
 /// Returns the memory of a plan ([`Plan::total_bytes`]), by category. For the arena it lists the buffers alive at the
-/// call where most bytes are alive. The bytes of the arena that no buffer uses at that call are the term `unused at the
-/// peak`. Outside of the arena are parameters, the optimizer's state, inputs and a GPU's workspace. All sizes are exact
-/// and known before anything runs, for any plan: a model's step on one of several ranks, with accumulation, within a
-/// memory budget. The scratch memory of kernels on the CPU is [not
-/// included](crate::compile#what-a-plan-is-exact-about).
+/// call where most bytes are alive. The term `unused at the peak` is the rest of the arena. Outside of it are
+/// parameters, optimizer state, inputs and a GPU's workspace. All sizes are exact and known before anything runs, for
+/// any plan: a model's step on one of several ranks, with accumulation, within a memory budget. The scratch memory of
+/// kernels on the CPU is [not included](crate::compile#what-a-plan-is-exact-about).
 ///
 /// ```
 /// use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};

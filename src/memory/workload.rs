@@ -51,7 +51,8 @@ impl Mode {
 
 /// A pass or step of a model: its sizes, mode, dtypes and kernels.
 ///
-/// [`memory`](super) has an example.
+/// By default it is a training step in f32, with naive attention, on the CPU. `batch_size` and `sequence_length` are 0
+/// by default: set them. [`memory`](super) has an example.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Workload {
     /// Batch size B.

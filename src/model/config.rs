@@ -9,10 +9,10 @@ use std::num::NonZeroUsize;
 
 /// The configuration of a [`TransformerLM`](super::TransformerLM).
 ///
-/// The [presets](Self::preset) are CS336's model. The fields from `num_kv_heads` on describe other families: Llama 3 (grouped heads,
-/// rotary pairs by halves, scaled frequencies), Qwen2 (biases), Qwen3 (norms of q and k, a separate head dimension),
-/// Mistral (a sliding window). GPT-2 and Gemma 2 are other [architectures](Architecture). A field that a serialized
-/// configuration leaves out has the value of the presets.
+/// The [presets](Self::preset) are CS336's model. The fields from `num_kv_heads` on describe other families: Llama 3
+/// (grouped heads, rotary pairs by halves, scaled frequencies), Qwen2 (biases), Qwen3 (norms of q and k, a separate
+/// head dimension), Mistral (a sliding window). GPT-2 and Gemma 2 are other [architectures](Architecture). A field that
+/// a serialized configuration leaves out has the value of the presets.
 ///
 /// The presets share a vocabulary of 10,000 and a context of 256; set what differs:
 ///

@@ -107,7 +107,7 @@ impl TransformerLM {
     /// The model in f32 that [`save`](Self::save) or a training run's checkpoint has written, in its own configuration.
     ///
     /// # Errors
-    /// As [`load`](Self::load); a file without a configuration, as other programs write them.
+    /// Those of [`load`](Self::load); a file without a configuration, as other programs write them.
     ///
     /// ```
     /// use tallow::model::{TransformerConfig, TransformerLM};

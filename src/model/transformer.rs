@@ -349,7 +349,7 @@ impl TransformerLM {
     /// ```
     ///
     /// # Errors
-    /// As [`loss`](Self::loss) and [`forward_with`](Self::forward_with); targets that are all ignored.
+    /// Those of [`loss`](Self::loss) and [`forward_with`](Self::forward_with); targets that are all ignored.
     pub fn loss_with(
         &self,
         tokens: &Tensor,

@@ -45,9 +45,9 @@ pub fn save(layer: &(impl Layer + ?Sized), path: impl AsRef<Path>) -> Result<()>
     files::save_tensors(path, entries.collect(), &[], 1)
 }
 
-/// Reads a safetensors file with exactly the weights of a layer or model into its tensors, in place: optimizers and
-/// planned steps keep them. Weights of any float dtype are converted to the layer's dtypes. A tied weight is read from
-/// its first name.
+/// Reads a safetensors file with exactly the weights of a layer or model into its tensors. Values are set in place, so
+/// existing optimizers and planned steps use the new ones. Weights of any float dtype are converted to the layer's
+/// dtypes. A tied weight is read from its first name.
 ///
 /// On a GPU in half precision, call [`Step::refresh`](crate::compile::Step::refresh) after loading, on planned steps
 /// that have run before.

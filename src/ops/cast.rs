@@ -78,7 +78,7 @@ fn has_kernel(x: &Tensor, dtype: DType) -> bool {
 /// broadcast view is summed in f32 and rounded once.
 ///
 /// # Errors
-/// As [`inside_storage`].
+/// Those of [`inside_storage`].
 pub(crate) fn operand(op: &'static str, x: &Tensor) -> Result<Tensor> {
     let x = inside_storage(op, x)?;
     match sums_in_half(&x) {

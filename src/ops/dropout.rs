@@ -94,7 +94,7 @@ impl DropoutKey {
     /// [`of_step`](Self::of_step).
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()).
+    /// Those of [`graph::input`](crate::graph::input()).
     pub fn input(name: &str) -> Result<Self> {
         Ok(Self {
             words: graph::input(name, (1, 4), DType::U32)?,
@@ -174,7 +174,7 @@ pub fn dropout(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
 /// Computes [`dropout()`] in plain candle ops, with its mask drawn on the CPU.
 ///
 /// # Errors
-/// As [`dropout()`].
+/// Those of [`dropout()`].
 pub fn reference(x: &Tensor, dropout: &Dropout) -> Result<Tensor> {
     check_probability("ops::Dropout", "probability", dropout.probability)?;
     check_size(OP, x.dims(), x.dtype(), x.device())?;

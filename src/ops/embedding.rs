@@ -66,7 +66,7 @@ pub fn embedding(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`embedding()`]; also a `padding_id` outside the vocabulary.
+/// Those of [`embedding()`]; also a `padding_id` outside the vocabulary.
 pub fn embedding_with_padding(tokens: &Tensor, table: &Tensor, padding_id: u32) -> Result<Tensor> {
     with_padding(tokens, table, Some(padding_id))
 }
@@ -84,7 +84,7 @@ fn with_padding(tokens: &Tensor, table: &Tensor, padding_id: Option<u32>) -> Res
 /// Computes [`embedding()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`embedding()`].
+/// Those of [`embedding()`].
 pub fn reference(tokens: &Tensor, table: &Tensor) -> Result<Tensor> {
     plain(tokens, table, None)
 }

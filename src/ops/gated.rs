@@ -67,7 +67,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`swiglu()`].
+/// Those of [`swiglu()`].
 pub fn geglu(gate: &Tensor, up: &Tensor, form: Gelu) -> Result<Tensor> {
     gated(form.gate(), gate, up)
 }
@@ -86,7 +86,7 @@ pub(super) fn gated(f: Gate, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// Computes [`swiglu()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`swiglu()`].
+/// Those of [`swiglu()`].
 pub fn swiglu_reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(SWIGLU.op, gate, up)?;
     composed(Gate::Silu, SWIGLU.op, gate, up)
@@ -95,7 +95,7 @@ pub fn swiglu_reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// Computes [`geglu()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`geglu()`].
+/// Those of [`geglu()`].
 pub fn geglu_reference(gate: &Tensor, up: &Tensor, form: Gelu) -> Result<Tensor> {
     check(GEGLU.op, gate, up)?;
     composed(form.gate(), GEGLU.op, gate, up)

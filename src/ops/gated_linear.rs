@@ -75,7 +75,7 @@ pub fn swiglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`swiglu_linear()`].
+/// Those of [`swiglu_linear()`].
 pub fn geglu_linear(x: &Tensor, w1: &Tensor, w3: &Tensor, form: Gelu) -> Result<Tensor> {
     gated_linear(form.gate(), x, w1, w3)
 }
@@ -96,7 +96,7 @@ fn gated_linear(gate: Gate, x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tens
 /// Computes [`swiglu_linear()`] as three ops.
 ///
 /// # Errors
-/// As [`swiglu_linear()`].
+/// Those of [`swiglu_linear()`].
 pub fn swiglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<Tensor> {
     check(SWIGLU_LINEAR.op, x, w1, w3)?;
     composed(Gate::Silu, x, w1, w3)
@@ -105,7 +105,7 @@ pub fn swiglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor) -> Result<T
 /// Computes [`geglu_linear()`] as three ops.
 ///
 /// # Errors
-/// As [`geglu_linear()`].
+/// Those of [`geglu_linear()`].
 pub fn geglu_linear_reference(x: &Tensor, w1: &Tensor, w3: &Tensor, form: Gelu) -> Result<Tensor> {
     check(GEGLU_LINEAR.op, x, w1, w3)?;
     composed(form.gate(), x, w1, w3)

@@ -72,7 +72,7 @@ pub fn gelu(x: &Tensor, form: Gelu) -> Result<Tensor> {
 /// Computes [`gelu()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`gelu()`].
+/// Those of [`gelu()`].
 pub fn reference(x: &Tensor, form: Gelu) -> Result<Tensor> {
     activation::reference(form.activation(), x)
 }

@@ -72,7 +72,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// Computes [`layer_norm()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`layer_norm()`].
+/// Those of [`layer_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     check(x, weight, bias)?;
     let [wide, weight, bias] = [x, weight, bias].map(|x| wide_input("layer_norm", x));

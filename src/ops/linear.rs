@@ -53,7 +53,7 @@ pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// Computes [`linear()`] in candle's own ops: flatten, `matmul` with the transposed weight, restore the shape.
 ///
 /// # Errors
-/// As [`linear()`].
+/// Those of [`linear()`].
 pub fn reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     check(x, weight)?;
     let (x, weight) = (float_input(LINEAR, x)?, float_input(LINEAR, weight)?);

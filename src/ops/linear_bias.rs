@@ -29,8 +29,8 @@ use candle_core::Tensor;
 /// backward: x and W. The matmul accumulates onto the bias in place, so that half precision is rounded once.
 ///
 /// Autocast: lower under both policies, as [`linear`](super::linear()). With x in half precision the bias may be in
-/// f32, and a region does not cast it: it is rounded to x's dtype when it is read, as in PyTorch, but its gradient is
-/// not.
+/// f32, and a region does not cast it: it is rounded to x's dtype when it is read, as in PyTorch; its gradient stays
+/// f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -56,7 +56,7 @@ pub fn linear_bias(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor>
 /// Computes [`linear_bias()`] in candle's own ops: half precision is widened, and the sum rounded once.
 ///
 /// # Errors
-/// As [`linear_bias()`].
+/// Those of [`linear_bias()`].
 pub fn reference(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     check(x, weight, bias)?;
     let dtype = x.dtype();

@@ -56,7 +56,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`matmul`](fn@matmul).
+/// Those of [`matmul`](fn@matmul).
 pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     checked_matmul(&TRANSPOSED_INFO, a, b, true)
 }
@@ -64,7 +64,7 @@ pub fn matmul_transposed(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// Computes either matmul with candle's own `matmul`; if `transposed`, b is (..., N, K).
 ///
 /// # Errors
-/// As [`matmul`](fn@matmul).
+/// Those of [`matmul`](fn@matmul).
 pub fn reference(a: &Tensor, b: &Tensor, transposed: bool) -> Result<Tensor> {
     let shape = check("matmul", a, b, transposed)?;
     let (a, b) = (&input(a), &input(b));

@@ -44,7 +44,7 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// into 0.
 ///
 /// # Errors
-/// As [`relu()`].
+/// Those of [`relu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     check_size("relu", x.dims(), x.dtype(), x.device())?;
     let x = float_input("relu", x)?;

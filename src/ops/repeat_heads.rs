@@ -48,7 +48,7 @@ pub fn repeat_heads(x: &Tensor, times: usize) -> Result<Tensor> {
 /// Computes [`repeat_heads()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`repeat_heads()`].
+/// Those of [`repeat_heads()`].
 pub fn reference(x: &Tensor, times: usize) -> Result<Tensor> {
     let shape = check(x, times)?;
     let wide = wide_input("repeat_heads", x)?; // candle sums the gradient in this dtype

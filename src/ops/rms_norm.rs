@@ -70,7 +70,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`rms_norm()`].
+/// Those of [`rms_norm()`].
 pub fn offset_rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     normed(Norm::OffsetRms, x, weight, eps)
 }
@@ -95,7 +95,7 @@ fn normed(norm: Norm, x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// Computes [`rms_norm()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`rms_norm()`].
+/// Those of [`rms_norm()`].
 pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(INFO.op, x, weight)?;
     composed(Norm::Rms, x, weight, eps)
@@ -104,7 +104,7 @@ pub fn reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// Computes [`offset_rms_norm()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`offset_rms_norm()`].
+/// Those of [`offset_rms_norm()`].
 pub fn offset_reference(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check(OFFSET_INFO.op, x, weight)?;
     composed(Norm::OffsetRms, x, weight, eps)

@@ -83,7 +83,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`rope()`].
+/// Those of [`rope()`].
 pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> Result<Tensor> {
     let (x, [cos, sin]) = &cast_with_tables("rope", x, [cos, sin])?;
     check(x, cos, sin)?;
@@ -106,7 +106,7 @@ pub fn rope_with(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: RotaryPairs) -> 
 /// Computes [`rope()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`rope()`].
+/// Those of [`rope()`].
 pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     reference_with(x, cos, sin, RotaryPairs::Adjacent)
 }
@@ -114,7 +114,7 @@ pub fn reference(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Computes [`rope_with()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`rope()`].
+/// Those of [`rope()`].
 pub fn reference_with(
     x: &Tensor,
     cos: &Tensor,

@@ -34,7 +34,7 @@ pub fn sigmoid(x: &Tensor) -> Result<Tensor> {
 /// Computes [`sigmoid()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`sigmoid()`].
+/// Those of [`sigmoid()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     activation::reference(Activation::Sigmoid, x)
 }

@@ -37,7 +37,7 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
 /// Computes [`silu()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`silu()`].
+/// Those of [`silu()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     activation::reference(Activation::Silu, x)
 }

@@ -56,7 +56,7 @@ fn composed(x: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
 /// Computes [`soft_cap()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`soft_cap()`].
+/// Those of [`soft_cap()`].
 pub fn reference(x: &Tensor, cap: f64) -> Result<Tensor> {
     check_cap("ops::soft_cap", "cap", cap)?;
     check_size("soft_cap", x.dims(), x.dtype(), x.device())?;

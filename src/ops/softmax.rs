@@ -75,7 +75,7 @@ pub(crate) struct Seen<'a> {
 /// ([`softmax_over`]).
 ///
 /// # Errors
-/// As [`softmax()`].
+/// Those of [`softmax()`].
 pub(crate) fn softmax_of_heads(
     x: &Tensor,
     scale: f64,
@@ -96,7 +96,7 @@ pub(crate) fn softmax_of_heads(
 /// Computes [`softmax()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`softmax()`].
+/// Those of [`softmax()`].
 pub fn reference(x: &Tensor, scale: f64, mask: Mask) -> Result<Tensor> {
     let (queries, keys) = check(x, mask)?;
     if x.rank() == 0 {

@@ -34,7 +34,7 @@ pub fn tanh(x: &Tensor) -> Result<Tensor> {
 /// Computes [`tanh()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`tanh()`].
+/// Those of [`tanh()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     activation::reference(Activation::Tanh, x)
 }

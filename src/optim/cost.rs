@@ -7,7 +7,7 @@ use crate::probe::Operands;
 /// Returns the cost of an elementwise update of parameters like the output, the first input, with FLOPs per parameter.
 /// The other inputs are the tensors of state.
 pub(super) fn elementwise(o: &Operands<'_>, flops: f64) -> Option<Cost> {
-    // Weights are kept in f32 at least, half precision has its rounded weights in addition.
+    // Weights are kept in f32 at least, in half precision the rounded weights are in addition.
     let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
     let wide = own.max(4.0);
     let rounded = if own < wide { own } else { 0.0 };

@@ -24,7 +24,8 @@ impl Optimizer {
     /// next run.
     ///
     /// Parameters are not split; each rank owns about the same number of elements. State and update need 1 / world_size
-    /// of the memory and the time of one rank. All ranks have to call `step` with the same gradients, as
+    /// of the memory and the time of one rank. [`Optimizer::new`] allocates the full state, so each rank has it until
+    /// this call. All ranks have to call `step` with the same gradients, as
     /// [`Replicated`](crate::distributed::Replicated) returns them; the weights are then those of one rank alone.
     ///
     /// [`state`](Self::state) returns the state of this rank's parameters; [`save`](Self::save) and the

@@ -15,11 +15,12 @@ use std::fmt;
 /// line.
 ///
 /// With a [GPU's kernels](Recording::kernels) the time of a line is that of the kernels launched in it, and the rest of
-/// a phase is GPU idle time. Concurrent kernels each count in full; if their sum exceeds the wall time, it replaces the
-/// wall time.
+/// a phase is GPU idle time. The wall time is then the sum of the lines. It exceeds the time of the steps if kernels
+/// ran concurrently, since each counts in full.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
-    /// Time of the steps; without steps the recording's duration times the number of threads.
+    /// Time of the steps; without steps the recording's duration times the number of threads. With a GPU's kernels, the
+    /// sum of the lines.
     pub wall_ns: u64,
     /// Number of steps; `None` if none were recorded.
     pub steps: Option<usize>,

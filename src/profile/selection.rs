@@ -29,7 +29,7 @@ pub struct Selection {
     /// Only ranges in this phase: `forward`, `backward`, `optimizer`.
     pub phase: Option<String>,
     /// Only ranges in this part of the model: consecutive names of a path, such as `layers.0`, `attn`, `layers.3/attn`,
-    /// `attn/scores`.
+    /// `attn/attention::naive`.
     pub within: Option<String>,
     /// Only ranges of these kinds; empty selects ops, forward and backward.
     pub kinds: Vec<Kind>,

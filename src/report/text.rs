@@ -218,8 +218,8 @@ fn fill(over: String, width: usize) -> String {
 const LEAST_WORDS: usize = 20;
 
 /// Leaves out columns until the others fit `width`, and returns their headings. The column of the highest drop rank
-/// goes first, and the last one among equals. If all remaining columns are needed, long words are cut before a column is
-/// left out.
+/// goes first, and the last one among equals. If all remaining columns are needed, long words are cut before a column
+/// is left out.
 fn fit(strips: &mut Vec<ColumnText<'_>>, width: usize) -> Vec<String> {
     let mut left_out = Vec::new();
     while total(&widths(strips)) > width {
@@ -239,9 +239,9 @@ fn fit(strips: &mut Vec<ColumnText<'_>>, width: usize) -> Vec<String> {
     left_out
 }
 
-/// Leaves out the column of the highest drop rank, or the last one among equals. Columns with the same rank and the same
-/// shared heading are left out too, because half of a comparison is useless. Returns their headings, or the shared one
-/// if all columns under it are left out; returns none if only the first column remains.
+/// Leaves out the column of the highest drop rank, or the last one among equals. Columns with the same rank and the
+/// same shared heading are left out too, because half of a comparison is useless. Returns their headings, or the shared
+/// one if all columns under it are left out; returns none if only the first column remains.
 pub(super) fn leave_out(strips: &mut Vec<ColumnText<'_>>) -> Vec<String> {
     let Some(most) = (1..strips.len()).max_by_key(|i| (strips[*i].column.drop_rank, *i)) else {
         return Vec::new();

@@ -167,8 +167,8 @@ impl Trainer {
     ///
     /// If several ranks train together:
     ///
-    /// - With [`replicate`](Self::replicate) all ranks have the same run. Rank 0 writes the file; the call does nothing
-    ///   on other ranks.
+    /// - With [`replicate`](Self::replicate) alone, all ranks have the same run, and rank 0 writes the file. Other
+    ///   ranks may call this; it does nothing there.
     /// - With a [sharded optimizer](Self::shard_optimizer) rank 0 writes the file, for which it receives the others'
     ///   state: every rank must call this.
     /// - With [sharded weights](Self::fully_sharded) every rank must call this, and see the same folder. Each writes

@@ -242,9 +242,19 @@ impl TrainConfig {
         self.precision.dtype() == DType::F16 && self.loss_scaling.enabled
     }
 
-    /// Returns the configuration of the run's planned step on one rank, for estimates of its memory and time. The norm
-    /// of all gradients is computed unless the optimizer runs in backward: the history records it, and it guards the
-    /// update.
+    /// Returns the configuration of the run's planned step as one rank alone would take it, for estimates of its memory
+    /// and time.
+    ///
+    /// For the step of one of several ranks, set [`StepConfig::accumulation`] to the rank's share, `accumulation /
+    /// world_size`, and [`StepConfig::ranks`]. `attention` and `checkpointing` are not part of it: they are settings of
+    /// the model ([`TransformerLM::with_attention`], [`TransformerLM::with_checkpointing`]).
+    ///
+    /// `clip_norm` is `max_grad_norm`. If that is `None` it is infinity, which computes the norm of all gradients and
+    /// clips nothing: [`StepReport::grad_norm`](super::StepReport::grad_norm) reports the norm, and a gradient that is
+    /// not finite is an error before the update. With `optimizer_in_backward` it is `None`.
+    ///
+    /// [`TransformerLM::with_attention`]: crate::model::TransformerLM::with_attention
+    /// [`TransformerLM::with_checkpointing`]: crate::model::TransformerLM::with_checkpointing
     pub fn step(&self) -> StepConfig {
         let all_norms = (!self.optimizer_in_backward).then_some(f64::INFINITY);
         StepConfig {

@@ -137,9 +137,13 @@ impl Trainer {
     ///
     /// A step of several ranks equals that of one rank, except for the order of sums: it has the same batches, the same
     /// dropout, and the same configuration, which counts the batches of all ranks. A run may therefore be resumed with
-    /// another number of ranks. Evaluations are divided among the ranks. With `replicate` only rank 0 writes files,
-    /// with [`fully_sharded`](Self::fully_sharded) every rank does: [`save`](Self::save) lists which calls all ranks
-    /// must make.
+    /// another number of ranks. Of `n` ranks, rank `r` computes the batches `s * accumulation + i` of step `s`, counted
+    /// from 0, with `i` from `r * accumulation / n` to below `(r + 1) * accumulation / n`.
+    /// ([`RandomBatches::batch`](crate::data::RandomBatches::batch) returns the batch of such a number.)
+    ///
+    /// All ranks must call [`step`](Self::step), [`evaluate`](Self::evaluate), which divides the data among them, and
+    /// [`plan`](Self::plan). With `replicate` only rank 0 writes files, with [`fully_sharded`](Self::fully_sharded)
+    /// every rank does: [`save`](Self::save) says which ranks must call it.
     ///
     /// [`accumulation`]: crate::train::TrainConfig::accumulation
     ///

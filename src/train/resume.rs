@@ -20,7 +20,7 @@ const FREE_SETTINGS: [&str; 5] = [
 
 impl Trainer {
     /// Resumes the run that [`Trainer::save`] wrote to `path`. Its steps have the same bits as without the interruption
-    /// (on one machine and build, and one kind of device).
+    /// if build, kind of processor and GPU, and number of ranks are the same.
     ///
     /// `model`, `config` and the data must be those it was saved with. In `config` only `steps`, `evaluate_every`,
     /// `keep`, `checkpointing`, `memory_budget_bytes` and the unused `optimizer.lr` may differ.

@@ -96,9 +96,9 @@ impl Trainer {
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for an invalid configuration, heads too wide for its attention, windows
-    /// longer than the model's context, or tokens of a larger vocabulary than the model's; [`Error::DType`](crate::Error::DType) for a model whose
-    /// parameters are not f32 (or, with precision f32, f64); [`Error::Data`](crate::Error::Data) for data shorter than
-    /// a window.
+    /// longer than the model's context, or tokens of a larger vocabulary than the model's;
+    /// [`Error::DType`](crate::Error::DType) for a model whose parameters are not f32 (or, with precision f32, f64);
+    /// [`Error::Data`](crate::Error::Data) for data shorter than a window.
     pub fn new(
         model: TransformerLM,
         config: TrainConfig,

@@ -157,9 +157,9 @@ pub fn eager_step_in(
     loss.to_scalar().unwrap()
 }
 
-/// Checks two planned steps of a meta model with weights, on tokens (B, T) in each micro-batch, against eager steps of a
-/// model with the same weights and without checkpointing. Losses and gradients must agree. The weights must have the bits that eager clipping and
-/// AdamW compute from the planned gradients.
+/// Checks two planned steps of a meta model with weights, on tokens (B, T) in each micro-batch, against eager steps of
+/// a model with the same weights and without checkpointing. Losses and gradients must agree. The weights must have the
+/// bits that eager clipping and AdamW compute from the planned gradients.
 pub fn agree(meta: &TransformerLM, plan: &StepConfig, sizes: [usize; 2]) {
     agree_of(|| model_and_optimizer(meta), plan, sizes);
 }

@@ -82,8 +82,9 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// key. The log-sum-exp is taken before dropout.
 ///
 /// # Cost
-/// 4 B H Tq Tk Dh FLOPs forward, 10 B H Tq Tk Dh backward, and 4 B H Tq Tk Dh for the gradient of a bias. Tiles that the
-/// mask, the [first keys](super::FirstKeys) or the [key mask](super::KeyMask) hide are skipped.
+/// 4 B H Tq Tk Dh FLOPs forward, 10 B H Tq Tk Dh backward, and 4 B H Tq Tk Dh for the gradient of a bias. 2 of the 10
+/// recompute the scores; profiles do not count these ([`Cost`](crate::probe::Cost)). Tiles that the mask, the [first
+/// keys](super::FirstKeys) or the [key mask](super::KeyMask) hide are skipped.
 ///
 /// # Source
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
@@ -127,7 +128,7 @@ pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// ```
 ///
 /// # Errors
-/// As [`flash()`].
+/// Those of [`flash()`].
 pub fn flash_with_lse(
     q: &Tensor,
     k: &Tensor,

@@ -88,8 +88,8 @@ fn operands<'a, T: Stored>(s: &Slices<'a>) -> Result<naive::Inputs<'a, T>> {
     })
 }
 
-/// On a GPU, the scores of as many heads of k and v as naive attention has at once there, in half precision beside the
-/// probabilities.
+/// Returns the shape of the scores that naive attention computes at a time on a GPU: those of several heads of k and v.
+/// In half precision they are in addition to the probabilities.
 fn scores_at_once(signature: &Signature<'_>) -> Option<[usize; 3]> {
     let [q, k] = [0, 1].map(|i| matrices(signature.inputs[i].dims));
     let of_head = (q[0] / k[0].max(1)) * q[1] * k[1];

@@ -117,7 +117,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// ```
 ///
 /// # Errors
-/// As [`naive()`].
+/// Those of [`naive()`].
 pub fn naive_with_lse(
     q: &Tensor,
     k: &Tensor,
@@ -181,14 +181,14 @@ fn by_parts(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Res
 /// Computes [`naive`] as three ops: [`ops::matmul_transposed`], [`ops::softmax`] with scale and mask, [`ops::matmul`].
 ///
 /// A [`soft_cap`](ops::soft_cap()) and the sum with a bias follow the first op and [`dropout`](ops::dropout()) the
-/// second, if they are configured. Half precision is widened to f32 before the first op and rounded once after the last,
-/// in backward too.
+/// second, if they are configured. Half precision is widened to f32 before the first op and rounded once after the
+/// last, in backward too.
 ///
 /// Heads of q that share a head of k and v are stacked into one matrix: their rows are multiplied by the same keys and
 /// values, whose gradients sum over all rows.
 ///
 /// # Errors
-/// As [`naive`].
+/// Those of [`naive`].
 pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     let [q, k, v] = &ops::cast_for(NAME, [q, k, v])?;
     without_autocast(|| in_three_ops(q, k, v, config)) // the softmax inside is attention's, not one of its own
@@ -272,8 +272,8 @@ fn probabilities(
 }
 
 /// Returns terms that lower hidden scores until their probabilities are 0, and the mask as a float. A row without a
-/// visible key has equal probabilities, until they are multiplied by the mask. This is for GPUs, where no softmax kernel
-/// reads a key mask.
+/// visible key has equal probabilities, until they are multiplied by the mask. This is for GPUs, where no softmax
+/// kernel reads a key mask.
 fn terms_of(visible: &Tensor, scores: &Tensor) -> Result<[Tensor; 2]> {
     let dtype = scores.dtype();
     let low = if dtype == DType::F64 { -1e300 } else { -1e38 };

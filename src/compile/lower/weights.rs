@@ -120,7 +120,8 @@ impl Lower<'_> {
         }
         let accumulate = match self.request.config.accumulation {
             1 => Accumulate::Never,
-            _ if self.request.config.ranks.fully_sharded().is_some() => Accumulate::Never, // shards are accumulated instead
+            // Shards are accumulated instead.
+            _ if self.request.config.ranks.fully_sharded().is_some() => Accumulate::Never,
             _ => Accumulate::AfterFirst,
         };
         let places = self.stack("gradient of", weights, dtype, Category::Gradient);

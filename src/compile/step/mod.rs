@@ -21,17 +21,17 @@ const OP: &str = "compile::Step";
 
 /// Forward, backward, clipping and update of a loss, planned for the shapes of each batch.
 ///
-/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::for_model`]), or any function of
-/// [inputs](super::Inputs) over layers that hold real weights, not [meta tensors](crate::graph#meta-tensors), written
-/// with this crate's [`ops`](crate::ops), [`nn`](crate::nn) and [`attention`](crate::attention) ([`Step::new`];
-/// [`plan_for`](Self::plan_for) predicts its memory without weights). A step does what an eager loop does with the
-/// same variables: `loss`, [`backward`](crate::backward),
+/// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::for_model`]) or a function of
+/// [inputs](super::Inputs) ([`Step::new`]). The function calls this crate's [`ops`](crate::ops), [`nn`](crate::nn) and
+/// [`attention`](crate::attention). Its layers have real weights, not [meta tensors](crate::graph#meta-tensors);
+/// without weights, [`plan_for`](Self::plan_for) predicts the step's memory.
+///
+/// A step does what an eager loop does with the same variables: `loss`, [`backward`](crate::backward),
 /// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked),
 /// [`Optimizer::step`](crate::optim::Optimizer::step). Learning rates, groups, betas, moments and the step count are
-/// read from the optimizer at each run: after
-/// [`Optimizer::load`](crate::optim::Optimizer::load) the same step continues. The optimizer's weights are updated. A
-/// weight that several layers read (tied) receives the sum of its gradients. A weight that the optimizer does not have
-/// is frozen.
+/// read from the optimizer at each run: after [`Optimizer::load`](crate::optim::Optimizer::load) the same step
+/// continues. The optimizer's weights are updated. A weight that several layers read (tied) receives the sum of its
+/// gradients. A weight that the optimizer does not have is frozen.
 ///
 /// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
 /// run with them or in [`prepare`](Self::prepare). The tensors and numbers that it captures and the branches that it

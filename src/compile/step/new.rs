@@ -150,7 +150,7 @@ impl<'l> Step<'l> {
 
     /// Makes the step average gradients and loss over the ranks of `replicated`, by [its
     /// configuration](crate::distributed::ReplicatedConfig). Every rank must run the step at the same time, on its own
-    /// part of the batch. All ranks have equal weights after it.
+    /// part of the batch. Without a sharded optimizer all ranks have equal weights after it.
     ///
     /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
@@ -159,6 +159,44 @@ impl<'l> Step<'l> {
     /// A run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
     /// concurrently with the first layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks lag by
     /// one update.
+    ///
+    /// A program calls these functions in this order:
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::compile::{Step, StepConfig};
+    /// use tallow::distributed::{self, Communicator, Replicated, ReplicatedConfig};
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::optim::{AdamWConfig, Optimizer};
+    ///
+    /// let train = |ranks: Communicator| -> tallow::Result<f32> {
+    ///     let config = TransformerConfig {
+    ///         vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
+    ///         ..Default::default()
+    ///     };
+    ///     let model = TransformerLM::new(&config, 0, ranks.device())?;
+    ///     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
+    ///     // Here a run that continues loads the files of both: TransformerLM::load, Optimizer::load.
+    ///     let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
+    ///     optimizer.shard(&ranks)?; // leave this out if each rank has memory for the full state
+    ///     let step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
+    ///     let mut step = step.replicated(&optimizer, &replicated)?;
+    ///     let tokens = Tensor::full(ranks.rank() as u32, (2, 4), ranks.device())?; // this rank's part of the batch
+    ///     step.run(&mut optimizer, (&tokens, &tokens))?;
+    ///     let loss = step.run(&mut optimizer, (&tokens, &tokens))?; // the mean of both ranks
+    ///     optimizer.gather_weights()?; // before this rank reads or saves the weights
+    ///     Ok(loss)
+    /// };
+    ///
+    /// // Two ranks, here threads of one process; processes call distributed::init.
+    /// let losses = std::thread::scope(|scope| -> tallow::Result<Vec<f32>> {
+    ///     let ranks = distributed::threads(2)?.into_iter();
+    ///     let ranks: Vec<_> = ranks.map(|rank| scope.spawn(move || train(rank))).collect();
+    ///     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    /// })?;
+    /// assert_eq!(losses[0], losses[1]);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
     ///
     /// # Errors
     /// A configuration that does not support several ranks; [`Error::Placement`] for parameters on another device than
@@ -237,10 +275,12 @@ impl<'l> Step<'l> {
         Ok(self)
     }
 
-    /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. All weights are
-    /// trained. The plan is that of a run of this kind with such a batch. [`Plan::total_bytes`] and
-    /// [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For [`PlanKind::Gradients`] the batch
-    /// must not include the output's gradient.
+    /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. The plan is that of a
+    /// run of this kind with such a batch. All meta weights are trained; in a training step a detached one is an error,
+    /// since it has no gradient. For a model with frozen weights leave them trained here: the plan then has gradients
+    /// and optimizer state that the step does not need. [`prepare`](Self::prepare) plans the step of the real model.
+    /// [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For
+    /// [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// `function` gets an input by its name in the batch. The name that was passed to
     /// [`graph::input`](crate::graph::input()) is not used.
@@ -263,7 +303,8 @@ impl<'l> Step<'l> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`prepare`](Self::prepare), except for those of real weights and of the device's memory.
+    /// An invalid configuration; those of [`prepare`](Self::prepare), except for [`Error::OutOfMemory`] of the arena:
+    /// nothing is allocated.
     pub fn plan_for(
         target: impl Into<Target>,
         kind: PlanKind,
@@ -283,8 +324,8 @@ impl<'l> Step<'l> {
         Ok(job.plan(&batch.into(), |_| {})?.0.lowered.plan)
     }
 
-    /// Plans the loss of a model, which may be a [meta model](TransformerLM::meta), without a step. Returns the plan and
-    /// the blocks that it recomputes, which a memory budget may have chosen.
+    /// Plans the loss of a model, which may be a [meta model](TransformerLM::meta), without a step. Returns the plan
+    /// and the blocks that it recomputes, which a memory budget may have chosen.
     ///
     /// ```
     /// use tallow::compile::{Batch, Step, StepConfig, Target};

@@ -53,7 +53,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`add`].
+/// Those of [`add`].
 pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&SUB_INFO, a, b, Tensor::broadcast_sub)
 }
@@ -69,7 +69,7 @@ pub fn sub(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`add`].
+/// Those of [`add`].
 pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&MUL_INFO, a, b, Tensor::broadcast_mul)
 }
@@ -85,7 +85,7 @@ pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`add`].
+/// Those of [`add`].
 pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     binary(&DIV_INFO, a, b, Tensor::broadcast_div)
 }
@@ -104,7 +104,7 @@ pub fn div(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`add`].
+/// Those of [`add`].
 pub fn add_scaled(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     apply_binary(&ADD_SCALED_INFO, a, b, Some(scale), |a, b| {
         let (a, b) = (widen(a)?, widen(b)?);

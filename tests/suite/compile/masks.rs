@@ -16,7 +16,7 @@ fn draw(dims: &[usize], dtype: DType) -> Var {
     Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap()
 }
 
-/// Options of attention besides key mask and bias.
+/// Options of attention other than key mask and bias.
 fn others(i: usize) -> AttentionConfig {
     let dropout = || Dropout {
         probability: 0.2,

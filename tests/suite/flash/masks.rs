@@ -1,5 +1,5 @@
-//! Masks and biases that are tensors: against the oracle in every broadcast shape, combined with everything else; hidden
-//! NaNs, threads, strides, plans and refused inputs.
+//! Masks and biases that are tensors: against the oracle in every broadcast shape, combined with everything else;
+//! hidden NaNs, threads, strides, plans and refused inputs.
 
 use super::judge::judge_each;
 use super::oracle::Oracle;
@@ -7,6 +7,7 @@ use super::packed::{naive_on_test_device, naive_reference, of_lengths, window};
 use super::problem::{
     Attend, DTYPES, FLASH, Problem, REFERENCE, Sizes, normal, skips_on_gpu, tensor,
 };
+use super::same_bits::check_threads;
 use crate::check::{elements, refusal};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::{Rng, SeedableRng};
@@ -226,15 +227,7 @@ fn nan_reaches_what_sees_it(#[values(FLASH, REFERENCE)] attend: Attend) {
 #[rstest]
 fn threads_do_not_change_a_bit(#[values(DType::F32, DType::BF16)] dtype: DType) {
     let problems: Vec<Problem> = combined(24).into_iter().step_by(2).collect();
-    let with_threads = |threads: usize| -> Vec<_> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let run = || problems.iter().map(|p| p.run(dtype, FLASH).bits());
-        pool.unwrap().install(|| run().collect())
-    };
-    let one = with_threads(1);
-    for threads in [2, 3, 4] {
-        assert!(one == with_threads(threads), "{threads} threads");
-    }
+    check_threads(&problems, dtype);
 }
 
 /// Gradients in f64 against differences, by the chain of ops of naive attention and by flash attention.

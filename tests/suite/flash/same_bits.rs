@@ -23,11 +23,8 @@ fn problems() -> Vec<Problem> {
     problems
 }
 
-#[rstest]
-fn threads_do_not_change_a_bit(
-    #[values(DType::F32, DType::F64, DType::F16, DType::BF16)] dtype: DType,
-) {
-    let problems = problems();
+/// Checks that one thread and several give the same bits.
+pub fn check_threads(problems: &[Problem], dtype: DType) {
     let with_threads = |threads: usize| -> Vec<_> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         let run = || problems.iter().map(|p| p.run(dtype, FLASH).bits());
@@ -40,6 +37,13 @@ fn threads_do_not_change_a_bit(
             assert!(*one == many, "{sizes:?} {mask:?}: {threads} threads");
         }
     }
+}
+
+#[rstest]
+fn threads_do_not_change_a_bit(
+    #[values(DType::F32, DType::F64, DType::F16, DType::BF16)] dtype: DType,
+) {
+    check_threads(&problems(), dtype);
 }
 
 /// A hundred repetitions on two threads whose timing varies.

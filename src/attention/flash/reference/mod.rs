@@ -4,9 +4,9 @@
 //! those of its Algorithm 1 in [`Attention::forward`] and of its Algorithm 2 in [`Attention::backward`]; its B_r and
 //! B_c are [`Q_TILE`] and [`K_TILE`], its L is [`Softmax::lse`], its D is `delta`.
 //!
-//! Its listings leave out the scale, the soft cap, biases, the masks, dropout, queries that attend to no key, and query heads
-//! that share a key head. The heads of such a group are additional rows of a query tile, since they attend to the same
-//! keys. The sums over a tile's rows then include the sum over the group's heads that dk and dv need.
+//! Its listings leave out the scale, the soft cap, biases, the masks, dropout, queries that attend to no key, and query
+//! heads that share a key head. The heads of such a group are additional rows of a query tile, since they attend to the
+//! same keys. The sums over a tile's rows then include the sum over the group's heads that dk and dv need.
 
 mod seen;
 
@@ -40,7 +40,7 @@ const K_TILE: usize = 64;
 /// Differentiable in q, k and v, as one op of candle's graph. No gradient flows through lse.
 ///
 /// # Errors
-/// As [`flash`](super::flash()).
+/// Those of [`flash`](super::flash()).
 pub fn reference(
     q: &Tensor,
     k: &Tensor,
@@ -203,8 +203,8 @@ impl Attention {
         Ok((Tensor::cat(&out, 2)?, Softmax { max, sum })) // line 17
     }
 
-    /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh) and the gradient of a bias, from the dtypes and shapes that
-    /// forward took and gave.
+    /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh) and the gradient of a bias, from the dtypes and shapes
+    /// that forward took and gave.
     fn backward(
         &self,
         inputs: &[&Tensor],

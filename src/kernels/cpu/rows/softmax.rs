@@ -28,8 +28,8 @@ pub fn forward<T: Stored>(x: &[T], seen: KeyRanges<'_>, scale: f64, p: &mut [T])
     timed(Part::Softmax, || parallel::for_rows(p, keys, rows));
 }
 
-/// Computes [`forward`] in heads (B, H, Tq, Tk) of which `visible` hides elements too. Rows whose visible scores are all
-/// -inf are 0.
+/// Computes [`forward`] in heads (B, H, Tq, Tk) of which `visible` hides elements too. Rows whose visible scores are
+/// all -inf are 0.
 pub fn forward_of_heads<T: Real>(x: &[T], seen: &HeadRows<'_>, scale: f64, p: &mut [T]) {
     let (keys, scale) = (seen.keys, T::real(scale));
     let rows = |first: usize, p: &mut [T]| {
