@@ -18,9 +18,10 @@ use std::time::Duration;
 use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
+use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
-    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, adamw, cross_entropy, embedding,
-    flash, gated, multiply_adds, norm, relu, rope, softmax, sums,
+    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, cross_entropy, embedding, flash,
+    gated, multiply_adds, norm, relu, rope, softmax, sums,
 };
 
 const TOKENS: usize = 1024;
@@ -351,15 +352,33 @@ fn optimizer(bench: &mut Bench) {
     let gradient: Vec<f32> = values(n);
     let [mut parameter, mut exp_avg] = [values(n), values(n)];
     let mut exp_avg_sq: Vec<f32> = values::<f32>(n).iter().map(|v| v * v).collect();
-    let update = Update::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10);
+    let adamw = Update::from(Optimizer::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10));
     bench.memory::<f32>("adamw", 7 * n, || {
-        adamw::step(
-            &mut parameter,
-            &gradient,
-            &mut exp_avg,
-            &mut exp_avg_sq,
-            &update,
-        );
+        let states = [&mut exp_avg[..], &mut exp_avg_sq[..]];
+        step::<AdamW, f32, f32, 2>(&mut parameter, &gradient, 1.0, states, &adamw);
+    });
+    let sgd = Sgd {
+        lr: 1e-3,
+        weight_decay: 0.01,
+        momentum: 0.9,
+        share: 1.0,
+        nesterov: true,
+    };
+    let update = Update::from(sgd);
+    bench.memory::<f32>("sgd", 3 * n, || {
+        step::<Sgd, f32, f32, 0>(&mut parameter, &gradient, 1.0, [], &update);
+    });
+    bench.memory::<f32>("sgd momentum", 5 * n, || {
+        step::<Sgd, f32, f32, 1>(&mut parameter, &gradient, 1.0, [&mut exp_avg], &update);
+    });
+    let lion = Update::from(Lion {
+        decay: 0.999,
+        one_minus_beta1: 0.1,
+        one_minus_beta2: 0.01,
+        lr: 1e-4,
+    });
+    bench.memory::<f32>("lion", 5 * n, || {
+        step::<Lion, f32, f32, 1>(&mut parameter, &gradient, 1.0, [&mut exp_avg], &lion);
     });
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::ops;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::{Result, backward};
 
@@ -21,7 +21,7 @@ const LENGTH: usize = 256;
 /// A model with its optimizer, and a batch.
 struct Training {
     model: TransformerLM,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     tokens: Tensor,
     targets: Tensor,
 }
@@ -35,7 +35,7 @@ impl Training {
             Tensor::from_iter(ids, &Device::Cpu)?.reshape((BATCH, LENGTH))
         };
         Ok(Self {
-            optimizer: AdamW::new(model.parameters(), AdamWConfig::default())?,
+            optimizer: Optimizer::new(model.parameters(), AdamWConfig::default())?,
             model,
             tokens: ids(0)?,
             targets: ids(37)?,

@@ -14,7 +14,7 @@ use rand_chacha::ChaCha8Rng;
 use tallow::compile::{Batch, Step, StepConfig};
 use tallow::memory::{Estimate, Meter, Mode, estimate_graph};
 use tallow::nn::{self, Layer};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::profile::{Grouping, ProfileReport, Profiler, Selection, step};
 use tallow::report::{Report, format_mib};
 use tallow::{Result, graph};
@@ -56,7 +56,7 @@ impl Flags {
         let estimated = estimate(&device)?.peak_bytes;
         let vb = nn::seeded(self.common.seed, DType::F32, &device);
         let model = EncoderDecoder::new(VOCAB_SIZE, SHAPE.1, WIDTH, vb)?;
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
         let mut planned = Step::new(&optimizer, &StepConfig::default(), |inputs| {
             let [source, visible, target, next] = INPUTS.map(|name| inputs.get(name));
             model.loss([&source?, &visible?, &target?, &next?])

@@ -187,7 +187,7 @@ fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
         precision: run.precision,
         checkpointing: run.checkpointing,
         kernels: device.map_or(Target::Cuda, Target::of),
-        moments: run.optimizer.moments,
+        optimizer: run.optimizer,
     }
 }
 

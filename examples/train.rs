@@ -28,6 +28,7 @@ mod signals;
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 use clap::Parser;
+use common::modes::OptimizerFlag;
 use common::ranks::{ExchangeFlags, RankFlags};
 use common::ways::Way;
 use common::{Common, Effects, stdout};
@@ -46,7 +47,7 @@ use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Layer};
-use tallow::optim::{AdamWConfig, Moments};
+
 use tallow::report::{Fields, Format, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 
@@ -108,9 +109,30 @@ impl Flags {
             })
             .only(
                 "on a rate that changes: not with --schedule constant",
-                &["schedule-steps", "min-lr", "warmup"],
+                &["schedule-steps", "min-lr"],
                 |flags| flags.training.schedule != ScheduleFlag::Constant,
             )
+            .only(
+                "with a warm-up: not with --schedule constant or restarts",
+                &["warmup"],
+                |flags| {
+                    let without = [ScheduleFlag::Constant, ScheduleFlag::Restarts];
+                    !without.contains(&flags.training.schedule)
+                },
+            )
+            .only(
+                "with --schedule wsd or restarts",
+                &["decay-steps"],
+                |flags| {
+                    [ScheduleFlag::Wsd, ScheduleFlag::Restarts].contains(&flags.training.schedule)
+                },
+            )
+            .only("with --optimizer adamw or lion", &["betas"], |flags| {
+                ![OptimizerFlag::Sgd, OptimizerFlag::Muon].contains(&flags.training.optimizer)
+            })
+            .only("with --optimizer sgd or muon", &["momentum"], |flags| {
+                [OptimizerFlag::Sgd, OptimizerFlag::Muon].contains(&flags.training.optimizer)
+            })
             .of_ranks(|flags| (&flags.ranks, &flags.common))
             .of_exchange(|flags| (&flags.ranks, &flags.exchange))
             .only(
@@ -229,15 +251,7 @@ impl Flags {
             accumulation: flags.accumulation.unwrap_or(world_size),
             steps: flags.steps,
             schedule: flags.schedule(),
-            optimizer: AdamWConfig {
-                betas: flags.betas()?,
-                weight_decay: flags.weight_decay,
-                moments: match flags.bf16_moments {
-                    true => Moments::Bf16 { seed },
-                    false => Moments::Wide,
-                },
-                ..Default::default()
-            },
+            optimizer: flags.rule(seed)?,
             max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
             attention: Some(self.model.trained.attention),
             checkpointing: Some(self.model.activation_checkpointing),
@@ -323,17 +337,14 @@ impl Flags {
             let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
             format!("{count}, {way}, gradients averaged in {dtype}")
         });
-        let place = ["", " in backward"][usize::from(config.optimizer_in_backward)];
-        let ((beta1, beta2), decay) = (optimizer.betas, optimizer.weight_decay);
+        let place = ["", ", in backward"][usize::from(config.optimizer_in_backward)];
         let clipped = match (config.max_grad_norm, config.max_grad_value) {
             (None, None) => "not clipped".into(),
             (Some(norm), None) => format!("clipped at norm {norm}"),
             (None, Some(value)) => format!("clipped at {value}"),
             (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
         };
-        let optimizer = format!(
-            "AdamW{place}, betas {beta1} and {beta2}, weight decay {decay}, gradients {clipped}"
-        );
+        let optimizer = format!("{optimizer}{place}, gradients {clipped}");
         let step =
             format!("{accumulation} x {batch_size} windows of {sequence_length}: {tokens} tokens");
         let mut fields = Fields::from_iter([("data", data)]);
@@ -402,7 +413,7 @@ impl Flags {
             let model = TransformerLM::meta(model)?.with_attention(attention)?;
             let model = model.with_checkpointing(checkpointing);
             let (plan, _) = Step::plan_for_model(device, &model, &step, batch)?;
-            wanted_bytes = plan.with_moments(config.optimizer.moments).total_bytes();
+            wanted_bytes = plan.total_bytes();
         }
         common::memory::check("the training step", wanted_bytes, Some(available_bytes))
     }

@@ -326,7 +326,7 @@ impl Error {
         weight: Weight { path: impl Into<Box<Path>>, name: impl Into<String> }
     }
 
-    /// An [`Error::Order`]: `Error::order("AdamW::load", "the state is divided", "load before AdamW::shard")`.
+    /// An [`Error::Order`]: `Error::order("Optimizer::load", "the state is divided", "load before Optimizer::shard")`.
     pub(crate) fn order(
         op: &'static str,
         problem: impl Into<String>,

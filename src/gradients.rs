@@ -120,7 +120,7 @@ impl Owners {
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use tallow::nn::{self, Layer, Linear};
-/// use tallow::optim::{AdamW, AdamWConfig, MissingGradients, clip_grad_norm};
+/// use tallow::optim::{AdamWConfig, MissingGradients, Optimizer, clip_grad_norm};
 /// use tallow::ops;
 ///
 /// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
@@ -129,7 +129,7 @@ impl Owners {
 /// let parameters = [named(0), named(1)];
 /// let missing_gradients = MissingGradients::Skip;
 /// let config = AdamWConfig { missing_gradients, ..Default::default() };
-/// let mut optimizer = AdamW::new(parameters.clone(), config)?;
+/// let mut optimizer = Optimizer::new(parameters.clone(), config)?;
 ///
 /// let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
 /// let loss = ops::mean(&experts[1].forward(&x)?)?; // the first expert is idle

@@ -22,7 +22,6 @@ macro_rules! some_of {
 
 some_of! {
     => activation: backward, forward;
-    => adamw: step;
     ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Masks, Outputs, Sizes, Tiles, backward, forward;
     => gated: backward, forward;
     => gemm: Batched, MatRef, MatmulSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
@@ -30,6 +29,7 @@ some_of! {
     => relu: backward, forward;
     => rope: rotate;
     => sums: backward, forward;
+    => update: AdamW, Lion, Sgd, step;
     ::rows => cross_entropy: backward, forward;
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;

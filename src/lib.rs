@@ -15,7 +15,7 @@
 //!
 //! ```
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm};
+//! use tallow::optim::{AdamWConfig, Optimizer, clip_grad_norm};
 //! use tallow::ops;
 //! use candle_core::Tensor;
 //!
@@ -25,7 +25,7 @@
 //!     ..Default::default()
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?;
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //!
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
@@ -53,7 +53,8 @@
 //! - [`precision`]: mixed precision, [`autocast`] with PyTorch's policies for CUDA and CPU;
 //! - [`backward`](backward()): the gradients of a loss; it frees the graph as it proceeds;
 //! - [`hf`]: models and tokenizers in Hugging Face's folders;
-//! - [`optim`]: AdamW with f32 state and in-place updates, clipping, accumulation, schedules, loss scaling;
+//! - [`optim`]: AdamW, SGD, Lion and Muon with f32 state and in-place updates, clipping, accumulation, schedules, loss
+//!   scaling;
 //! - [`data`] and [`train`]: token files, batches, and a training loop that resumes bit for bit;
 //! - [`distributed`]: data parallelism and sharding over several GPUs, processes or threads;
 //! - [`compile`]: planned training steps: a list of kernel calls with one memory arena, faster than the graph, with an
@@ -73,7 +74,7 @@
 //! | stop and resume a run | [`Trainer::save`](train::Trainer::save), [`Trainer::resume`](train::Trainer::resume) |
 //! | load a Hugging Face model | [`hf::load`], [`hf::find`], [`hf::Tokenizer`] |
 //! | load or save CS336's checkpoints | [`TransformerLM::load`][load], [`save`][save], [`open`][open] |
-//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`AdamW::save`][adamw] |
+//! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`Optimizer::save`][adamw] |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
 //! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/model.rs` |
 //! | freeze or tie weights, add a LoRA | [`nn::freeze`](nn::freeze()), [`nn::from_weights`](nn::from_weights()), [`nn::Parameter`] |
@@ -106,7 +107,7 @@
 //! [open]: model::TransformerLM::open
 //! [separator]: train::TrainConfig::separator
 //! [budget]: compile::StepConfig::memory_budget_bytes
-//! [adamw]: optim::AdamW::save
+//! [adamw]: optim::Optimizer::save
 //! [replicated]: compile::Step::replicated
 //! [sharded]: compile::Step::fully_sharded
 //!
@@ -139,7 +140,7 @@
 //!   ([`Plan::explain`](compile::Plan::explain)).
 //! - `png`: pictures as PNG, with an embedded font (licence: `src/report/DejaVu-LICENSE.txt`). Includes `report`.
 //! - `files`: files of weights, optimizer and loss scaler, with checksums
-//!   ([`TransformerLM::save`](model::TransformerLM::save), [`AdamW::save`](optim::AdamW::save),
+//!   ([`TransformerLM::save`](model::TransformerLM::save), [`Optimizer::save`](optim::Optimizer::save),
 //!   [`nn::save`](nn::save()), [`nn::load`](nn::load())). Included in `train` and `report`; includes [`hf`].
 //! - `hf`: tokenizers of Hugging Face's folders ([`hf::Tokenizer`]). Included in `train`.
 //! - `serde`: serde for configurations. Included in `files`.

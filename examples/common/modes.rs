@@ -4,14 +4,18 @@ use clap::ValueEnum;
 use tallow::bench::Execution;
 use tallow::compile::StepConfig;
 use tallow::memory::Mode;
-use tallow::optim::Moments;
+use tallow::optim::{AdamWConfig, LionConfig, Moments, MuonConfig, Rule, Scaling, SgdConfig};
 use tallow::precision::Precision;
 
 /// The optimizer of a training step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OptimizerFlag {
     Adamw,
+    /// AdamW with its moments in bf16
     AdamwBf16,
+    Sgd,
+    Lion,
+    Muon,
 }
 
 impl OptimizerFlag {
@@ -19,14 +23,32 @@ impl OptimizerFlag {
         match self {
             Self::Adamw => "adamw",
             Self::AdamwBf16 => "adamw-bf16",
+            Self::Sgd => "sgd",
+            Self::Lion => "lion",
+            Self::Muon => "muon",
         }
     }
 
-    /// Returns the moments of AdamW; `seed` rounds those in bf16.
-    pub fn moments(self, seed: u64) -> Moments {
+    /// Returns the rule with its default hyperparameters; `seed` rounds moments in bf16.
+    pub fn rule(self, seed: u64) -> Rule {
         match self {
-            Self::Adamw => Moments::Wide,
-            Self::AdamwBf16 => Moments::Bf16 { seed },
+            Self::Adamw => Rule::default(),
+            Self::AdamwBf16 => AdamWConfig {
+                moments: Moments::Bf16 { seed },
+                ..Default::default()
+            }
+            .into(),
+            Self::Sgd => SgdConfig {
+                momentum: 0.9,
+                ..Default::default()
+            }
+            .into(),
+            Self::Lion => LionConfig::default().into(),
+            Self::Muon => MuonConfig {
+                scaling: Scaling::Moonlight, // one learning rate for Muon's parameters and AdamW's
+                ..Default::default()
+            }
+            .into(),
         }
     }
 }

@@ -11,7 +11,6 @@ use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
-use tallow::optim::AdamWConfig;
 use tallow::precision::Precision;
 
 /// Flags of every example that runs a grid of configurations. A program sets the help of `--context-length` and the
@@ -39,7 +38,7 @@ pub struct GridFlags {
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', value_name = "NAME", help_heading = "Run")]
     pub mode: Vec<ModeFlag>,
 
-    /// adamw, or adamw-bf16 with running means in bf16
+    /// adamw, adamw-bf16 with running means in bf16, sgd, lion or muon
     #[arg(
         long,
         value_enum,
@@ -128,10 +127,7 @@ impl GridFlags {
 
     /// Returns every combination of the flags' lists in these precisions, with the other settings of `base`.
     pub fn runs(&self, models: &[Model], precisions: &[Precision], base: &EndToEnd) -> Vec<Run> {
-        let optimizer = AdamWConfig {
-            moments: self.optimizer.moments(base.seed),
-            ..Default::default()
-        };
+        let optimizer = self.optimizer.rule(base.seed);
         let modes = self.modes();
         let mut runs = Vec::new();
         for Model { name, config } in models {

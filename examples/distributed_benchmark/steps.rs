@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use tallow::compile::{Step, StepRanks};
 use tallow::distributed::{FullyShard, Replicated, Shard};
 use tallow::model::TransformerLM;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::profile::{self, Profiler};
 use tallow::report::{Column, Report, Statistics};
 use tallow::{Result, nn};
@@ -46,7 +46,7 @@ pub struct Ways {
 }
 
 /// A step, its optimizer, and a rank's tokens and targets.
-type Job = (Step<'static>, AdamW, [Tensor; 2]);
+type Job = (Step<'static>, Optimizer, [Tensor; 2]);
 
 impl Ways {
     /// Returns every strategy with every exchange that it has: the step alone first, which the others are compared
@@ -190,13 +190,13 @@ impl Rank<'_> {
             let sharded = FullyShard::new(communicator, parts)?;
             let model = TransformerLM::from_var_builder(config, sharded.builder(weights))?;
             let model = model.with_attention(attention)?;
-            let optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
+            let optimizer = Optimizer::new(sharded.parameters(), AdamWConfig::default())?;
             let step = Step::fully_sharded_for_model(&model, &optimizer, &self.step, &sharded)?;
             return Ok((step, optimizer, batch));
         }
         let model = TransformerLM::from_var_builder(config, weights)?;
         let model = model.with_attention(attention)?;
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
         if let StepRanks::ShardedOptimizer(..) = ranks {
             optimizer.shard(communicator)?;
         }

@@ -92,8 +92,7 @@ impl StepFlags {
         }
         let rows = workload.batch_size.saturating_mul(self.accumulation);
         let batch = Batch::meta(rows, workload.sequence_length)?;
-        let (plan, checkpointing) = Step::plan_for_model(target, &model, &step, batch)?;
-        Ok((plan.with_moments(workload.moments), checkpointing))
+        Step::plan_for_model(target, &model, &step, batch)
     }
 
     /// Returns the largest batch and the largest T that fit, with at most [`MOST_TOKENS`] tokens.

@@ -1,6 +1,7 @@
 //! The flags of `train`, and the library's configurations that they make.
 
 use crate::common::models::TrainedModelFlags;
+use crate::common::modes::OptimizerFlag;
 use crate::common::precision::PrecisionFlags;
 use crate::common::{outputs, refusal, values};
 use clap::builder::NonEmptyStringValueParser;
@@ -11,7 +12,7 @@ use tallow::data::Tokens;
 use tallow::hf::Tokenizer;
 use tallow::model::{GenerateConfig, TransformerConfig};
 use tallow::nn::{Checkpointing, DropoutRates};
-use tallow::optim::Schedule;
+use tallow::optim::{Rule, Schedule};
 use tallow::{Error, Result};
 
 /// The files of `--out`.
@@ -80,7 +81,7 @@ pub struct TrainingFlags {
     #[arg(long, value_name = "N", default_value_t = 2000, value_parser = values::count())]
     pub steps: usize,
 
-    /// Learning rate: cosine, linear or constant (no warm-up)
+    /// Learning rate: cosine, linear, wsd, restarts or constant (the last two without warm-up)
     #[arg(long, hide_short_help = true, value_enum, value_name = "NAME", default_value_t = ScheduleFlag::Cosine)]
     pub schedule: ScheduleFlag,
 
@@ -100,15 +101,23 @@ pub struct TrainingFlags {
     #[arg(long, hide_short_help = true, value_name = "N", alias = "warmup-steps")]
     pub warmup: Option<usize>,
 
+    /// Steps of wsd's decay, or of restarts' first cosine [default: a fifth]
+    #[arg(long, hide_short_help = true, value_name = "N", value_parser = values::count())]
+    pub decay_steps: Option<usize>,
+
     /// Decay of matrices
     #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 0.1, value_parser = values::from_0)]
     pub weight_decay: f64,
 
-    /// Store AdamW's moments in bf16, rounded stochastically
-    #[arg(long, hide_short_help = true)]
-    pub bf16_moments: bool,
+    /// adamw, adamw-bf16 (moments in bf16, rounded stochastically), sgd, lion or muon
+    #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
+    pub optimizer: OptimizerFlag,
 
-    /// AdamW's two betas
+    /// Momentum of sgd and muon [default: 0.9 and 0.95]
+    #[arg(long, hide_short_help = true, value_name = "X", value_parser = values::under_1)]
+    pub momentum: Option<f64>,
+
+    /// The two betas of adamw and lion
     #[arg(long, hide_short_help = true, num_args = 1.., value_delimiter = ',', default_value = "0.9,0.99", value_parser = values::under_1)]
     pub betas: Vec<f64>,
 
@@ -132,6 +141,10 @@ pub struct TrainingFlags {
 pub enum ScheduleFlag {
     Cosine,
     Linear,
+    /// Warm-up, stable, decay
+    Wsd,
+    /// Cosines, again and again
+    Restarts,
     Constant,
 }
 
@@ -304,6 +317,7 @@ impl TrainingFlags {
     pub fn schedule(&self) -> Schedule {
         let total_steps = self.schedule_steps.unwrap_or(self.steps);
         let warmup_steps = self.warmup.unwrap_or(total_steps / 20);
+        let decay_steps = self.decay_steps.unwrap_or(total_steps / 5);
         let (max_lr, min_lr) = (self.lr, self.min_lr.unwrap_or(self.lr / 10.0));
         match self.schedule {
             ScheduleFlag::Constant => Schedule::Constant { lr: self.lr },
@@ -319,10 +333,40 @@ impl TrainingFlags {
                 warmup_steps,
                 total_steps,
             },
+            ScheduleFlag::Wsd => Schedule::WarmupStableDecay {
+                max_lr,
+                min_lr,
+                warmup_steps,
+                decay_steps,
+                total_steps,
+            },
+            ScheduleFlag::Restarts => Schedule::CosineRestarts {
+                max_lr,
+                min_lr,
+                period: decay_steps.max(1),
+                factor: 1,
+            },
         }
     }
 
-    pub fn betas(&self) -> Result<(f64, f64)> {
+    /// Returns the rule with the flags that it has.
+    pub fn rule(&self, seed: u64) -> Result<Rule> {
+        let betas = self.betas()?;
+        let mut rule = self
+            .optimizer
+            .rule(seed)
+            .with_weight_decay(self.weight_decay);
+        match &mut rule {
+            Rule::AdamW(config) => config.betas = betas,
+            Rule::Lion(config) => config.betas = betas,
+            Rule::Sgd(config) => config.momentum = self.momentum.unwrap_or(config.momentum),
+            Rule::Muon(config) => config.momentum = self.momentum.unwrap_or(config.momentum),
+            _ => {}
+        }
+        Ok(rule)
+    }
+
+    fn betas(&self) -> Result<(f64, f64)> {
         match self.betas[..] {
             [first, second] => Ok((first, second)),
             ref other => Err(refusal(

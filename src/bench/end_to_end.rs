@@ -9,7 +9,7 @@ use crate::attention::Algorithm;
 use crate::memory::{self, Estimate, Mode, Target, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::nn::{self, Checkpointing};
-use crate::optim::AdamWConfig;
+use crate::optim::Rule;
 use crate::precision::Precision;
 use crate::{Error, Result, backward, no_grad, ops};
 use candle_core::backprop::GradStore;
@@ -59,7 +59,7 @@ pub struct EndToEnd {
     /// The number of measured steps.
     pub steps: usize,
     /// The optimizer of a training step.
-    pub optimizer: AdamWConfig,
+    pub optimizer: Rule,
     /// Eager, or planned on the CPU or a CUDA GPU, in f32 or under autocast.
     pub execution: Execution,
     /// Whether each parameter is updated as soon as its gradient is computed
@@ -91,7 +91,7 @@ impl Default for EndToEnd {
             precision: Precision::F32,
             warmup_steps: 5,
             steps: 10,
-            optimizer: AdamWConfig::default(),
+            optimizer: Rule::default(),
             execution: Execution::Eager,
             optimizer_in_backward: false,
             memory_budget_bytes: None,
@@ -244,7 +244,7 @@ impl EndToEnd {
             precision: self.precision,
             checkpointing: self.checkpointing,
             kernels: Target::of(device),
-            moments: self.optimizer.moments,
+            optimizer: self.optimizer,
         }
     }
 

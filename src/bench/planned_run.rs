@@ -83,7 +83,7 @@ impl EndToEnd {
                 let batch = Batch::meta(self.batch_size, self.sequence_length)?;
                 let (model, config) = (self.meta_model()?, self.step_config());
                 let (plan, _) = Step::plan_for_model(device, &model, &config, batch)?;
-                Ok(plan.with_moments(self.optimizer.moments))
+                Ok(plan)
             }
         }
     }
@@ -137,6 +137,7 @@ impl EndToEnd {
             loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
             optimizer_in_backward: self.optimizer_in_backward,
             memory_budget_bytes: self.memory_budget_bytes,
+            optimizer: self.optimizer,
             ..Default::default()
         }
     }

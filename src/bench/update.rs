@@ -2,14 +2,14 @@
 
 use super::row::LossScaling;
 use crate::Result;
-use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+use crate::optim::{GradScaler, GradScalerConfig, Optimizer, Rule, usual_groups};
 use crate::precision::Precision;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
 
 /// Optimizer and loss scale of a measured run.
 pub(super) struct Update {
-    pub optimizer: AdamW,
+    pub optimizer: Optimizer,
     /// The gradient scaler; disabled if the dtype has the range of f32.
     pub scaler: GradScaler,
     scales: bool,
@@ -17,14 +17,10 @@ pub(super) struct Update {
 }
 
 impl Update {
-    pub fn new(
-        config: AdamWConfig,
-        parameters: Vec<(String, Var)>,
-        precision: Precision,
-    ) -> Result<Self> {
+    pub fn new(rule: Rule, parameters: Vec<(String, Var)>, precision: Precision) -> Result<Self> {
         let scales = precision.dtype() == DType::F16;
         Ok(Self {
-            optimizer: AdamW::new(parameters, config)?,
+            optimizer: Optimizer::with_groups(usual_groups(parameters, rule))?,
             scaler: GradScaler::new(GradScalerConfig {
                 enabled: scales,
                 ..Default::default()

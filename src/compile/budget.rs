@@ -103,8 +103,9 @@ pub(super) fn step_lower_bound(
     tokens: [usize; 2],
 ) -> Result<u64> {
     let step_bytes = step_bytes(model, attention, checkpointing, config, tokens)?;
-    // 8 bytes: a parameter in f32 and its two moments, in bf16 at least.
-    let total = 8.0 * parameters(model, config) + step_bytes + ids_and_tables(model, tokens);
+    let bytes = DType::F32.size_in_bytes() + config.optimizer.state_bytes(DType::F32);
+    let total =
+        bytes as f64 * parameters(model, config) + step_bytes + ids_and_tables(model, tokens);
     Ok(total as u64) // saturates
 }
 

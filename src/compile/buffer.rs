@@ -22,7 +22,7 @@ pub enum Category {
     Parameter,
     /// A weight in half precision, made from the parameter at the beginning of each step.
     WeightCopy,
-    /// A moment of AdamW (`exp_avg` or `exp_avg_sq`), shared with the optimizer.
+    /// A tensor of state of a parameter, such as `exp_avg`, shared with the optimizer.
     OptimizerState,
     /// Token ids, and tables that were computed with the plan.
     Input,
@@ -79,10 +79,13 @@ pub enum Location {
     },
     /// The parameter with this index, in the model's or the optimizer's order.
     Parameter(usize),
-    /// AdamW's `exp_avg` of the parameter with this index.
-    ExpAvg(usize),
-    /// AdamW's `exp_avg_sq` of the parameter with this index.
-    ExpAvgSq(usize),
+    /// A tensor of the optimizer's state.
+    State {
+        /// The index of the parameter.
+        parameter: usize,
+        /// The index among the tensors of its rule.
+        index: usize,
+    },
     /// A table that the plan holds: [`Plan::table`](super::Plan::table).
     Table(usize),
     /// The output tensor of the run.

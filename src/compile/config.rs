@@ -1,6 +1,7 @@
 //! The configuration of a planned step.
 
 use crate::distributed::{FullyShardConfig, ReplicatedConfig, Shard};
+use crate::optim::Rule;
 use crate::precision::{Precision, Regime};
 use crate::{Error, Result};
 use candle_core::DType;
@@ -16,7 +17,7 @@ pub enum StepRanks {
     /// Every rank has the full model and its optimizer. Gradients and loss are averaged.
     Replicated(ReplicatedConfig),
     /// Every rank has the full model. This rank has the optimizer state of its share of the parameters and updates
-    /// those ([`AdamW::shard`](crate::optim::AdamW::shard); ZeRO stage 1).
+    /// those ([`Optimizer::shard`](crate::optim::Optimizer::shard); ZeRO stage 1).
     ShardedOptimizer(ReplicatedConfig, Shard),
     /// This rank has a shard of every weight, gradient and optimizer state
     /// ([`FullyShard`](crate::distributed::FullyShard); ZeRO stage 3).
@@ -136,6 +137,9 @@ pub struct StepConfig {
     /// In bf16 on a GPU these gradients are bf16 too, as autocast rounds them there. Only the update reads them, and it
     /// reads 2 bytes less per parameter. (Gradients of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
+    /// The rule of the update in a plan that is made without an optimizer, as by
+    /// [`Step::plan_for_model`](super::Step::plan_for_model). A step has the rules of its optimizer.
+    pub optimizer: Rule,
     /// The seed of dropout ([`Inputs::dropout`](super::Inputs::dropout)). A step's [key](crate::ops::DropoutKey) is
     /// derived from this seed and the number of optimizer steps so far. `None` drops nothing.
     pub dropout_seed: Option<u64>,
@@ -160,6 +164,7 @@ impl Default for StepConfig {
             accumulation: 1,
             memory_budget_bytes: None,
             optimizer_in_backward: false,
+            optimizer: Rule::default(),
             dropout_seed: None,
             retrace_every: None,
             ranks: StepRanks::Single,
@@ -240,7 +245,7 @@ pub(crate) fn check_precision(config: &'static str, precision: Precision) -> Res
         return Ok(());
     }
     let hint = "parameters stay in f32, and a plan keeps one copy of each weight in half precision; train with an eager \
-                loop: backward and AdamW::step";
+                loop: backward and Optimizer::step";
     Err(Error::config(config, "precision", precision).must_be("f32, bf16 or f16", hint))
 }
 

@@ -72,7 +72,7 @@ impl Plan {
 /// Returns the FLOPs of a call that belongs to no group.
 fn flops_without_group(op: &Op) -> f64 {
     match op {
-        Op::AdamW { elements, .. } => {
+        Op::Update { rule, elements, .. } => {
             let flat = Operand {
                 dims: &[*elements],
                 dtype: DType::F32,
@@ -81,7 +81,7 @@ fn flops_without_group(op: &Op) -> f64 {
                 inputs: &[flat],
                 output: flat,
             };
-            let formula = crate::optim::cost::ADAMW.cost;
+            let formula = rule.info().cost;
             let cost = formula.and_then(|formula| (formula.forward)(&operands));
             cost.map_or(0.0, |cost| cost.other_flops)
         }

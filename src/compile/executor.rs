@@ -220,19 +220,19 @@ fn on_cpu<R>(
     let arguments = arguments.collect::<candle_core::Result<Vec<_>>>()?;
     let parameters = tensors.parameters.iter().map(|(_, var)| var.as_tensor());
     let updates = tensors.updates.iter();
-    let moments = updates.flat_map(|planned| &planned.moments).flatten();
-    let all: Vec<&Tensor> = parameters.chain(moments).chain(tensors.output).collect();
+    let states = updates.flat_map(|planned| &planned.states).flatten();
+    let all: Vec<&Tensor> = parameters.chain(states).chain(tensors.output).collect();
     with_all_mut_bytes(&all, |external| {
         let (parameters, mut rest) = external.split_at(tensors.parameters.len());
-        let moments = tensors.updates.iter().map(|planned| {
-            let (own, others) = rest.split_at(planned.moments.iter().flatten().count());
+        let states = tensors.updates.iter().map(|planned| {
+            let (own, others) = rest.split_at(planned.states.iter().flatten().count());
             rest = others;
-            own.try_into().ok()
+            own
         });
-        let moments: Vec<Option<[*mut [u8]; 2]>> = moments.collect();
+        let states: Vec<&[*mut [u8]]> = states.collect();
         run(&cpu::ExternalBuffers {
             parameters,
-            moments: &moments,
+            states: &states,
             output: rest.first().copied(),
             arguments: &arguments,
         })

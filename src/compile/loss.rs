@@ -111,6 +111,10 @@ impl PlanRequest<'_> {
                 return Ok(function.clone());
             }
             let mut function = self.trace(&inputs, checkpointing)?;
+            for parameter in &mut function.parameters {
+                let rule = self.config.optimizer;
+                parameter.rule = rule.of_parameter(&parameter.name, &parameter.shape);
+            }
             prepare(&mut function);
             let function = Rc::new(function);
             last.replace(Some((checkpointing, function.clone())));

@@ -10,7 +10,7 @@
 //! use candle_core::Tensor;
 //! use tallow::compile::{Step, StepConfig};
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig};
+//! use tallow::optim::{AdamWConfig, Optimizer};
 //!
 //! let device = tallow::device("cpu")?;
 //! let config = TransformerConfig {
@@ -18,7 +18,7 @@
 //!     ..Default::default()
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?;
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //! let mut step = Step::for_model(&model, &optimizer, &StepConfig { clip_norm: Some(1.0), ..Default::default() })?;
 //!
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
@@ -55,7 +55,7 @@
 //! # What a step refuses
 //!
 //! Each of these is an error that names the op or the field, its path in the model and what to do. An eager loop
-//! supports them all: `loss`, [`backward`](crate::backward()), [`AdamW::step`](crate::optim::AdamW::step).
+//! supports them all: `loss`, [`backward`](crate::backward()), [`Optimizer::step`](crate::optim::Optimizer::step).
 //!
 //! | what | where |
 //! |---|---|

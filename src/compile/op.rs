@@ -3,6 +3,7 @@
 use super::buffer::{BufferId, Buffers};
 use crate::distributed::{Collective, Reduce};
 use crate::ops::lowering::{Kernel, Named};
+use crate::optim::Rule;
 use crate::probe::Path;
 use std::fmt;
 use std::ops::Range;
@@ -70,9 +71,11 @@ pub enum Op {
         /// The parameters' indices, by position. A fully sharded parameter has one position for each rank.
         parameters: Vec<usize>,
     },
-    /// Reads `gradient` and, if gradients are clipped or checked, `factor`. Writes `parameter`, `exp_avg`, `exp_avg_sq`
-    /// and, on a GPU, the half-precision `copy` that matmuls read, if there is one.
-    AdamW {
+    /// Reads `gradient` and, if gradients are clipped or checked, `factor`. Writes `parameter`, the rule's tensors of
+    /// state by their names and, on a GPU, the half-precision `copy` that matmuls read, if there is one.
+    Update {
+        /// The rule. A run has the current hyperparameters.
+        rule: Rule,
         /// The index in [`Location::Parameter`](super::buffer::Location::Parameter).
         parameter: usize,
         /// The number of elements that are updated.
@@ -135,13 +138,17 @@ impl Op {
             Self::CheckOverflow { .. } => "check_overflow",
             Self::SumOfSquares { .. } => "sum_of_squares",
             Self::ClipFactor { .. } => "clip_factor",
-            Self::AdamW { .. } => "adamw",
+            Self::Update { rule, .. } => rule.name(),
         }
     }
 
     /// Returns whether a GPU can run it.
     pub fn is_on_gpu(&self) -> bool {
-        self.kernel().is_none_or(Kernel::is_on_gpu)
+        match self {
+            Self::Kernel(kernel) => kernel.is_on_gpu(),
+            Self::Update { rule, .. } => rule.info().gpu_width.is_some(),
+            _ => true,
+        }
     }
 
     /// Returns whether it is a matmul and nothing else.
@@ -164,7 +171,7 @@ impl Op {
             | Self::Broadcast { .. }
             | Self::AllGather { .. }
             | Self::ReduceScatter { .. }
-            | Self::AdamW { .. }
+            | Self::Update { .. }
             | Self::Unscale { .. } => true,
             _ => false,
         }
@@ -181,7 +188,7 @@ impl Op {
             | Self::ReduceScatter { elements }
             | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
-            | Self::AdamW { elements, .. } => elements.to_string(),
+            | Self::Update { elements, .. } => elements.to_string(),
             Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {
                 parameters.len().to_string()
             }

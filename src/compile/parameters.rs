@@ -62,10 +62,7 @@ pub(super) fn check_disjoint(
     let refuse = |problem: &str, hint: &str| Err(Error::order(op, problem, hint));
     let mut storages = HashSet::new();
     let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
-    let state = updates
-        .iter()
-        .flat_map(|planned| &planned.moments)
-        .flatten();
+    let state = updates.iter().flat_map(|planned| &planned.states).flatten();
     let mut exclusive = parameters.chain(state);
     if !exclusive.all(|tensor| storages.insert(storage_address(tensor))) {
         let problem = "parameters or their optimizer state share a storage";

@@ -5,7 +5,6 @@ use super::buffer::{Buffer, BufferId, Category, Location};
 use super::costs::{self, GroupCost};
 use super::op::{BufferRange, Call, Op, Phase};
 use crate::ops::lowering::Workspace;
-use crate::optim::Moments;
 use candle_core::DType;
 use std::ops::Range;
 
@@ -114,17 +113,13 @@ impl Plan {
         }
     }
 
-    /// Sets the dtype of AdamW's moments. It is f32 in a plan that was made without an optimizer.
-    pub fn with_moments(mut self, moments: Moments) -> Self {
-        self.set_moments(|_, parameter| moments.dtype(parameter));
-        self
-    }
-
-    /// Sets the dtype of each parameter's moments. `dtype` is called with the parameter's index and the current dtype.
-    pub(super) fn set_moments(&mut self, dtype: impl Fn(usize, DType) -> DType) {
+    /// Sets the dtypes of the optimizer's state. `dtype` is called with the indices of the parameter and of the tensor.
+    pub(super) fn set_state_dtypes(&mut self, dtype: impl Fn(usize, usize) -> Option<DType>) {
         for buffer in &mut self.buffers {
-            if let Location::ExpAvg(number) | Location::ExpAvgSq(number) = buffer.location {
-                buffer.dtype = dtype(number, buffer.dtype);
+            if let Location::State { parameter, index } = buffer.location
+                && let Some(dtype) = dtype(parameter, index)
+            {
+                buffer.dtype = dtype;
             }
         }
     }

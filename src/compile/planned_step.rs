@@ -8,7 +8,7 @@ use super::op::Op;
 use super::parameters;
 use super::plan::Plan;
 use crate::distributed::Communicator;
-use crate::optim::{AdamW, GradScaler, MissingGradients, PlannedUpdate};
+use crate::optim::{GradScaler, MissingGradients, Optimizer, PlannedUpdate};
 use crate::{Error, Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
@@ -79,7 +79,7 @@ impl PlannedStep {
         }
         let mut updated = vec![false; parameters.len()];
         for call in lowered.plan.calls() {
-            if let Op::AdamW { parameter, .. } = call.op {
+            if let Op::Update { parameter, .. } = call.op {
                 updated[parameter] = true;
             }
         }
@@ -134,7 +134,7 @@ impl PlannedStep {
     ///
     /// # Errors
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
-    pub fn run(&mut self, optimizer: &mut AdamW, tensors: &Tensors<'_>) -> Result<f32> {
+    pub fn run(&mut self, optimizer: &mut Optimizer, tensors: &Tensors<'_>) -> Result<f32> {
         let ranks = self.ranks()?;
         let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
         self.run_with(optimizer, tensors, None)?;
@@ -147,7 +147,7 @@ impl PlannedStep {
     /// Those of [`run`](Self::run); a plan without loss scaling.
     pub fn run_scaled(
         &mut self,
-        optimizer: &mut AdamW,
+        optimizer: &mut Optimizer,
         scaler: &mut GradScaler,
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
@@ -177,18 +177,18 @@ impl PlannedStep {
 
     fn run_with(
         &mut self,
-        optimizer: &mut AdamW,
+        optimizer: &mut Optimizer,
         tensors: &Tensors<'_>,
         loss_scale: Option<f64>,
     ) -> Result<bool> {
         let mut planned = optimizer.planned_updates(self.op, &self.parameters)?;
-        self.check_unreached(&planned)?;
+        self.check_rules(&planned)?;
         self.leave_out_skipped(&mut planned);
         parameters::check_disjoint(self.op, &self.parameters, &planned, tensors.arguments)?;
         self.check_shares(&planned)?;
-        self.plan.set_moments(|number, dtype| {
-            let moments = planned[number].moments.as_ref();
-            moments.map_or(dtype, |[exp_avg, _]| exp_avg.dtype())
+        self.plan.set_state_dtypes(|parameter, index| {
+            let states = planned[parameter].states.as_ref();
+            states.map(|states| states[index].dtype())
         });
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // a step was taken outside of the plan
@@ -234,14 +234,34 @@ impl PlannedStep {
         };
         let update = planned[other].update;
         for number in self.skipped() {
-            (planned[number].moments, planned[number].update) = (None, update);
+            (planned[number].states, planned[number].update) = (None, update);
         }
     }
 
-    /// Checks that the plan treats parameters without a gradient as the optimizer's groups require.
-    fn check_unreached(&self, planned: &[PlannedUpdate]) -> Result<()> {
+    /// Checks that the plan has the rules of the optimizer's groups, and treats parameters without a gradient as they
+    /// require.
+    fn check_rules(&self, planned: &[PlannedUpdate]) -> Result<()> {
+        for call in self.plan.calls() {
+            if let Op::Update {
+                rule, parameter, ..
+            } = &call.op
+                && let given = planned[*parameter].rule
+                && !rule.is_planned_as(&given)
+            {
+                return Err(Error::Order {
+                    op: self.op,
+                    problem: format!(
+                        "parameter {} is planned with the state {}, and the optimizer's group has {}",
+                        self.parameters[*parameter].0,
+                        rule.describe_state(),
+                        given.describe_state()
+                    ),
+                    hint: "plan the step for this optimizer".into(),
+                });
+            }
+        }
         for (number, missing) in &self.unreached {
-            let given = planned[*number].missing;
+            let given = planned[*number].rule.missing_gradients();
             if given != *missing {
                 return Err(Error::Order {
                     op: self.op,
@@ -259,11 +279,11 @@ impl PlannedStep {
 
     /// Checks that the plan updates exactly the parameters whose state the optimizer has.
     fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
-        let own = planned.iter().map(|planned| planned.moments.is_some());
+        let own = planned.iter().map(|planned| planned.states.is_some());
         if own.eq(self.updated.iter().copied()) {
             return Ok(());
         }
-        let own = planned.iter().filter(|planned| planned.moments.is_some());
+        let own = planned.iter().filter(|planned| planned.states.is_some());
         let updated = self.updated.iter().filter(|updated| **updated);
         Err(Error::Order {
             op: self.op,
@@ -273,7 +293,7 @@ impl PlannedStep {
                 planned.len(),
                 own.count()
             ),
-            hint: "divide the optimizer (AdamW::shard) before the step is planned, and run it with that one".into(),
+            hint: "divide the optimizer (Optimizer::shard) before the step is planned, and run it with that one".into(),
         })
     }
 

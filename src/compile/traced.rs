@@ -8,7 +8,7 @@ use crate::inplace::{for_elements, storage_address};
 use crate::ops::cpu::cpu_storage;
 use crate::ops::cross_entropy::Reduction;
 use crate::ops::strided;
-use crate::optim::MissingGradients;
+use crate::optim::Rule;
 use crate::{Error, Result};
 use candle_core::{CpuStorage, DType, Device, Tensor, WithDType};
 use std::collections::HashMap;
@@ -20,9 +20,11 @@ pub(super) struct Parameter {
     pub name: String,
     /// The size of the whole variable. (The graph may have seen a view of it first.)
     pub elements: usize,
+    /// The shape of the whole variable.
+    pub shape: Vec<usize>,
     pub dtype: DType,
-    /// How it is planned if the loss does not depend on it.
-    pub missing: MissingGradients,
+    /// The rule of its update, and how it is planned if the loss does not depend on it.
+    pub rule: Rule,
 }
 
 /// A function's trace and its parameters.
@@ -88,8 +90,9 @@ impl TracedFunction {
             all.push(Parameter {
                 name: name.into(),
                 elements: tensor.elem_count(),
+                shape: tensor.dims().to_vec(),
                 dtype: tensor.dtype(),
-                missing: MissingGradients::Error,
+                rule: Rule::default(),
             });
         }
         let numbers = tensors.iter().enumerate();

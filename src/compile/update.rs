@@ -1,8 +1,9 @@
-//! The update of a planned step: unscaling, the gradients' norm, clipping and AdamW.
+//! The update of a planned step: unscaling, the gradients' norm, clipping and rules.
 
 use super::buffer::{BufferId, Category, Location};
 use super::op::Op;
 use super::op::{BufferRange, Phase};
+use super::traced::Parameter;
 use super::writer::Writer;
 use crate::distributed::Shard;
 use crate::kernels::workspace;
@@ -20,6 +21,7 @@ pub(super) struct Update<'a> {
     /// The division of the update among ranks, if it is divided.
     pub shares: Option<Shares>,
     pub on_gpu: bool,
+    pub parameters: &'a [Parameter],
 }
 
 /// The parameters that each rank updates.
@@ -92,7 +94,7 @@ impl Update<'_> {
         }
     }
 
-    /// Adds the full update after all gradients: unscaling, clipping, AdamW.
+    /// Adds the full update after all gradients: unscaling, clipping, rules.
     pub fn run(&mut self, scales: bool, clips: bool) {
         let mut factor = None;
         if scales {
@@ -103,7 +105,7 @@ impl Update<'_> {
         }
         // In the order of the sums: on a GPU both use one table.
         for place in self.result_slots().iter().filter(|place| place.is_own) {
-            self.adamw(place.number, factor);
+            self.update(place.number, factor);
         }
     }
 
@@ -205,8 +207,8 @@ impl Update<'_> {
         factor
     }
 
-    /// Adds the AdamW call of a parameter, if this rank updates it.
-    pub fn adamw(&mut self, number: usize, factor: Option<BufferId>) {
+    /// Adds the update of a parameter, if this rank updates it.
+    pub fn update(&mut self, number: usize, factor: Option<BufferId>) {
         if !self.is_own(number) {
             return;
         }
@@ -223,34 +225,34 @@ impl Update<'_> {
             return;
         };
         let (name, shape, dtype) = (buffer.name.clone(), buffer.shape.clone(), buffer.dtype);
-        let op = Op::AdamW {
+        let rule = self.parameters[number].rule;
+        let op = Op::Update {
+            rule,
             parameter: number,
             elements: shape.iter().product(),
         };
         let category = Category::OptimizerState;
-        let [exp_avg, exp_avg_sq] = [
-            ("exp_avg", Location::ExpAvg(number)),
-            ("exp_avg_sq", Location::ExpAvgSq(number)),
-        ]
-        .map(|(state, location)| {
-            self.plan.buffers.add(
-                &format!("{state} of {name}"),
-                &shape,
-                dtype,
-                category,
-                location,
-            )
-        });
+        let mut written = vec![("parameter", parameter)];
+        for (index, state) in rule.states(dtype).into_iter().enumerate() {
+            let parameter = number;
+            let location = Location::State { parameter, index };
+            let described = format!("{} of {name}", state.name);
+            let buffers = &mut self.plan.buffers;
+            let id = buffers.add(&described, &shape, state.dtype, category, location);
+            written.push((state.name, id));
+        }
         self.plan.phase = Phase::Optimizer;
-        self.plan.path = "adamw".into();
+        self.plan.path = rule.name().into();
+        for (name, elements, dtype) in rule.scratch(&self.parameters[number].shape, dtype) {
+            let scratch = self.plan.arena(name, &[elements], dtype, Category::Scratch);
+            written.push((name, scratch));
+        }
         let factor = factor.map(|factor| self.plan.whole(factor));
         let reads = Named::from([("gradient", gradient)]).with_some("factor", factor);
-        let written = [
-            ("parameter", parameter),
-            ("exp_avg", exp_avg),
-            ("exp_avg_sq", exp_avg_sq),
-        ];
-        let written = written.map(|(name, id)| (name, self.plan.whole(id)));
+        let written = written
+            .into_iter()
+            .map(|(name, id)| (name, self.plan.whole(id)));
+        let written: Vec<_> = written.collect();
         let copy = self.copies.get(&number).cloned().filter(|_| self.on_gpu);
         let writes = Named::from(written).with_some("copy", copy);
         self.plan.call(op, reads, writes);

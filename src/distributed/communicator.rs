@@ -215,7 +215,7 @@ impl Communicator {
     /// - [`Trainer::step`], with its batches, and with planning in the first step;
     /// - calls by which ranks begin to train together, where they compare their settings: [`Trainer::replicate`],
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
-    ///   [`Replicated::new`](super::Replicated::new), [`AdamW::shard`](crate::optim::AdamW::shard);
+    ///   [`Replicated::new`](super::Replicated::new), [`Optimizer::shard`](crate::optim::Optimizer::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
     /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and
     ///   in a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the

@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// use tallow::distributed::{self, FullyShard, FullyShardConfig};
 /// use tallow::model::{TransformerConfig, TransformerLM};
 /// use tallow::nn;
-/// use tallow::optim::{AdamW, AdamWConfig};
+/// use tallow::optim::{AdamWConfig, Optimizer};
 ///
 /// let config = TransformerConfig {
 ///     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
@@ -40,7 +40,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 ///     let sharded = FullyShard::new(&communicator, FullyShardConfig::default())?;
 ///     let weights = nn::seeded(0, DType::F32, communicator.device());
 ///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
-///     let mut optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
+///     let mut optimizer = Optimizer::new(sharded.parameters(), AdamWConfig::default())?;
 ///     let mut step = Step::fully_sharded_for_model(&model, &optimizer, &StepConfig::default(), &sharded)?;
 ///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
 ///     let targets = Tensor::new(&[[2u32, 3, 4, 5]], communicator.device())?; // (B, T)
@@ -55,8 +55,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// ```
 ///
 /// Without `Trainer` nothing writes one file for all ranks. Each rank can write its parts and its
-/// [`AdamW::state`](crate::optim::AdamW::state) to files of its own. As many ranks restore them, with candle's
-/// `Var::set` and [`AdamW::load_state`](crate::optim::AdamW::load_state), before they create the step.
+/// [`Optimizer::state`](crate::optim::Optimizer::state) to files of its own. As many ranks restore them, with candle's
+/// `Var::set` and [`Optimizer::load_state`](crate::optim::Optimizer::load_state), before they create the step.
 /// [`full_weight`](Self::full_weight) returns one full weight at a time, to export the model.
 ///
 /// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao

@@ -61,7 +61,8 @@
 //!
 //! - [`Replicated`]: every rank has all weights, and gradients are averaged. Call [`Trainer::replicate`] after
 //!   [`Trainer::new`] or [`Trainer::resume`], which put the full model on each GPU.
-//! - [`AdamW::shard`](crate::optim::AdamW::shard): in addition the optimizer's state is sharded (ZeRO stage 1). Call
+//! - [`Optimizer::shard`](crate::optim::Optimizer::shard): in addition the optimizer's state is sharded (ZeRO stage 1).
+//!   Call
 //!   [`Trainer::shard_optimizer`] after `replicate`.
 //! - [`FullyShard`]: each rank has a shard of each weight, its gradient and its state. [`Trainer::fully_sharded`] or
 //!   [`Trainer::resume_fully_sharded`] creates the run. The full model is never on one GPU.

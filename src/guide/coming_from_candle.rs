@@ -55,7 +55,7 @@
 //! ```
 //! use candle_core::{DType, Device, Tensor};
 //! use candle_nn::{VarBuilder, VarMap};
-//! use tallow::optim::{AdamW, AdamWConfig, parameters_of};
+//! use tallow::optim::{AdamWConfig, Optimizer, parameters_of};
 //! use tallow::{nn, ops};
 //!
 //! let device = Device::Cpu;
@@ -66,16 +66,17 @@
 //!
 //! let x = Tensor::randn(0f32, 1.0, (4, 8), &device)?;
 //! let classes = Tensor::new(&[0u32, 1, 2, 0], &device)?;
-//! let mut optimizer = AdamW::new(parameters_of(&weights), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(parameters_of(&weights), AdamWConfig::default())?;
 //! let loss = ops::cross_entropy(&map.forward(&norm.forward(&x)?)?, &classes)?;
 //! let gradients = tallow::backward(loss)?; // was loss.backward()?
 //! optimizer.step(&gradients)?;
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! [`optim::AdamW`](crate::optim::AdamW) also implements `candle_nn::Optimizer`. A parameter without a gradient is an
-//! error that names it ([`Error::MissingGradient`](crate::Error::MissingGradient)), where candle's optimizers skip it.
-//! So a graph that is cut by a candle op shows in the first step. The state is f32 for parameters in half precision.
+//! [`optim::Optimizer`](crate::optim::Optimizer) also implements `candle_nn::Optimizer`. A parameter without a gradient
+//! is an error that names it ([`Error::MissingGradient`](crate::Error::MissingGradient)), where candle's optimizers
+//! skip it. So a graph that is cut by a candle op shows in the first step. The state is f32 for parameters in half
+//! precision.
 //!
 //! [`no_grad`](crate::no_grad()) stops tallow's ops from building a graph. candle has no such switch, so its own ops on
 //! a `Var` are still tracked inside.

@@ -8,7 +8,7 @@
 //! use candle_core::{DType, Tensor};
 //! use tallow::autocast;
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig, Schedule, clip_grad_norm};
+//! use tallow::optim::{AdamWConfig, Optimizer, Schedule, clip_grad_norm};
 //! use tallow::precision::Autocast;
 //!
 //! let device = tallow::device("cpu")?;
@@ -17,7 +17,7 @@
 //!     ..Default::default()
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?; // parameters in f32
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //! let schedule = Schedule::WarmupCosine { max_lr: 1e-3, min_lr: 1e-4, warmup_steps: 2, total_steps: 5 };
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
@@ -40,7 +40,7 @@
 //! use candle_core::Tensor;
 //! use tallow::compile::{Step, StepConfig};
 //! use tallow::model::{TransformerConfig, TransformerLM};
-//! use tallow::optim::{AdamW, AdamWConfig};
+//! use tallow::optim::{AdamWConfig, Optimizer};
 //! use tallow::precision::Precision;
 //!
 //! # let device = tallow::device("cpu")?;
@@ -51,7 +51,7 @@
 //! # let model = TransformerLM::new(&config, 0, &device)?;
 //! # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?;
 //! # let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?;
-//! let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //! let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
 //! let mut step = Step::for_model(&model, &optimizer, &config)?;
 //! for _ in 0..5 {

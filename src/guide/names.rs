@@ -508,17 +508,19 @@
 //!
 //! | PyTorch | tallow |
 //! |---|---|
-//! | `AdamW` | [`AdamW`], with PyTorch's defaults |
-//! | `Adam` without weight decay | [`AdamW`] with [`AdamWConfig::weight_decay`] 0 |
-//! | `SGD` without momentum | candle's [`SGD`](candle_nn::SGD), whose `step` takes the gradients of [`backward`] |
-//! | `SGD` with momentum, `Lion`, `Muon`, `Adafactor` | none |
+//! | `AdamW` | an [`Optimizer`] with [`AdamWConfig`], with PyTorch's defaults |
+//! | `Adam` without weight decay | [`AdamWConfig`] with [`AdamWConfig::weight_decay`] 0 |
+//! | `SGD` | [`SgdConfig`] |
+//! | `Lion` of `lion-pytorch` | [`LionConfig`] |
+//! | `Muon` | [`MuonConfig`], with the groups of [`muon_for_matrices`] |
+//! | `Adafactor` | none |
 //! | 8-bit Adam (bitsandbytes) | none; [`Moments::Bf16`] halves the memory of the state |
-//! | `param_groups` | [`AdamW::with_groups`]; no decay of biases and norms: [`decay_matrices_only`] |
-//! | `optimizer.step()` | [`AdamW::step`] |
+//! | `param_groups` | [`Optimizer::with_groups`]; no decay of biases and norms: [`decay_matrices_only`] |
+//! | `optimizer.step()` | [`Optimizer::step`] |
 //! | `optimizer.zero_grad()` | none: each [`backward`] returns new gradients |
-//! | `state_dict()`, `load_state_dict()` | [`AdamW::state`], [`AdamW::load_state`] |
-//! | `torch.save(optimizer.state_dict(), ...)` | [`AdamW::save`], [`AdamW::load`] |
-//! | `group["lr"] = ...` | [`AdamW::set_learning_rate`], [`AdamW::set_learning_rate_of`] |
+//! | `state_dict()`, `load_state_dict()` | [`Optimizer::state`], [`Optimizer::load_state`] |
+//! | `torch.save(optimizer.state_dict(), ...)` | [`Optimizer::save`], [`Optimizer::load`] |
+//! | `group["lr"] = ...` | [`Optimizer::set_learning_rate`], [`Optimizer::set_learning_rate_of`] |
 //! | `foreach`, `fused` | always: on a GPU one launch updates all parameters in f32 |
 //! | `amsgrad`, `maximize`, `closure` | none; to maximize, negate the loss by [`ops::affine`] |
 //! | an optimizer in backward | [`StepConfig::optimizer_in_backward`] |
@@ -546,16 +548,18 @@
 //!
 //! | PyTorch | tallow |
 //! |---|---|
-//! | `scheduler.step()` | before each step [`AdamW::set_learning_rate`] with [`Schedule::learning_rate`] |
-//! | `get_last_lr()` | [`AdamW::learning_rate`] |
+//! | `scheduler.step()` | before each step [`Optimizer::set_learning_rate`] with [`Schedule::learning_rate`] |
+//! | `get_last_lr()` | [`Optimizer::learning_rate`] |
 //! | `ConstantLR` | [`Schedule::Constant`] |
 //! | `CosineAnnealingLR`, with `LinearLR` before it | [`Schedule::WarmupCosine`]; without warm-up `warmup_steps` is 0 |
-//! | `LinearLR`, `PolynomialLR(power=1)` | [`Schedule::WarmupLinear`] |
+//! | `LinearLR` | [`Schedule::Linear`] |
+//! | `PolynomialLR(power=1)` | [`Schedule::WarmupLinear`] |
 //! | `get_cosine_schedule_with_warmup` | [`Schedule::WarmupCosine`] with `min_lr` 0 |
 //! | `get_linear_schedule_with_warmup` | [`Schedule::WarmupLinear`] with `min_lr` 0 |
-//! | `LambdaLR`, `StepLR`, `ExponentialLR`, `OneCycleLR` | [`AdamW::set_learning_rate`] with any function of the step |
-//! | `CosineAnnealingWarmRestarts`, warm-up-stable-decay | [`AdamW::set_learning_rate`] with a function of yours |
-//! | `ReduceLROnPlateau` | [`AdamW::set_learning_rate`] after an evaluation |
+//! | `LambdaLR`, `StepLR`, `ExponentialLR`, `OneCycleLR` | [`Optimizer::set_learning_rate`] with any function of the step |
+//! | `CosineAnnealingWarmRestarts` | [`Schedule::CosineRestarts`] |
+//! | warm-up-stable-decay | [`Schedule::WarmupStableDecay`] |
+//! | `ReduceLROnPlateau` | [`Optimizer::set_learning_rate`] after an evaluation |
 //!
 //! # `torch.amp`
 //!
@@ -625,7 +629,7 @@
 //! | `bucket_cap_mb` | [`Exchange::Overlapped`] |
 //! | `bf16_compress_hook` | [`ReplicatedConfig::dtype`] |
 //! | `find_unused_parameters=True` | [`Replicated::with_missing`] |
-//! | `ZeroRedundancyOptimizer`, ZeRO stage 1 | [`AdamW::shard`], [`Trainer::shard_optimizer`] |
+//! | `ZeroRedundancyOptimizer`, ZeRO stage 1 | [`Optimizer::shard`], [`Trainer::shard_optimizer`] |
 //! | FSDP, `fully_shard`, ZeRO stage 3 | [`FullyShard`], [`Trainer::fully_sharded`], [`Step::fully_sharded`] |
 //! | `MixedPrecisionPolicy` | [`StepConfig::precision`], [`FullyShardConfig::dtype`] |
 //! | `summon_full_params`, `full_tensor()` | [`FullyShard::full_weight`], [`Trainer::gather_model`] |
@@ -701,7 +705,7 @@
 //! | PyTorch, `transformers` | tallow |
 //! |---|---|
 //! | `torch.save`, `torch.load` of weights | [`nn::save`], [`nn::load`]: safetensors with names as in `state_dict()` |
-//! | a checkpoint of a run | [`Trainer::save`], [`Trainer::resume`]; in your loop [`nn::save`], [`AdamW::save`] |
+//! | a checkpoint of a run | [`Trainer::save`], [`Trainer::resume`]; in your loop [`nn::save`], [`Optimizer::save`] |
 //! | `safetensors.torch.load_file` | a `VarBuilder` of the file, from which any layer is built |
 //! | `AutoModelForCausalLM.from_pretrained` | [`hf::load`], after [`hf::find`]; nothing is downloaded |
 //! | `save_pretrained` | [`hf::save`] |
@@ -760,9 +764,9 @@
 //! | `ops::dropout`, `Dropout` | [`ops::dropout`], with a seed |
 //! | `loss::cross_entropy`, `loss::nll` | [`ops::cross_entropy`] |
 //! | `loss::mse`, `loss::huber`, `loss::binary_cross_entropy_with_logit` | [composed][f] |
-//! | `SGD` | stays candle's, or [`AdamW`] |
-//! | `AdamW`, `ParamsAdamW` | [`AdamW`], [`AdamWConfig`] |
-//! | `Optimizer::backward_step` | [`backward`], then [`AdamW::step`] |
+//! | `SGD` | [`Optimizer`] with [`SgdConfig`] |
+//! | `AdamW`, `ParamsAdamW` | [`Optimizer`] with [`AdamWConfig`] |
+//! | `Optimizer::backward_step` | [`backward`], then [`Optimizer::step`] |
 //! | `VarMap`, `VarBuilder`, `Init`, `Module` | stay candle's; the variables for an optimizer: [`parameters_of`] |
 //! | `Conv1d`, `Conv2d`, `BatchNorm`, `GroupNorm`, `LSTM`, `GRU` | stay candle's; [`ops::cast`] their input to f32 |
 //! | `kv_cache`, quantized tensors | stay candle's; they are for inference |

@@ -27,7 +27,7 @@
 //! use tallow::compile::{Inputs, PlanKind, Step, StepConfig};
 //! use tallow::memory::planned_breakdown;
 //! use tallow::nn::{self, Embedding, Layer, Linear};
-//! use tallow::optim::{AdamW, AdamWConfig};
+//! use tallow::optim::{AdamWConfig, Optimizer};
 //! use tallow::precision::Precision;
 //! use tallow::{Result, graph, ops};
 //!
@@ -74,7 +74,7 @@
 //!     println!("a step needs {} bytes\n{}", plan.total_bytes(), planned_breakdown(&plan));
 //!
 //!     let model = Classifier::new(nn::seeded(0, DType::F32, &device))?;
-//!     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//!     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //!     let mut step = Step::new(&optimizer, &config, |inputs| model.loss(inputs))?;
 //!     let first = step.run(&mut optimizer, batch)?;
 //!     let second = step.run(&mut optimizer, batch)?;
@@ -87,7 +87,7 @@
 //!
 //!     // Later: another model and optimizer continue from the files.
 //!     let model = Classifier::new(nn::seeded(1, DType::F32, &device))?;
-//!     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+//!     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
 //!     nn::load(&model, folder.join("model.safetensors"))?;
 //!     optimizer.load(folder.join("optimizer.safetensors"))?;
 //!     let mut step = Step::new(&optimizer, &config, |inputs| model.loss(inputs))?;
@@ -111,6 +111,7 @@
 //!
 //! # The same model eagerly
 //!
-//! [`backward`](crate::backward()) and [`AdamW::step`](crate::optim::AdamW::step) train it without a plan; bf16 is then
+//! [`backward`](crate::backward()) and [`Optimizer::step`](crate::optim::Optimizer::step) train it without a plan; bf16
+//! is then
 //! [`autocast`](crate::autocast()). An eager loss takes tensors instead of [`Inputs`](crate::compile::Inputs). The
 //! example `examples/custom_model.rs` of the repository runs one loss both ways.

@@ -252,13 +252,13 @@
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
 //! use tallow::ops;
-//! use tallow::optim::{AdamW, AdamWConfig};
+//! use tallow::optim::{AdamWConfig, Optimizer};
 //! use tallow::profile::{self, Balance, Grouping, Profiler, ProfileReport, Selection};
 //! use tallow::report::Format;
 //!
 //! let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
 //! let w = Var::ones((16, 8), DType::F32, &Device::Cpu)?;
-//! let mut optimizer = AdamW::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
+//! let mut optimizer = Optimizer::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
 //! let profiler = Profiler::start()?; // after the warm-up; start_on(&device) for a GPU
 //! for _ in 0..3 {
 //!     let _step = profile::step();
@@ -344,7 +344,7 @@
 //! use std::alloc::System;
 //! use tallow::memory::tracker::{self, Tracker};
 //! use tallow::memory::{self, MemoryKind, RecordConfig};
-//! use tallow::optim::{AdamW, AdamWConfig};
+//! use tallow::optim::{AdamWConfig, Optimizer};
 //! use tallow::{ops, profile, report::Format};
 //!
 //! #[global_allocator]
@@ -353,8 +353,8 @@
 //! let baseline_bytes = tracker::current_bytes().unwrap_or_default(); // before the model: subtracted from all sums
 //! let x = Tensor::ones((32, 64), DType::F32, &Device::Cpu)?;
 //! let w = Var::ones((256, 64), DType::F32, &Device::Cpu)?;
-//! let mut optimizer = AdamW::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
-//! let step = |optimizer: &mut AdamW| -> tallow::Result<()> {
+//! let mut optimizer = Optimizer::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
+//! let step = |optimizer: &mut Optimizer| -> tallow::Result<()> {
 //!     let loss = {
 //!         let _phase = profile::phase("forward");
 //!         ops::sum(&ops::linear(&x, &w)?)?

@@ -78,8 +78,8 @@
 //!
 //! For replicated ranks use [`StepRanks::Replicated`] or, with a sharded optimizer, [`StepRanks::ShardedOptimizer`].
 //! Leave room for what the plan [does not count](crate::compile#what-a-plan-is-exact-about): the CUDA context and
-//! NCCL's buffers. With [`AdamW::shard`](crate::optim::AdamW::shard) each rank has the full optimizer state until it is
-//! called.
+//! NCCL's buffers. With [`Optimizer::shard`](crate::optim::Optimizer::shard) each rank has the full optimizer state
+//! until it is called.
 //!
 //! [`StepConfig::ranks`]: crate::compile::StepConfig::ranks
 //! [`StepRanks::Replicated`]: crate::compile::StepRanks::Replicated

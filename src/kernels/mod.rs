@@ -25,4 +25,4 @@ pub use activation::{Activation, Gate};
 pub use dropout::{Dropout, DropoutMask};
 pub use mask::Mask;
 pub use norm::Norm;
-pub use update::Update;
+pub use update::{Coefficients, Update};

@@ -2,11 +2,11 @@
 
 use super::letters::Letters;
 use super::lifetimes::{Buffer, BufferName, Lifetimes, elements};
-use super::workload::{self, Mode, Workload, check_pass, optimizer_state, place, with_context_of};
+use super::workload::{self, Mode, Workload, check_pass, place, with_context_of};
 use super::{MemoryBreakdown, MemoryKind};
 use crate::graph::{Graph, Source, ValueId};
 use crate::model::TransformerConfig;
-use crate::optim::Moments;
+use crate::optim::Rule;
 use crate::report::Format;
 use crate::{Error, Result};
 use serde::Serialize;
@@ -61,8 +61,8 @@ pub struct Estimate {
     pub parameter_bytes: u64,
     /// P with a backward, else 0: when backward is done there is one gradient a weight, in its dtype.
     pub gradient_bytes: u64,
-    /// With the optimizer, 2 P in f32: AdamW's exp_avg and exp_avg_sq. 3 P if it keeps an f32 copy of half-precision
-    /// weights.
+    /// With the optimizer, its [state](crate::optim::Rule::state). That of AdamW is 2 P in f32, and 3 P if it keeps an
+    /// f32 copy of half-precision weights.
     pub optimizer_bytes: u64,
     /// Memory of the transformer blocks' graph when forward is done, as above; without a graph, the part that is alive
     /// at the peak.
@@ -201,8 +201,12 @@ fn residents(graph: &Graph, mode: Mode) -> Vec<Buffer> {
             Source::Weight(_) => {
                 add(MemoryKind::Weights, BufferName::Weight(ValueId(i)), width);
                 if mode == Mode::TrainStep {
-                    for (what, width) in optimizer_state(width, Moments::Wide) {
-                        add(MemoryKind::Optimizer, BufferName::Named(what), width);
+                    for (what, dtype) in Rule::default().state(value.dtype) {
+                        add(
+                            MemoryKind::Optimizer,
+                            BufferName::Named(what),
+                            dtype.size_in_bytes(),
+                        );
                     }
                 }
             }

@@ -225,16 +225,18 @@ pub fn least_memory_checkpointing(
 /// Returns the bytes that no checkpointing changes: weights and, depending on the mode, gradients and the optimizer's
 /// state.
 fn least_bytes(config: &TransformerConfig, workload: &Workload) -> f64 {
-    let width = workload.precision.parameter_dtype().size_in_bytes();
+    let dtype = workload.precision.parameter_dtype();
+    let width = dtype.size_in_bytes();
     let gradients = match workload.mode.has_backward() {
         true => width,
         false => 0,
     };
     let state = match workload.mode {
         Mode::TrainStep => {
-            let state = optimizer_state(width, workload.moments);
-            let widths: usize = state.map(|(_, width)| width).sum();
-            widths as f64 * config.num_parameters() as f64
+            let state = optimizer_state(config, &workload.optimizer, dtype).into_iter();
+            state
+                .map(|(_, elements, width)| elements * width as f64)
+                .sum()
         }
         _ => 0.0,
     };

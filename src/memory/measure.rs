@@ -4,7 +4,7 @@ use super::workload::with_context_of;
 use super::{Mode, Workload, estimate, tracker};
 use crate::hardware::cuda::{Counter, pool_bytes, reset_pool_peaks, trim_pool};
 use crate::model::{TransformerConfig, TransformerLM};
-use crate::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+use crate::optim::{GradScaler, GradScalerConfig, Optimizer, usual_groups};
 use crate::{Error, Result, backward, hardware, nn, no_grad, ops};
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
@@ -169,11 +169,9 @@ fn step(
     let model = TransformerLM::from_var_builder(&config, weights)?;
     let model = model.with_attention(workload.attention)?;
     let model = model.with_checkpointing(workload.checkpointing);
-    let adamw = AdamWConfig {
-        moments: workload.moments,
-        ..Default::default()
-    };
-    let optimizer = (mode == Mode::TrainStep).then(|| AdamW::new(model.parameters(), adamw));
+    let rule = workload.optimizer;
+    let groups = || usual_groups(model.parameters(), rule);
+    let optimizer = (mode == Mode::TrainStep).then(|| Optimizer::with_groups(groups()));
     let mut optimizer = optimizer.transpose()?;
     let shape = (workload.batch_size, workload.sequence_length);
     let mut scaler = GradScaler::new(GradScalerConfig {

@@ -12,7 +12,7 @@ use crate::graph::{self, Graph};
 use crate::model::depth::with_stack;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing};
-use crate::optim::Moments;
+use crate::optim::Rule;
 use crate::precision::Precision;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -28,7 +28,7 @@ pub enum Mode {
     ForwardKeepingGraph,
     /// Forward, loss and backward.
     ForwardBackward,
-    /// Forward, loss, backward and AdamW.
+    /// Forward, loss, backward and update.
     #[default]
     TrainStep,
 }
@@ -73,9 +73,9 @@ pub struct Workload {
     /// The kernels that compute it. The default is the CPU's, also if a file leaves it out.
     #[serde(default)]
     pub kernels: Target,
-    /// The storage of AdamW's moments. The default is f32, also if a file leaves it out.
+    /// The rule of the update. The default is AdamW with its moments in f32, also if a file leaves it out.
     #[serde(default)]
-    pub moments: Moments,
+    pub optimizer: Rule,
 }
 
 impl Workload {
@@ -191,17 +191,32 @@ pub(super) fn check_some(field: &'static str, size: usize) -> Result<()> {
     }
 }
 
-/// Yields the names of AdamW's buffers for a parameter with elements of `width` bytes, each with the bytes of an
-/// element.
+/// Returns the tensors of the optimizer's state with their elements, over all parameters that have them, and the bytes
+/// of an element. The rules are those of [`usual_groups`](crate::optim::usual_groups).
 pub(super) fn optimizer_state(
-    width: usize,
-    moments: Moments,
-) -> impl Iterator<Item = (&'static str, usize)> {
-    let f32_bytes = size_of::<f32>();
-    let moment = moments.dtype(DType::F32).size_in_bytes();
-    let master = (width < f32_bytes).then_some(("master weights", f32_bytes));
-    let moments = ["exp_avg", "exp_avg_sq"].map(|name| (name, moment));
-    moments.into_iter().chain(master)
+    config: &TransformerConfig,
+    rule: &Rule,
+    dtype: DType,
+) -> Vec<(&'static str, f64, usize)> {
+    let all = config.num_parameters() as f64;
+    let rest = rule.of_parameter("", &[]);
+    let of_rule = match rest == *rule {
+        true => all,
+        false => TransformerLM::meta(config).map_or(all, |model| {
+            let parameters = model.parameters().into_iter();
+            let of_rule =
+                parameters.filter(|(name, var)| rule.of_parameter(name, var.dims()) == *rule);
+            of_rule.map(|(_, var)| var.elem_count() as f64).sum()
+        }),
+    };
+    let parts = [(rule, of_rule), (&rest, all - of_rule)].into_iter();
+    let state = parts
+        .filter(|(_, elements)| *elements > 0.0)
+        .flat_map(|(rule, elements)| {
+            let state = rule.state(dtype).into_iter();
+            state.map(move |(name, dtype)| (name, elements, dtype.size_in_bytes()))
+        });
+    state.collect()
 }
 
 /// Returns where the workload runs: the number of threads on the CPU, or a GPU.
@@ -215,15 +230,21 @@ pub(super) fn place(kernels: Target) -> String {
 /// Returns what is alive before a pass of the model. This is more than the graph reads: a forward has targets too, and
 /// tables of angles have the model's context length.
 fn residents(config: &TransformerConfig, workload: &Workload) -> Vec<Buffer> {
-    let width = workload.precision.parameter_dtype().size_in_bytes();
+    let dtype = workload.precision.parameter_dtype();
+    let width = dtype.size_in_bytes();
     let all = config.parameters_formula();
     let parameters = config.num_parameters() as f64;
     let mut residents = vec![Buffer::new(Weights, "weights", all, parameters, width)];
     if workload.mode == Mode::TrainStep {
-        let state = optimizer_state(width, workload.moments);
-        residents.extend(
-            state.map(|(what, width)| Buffer::new(Optimizer, what, all, parameters, width)),
-        );
+        let state = optimizer_state(config, &workload.optimizer, dtype).into_iter();
+        residents.extend(state.map(|(what, elements, width)| {
+            let formula = if elements == parameters {
+                all
+            } else {
+                "some of P"
+            };
+            Buffer::new(Optimizer, what, formula, elements, width)
+        }));
     }
     let ids = elements(&[workload.batch_size, workload.sequence_length]);
     let ids = Buffer::new(Inputs, "tokens, targets", "BT", ids, 4);

@@ -351,7 +351,7 @@ impl TransformerLM {
     /// use tallow::model::{TransformerConfig, TransformerLM};
     /// use tallow::nn::{DropoutRates, ForwardContext};
     /// use tallow::ops::DropoutKey;
-    /// use tallow::optim::{AdamW, AdamWConfig};
+    /// use tallow::optim::{AdamWConfig, Optimizer};
     ///
     /// let device = tallow::device("cpu")?;
     /// let config = TransformerConfig {
@@ -360,7 +360,7 @@ impl TransformerLM {
     ///     ..Default::default()
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?.with_attention(Algorithm::Flash)?;
-    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
     /// let mut step = Step::new(&optimizer, &StepConfig::default(), |inputs| {
     ///     let context = ForwardContext {
     ///         first_keys: Some(FirstKeys::new(&inputs.get("first_keys")?)?),

@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 
 /// Returns every op, including the optimizer's.
 pub(crate) fn all() -> impl Iterator<Item = &'static OpInfo> {
-    let beside = [attention::INFOS, optim::cost::INFOS];
+    let beside = [attention::INFOS, optim::rules::INFOS, optim::cost::INFOS];
     ops::table::infos().chain(beside.into_iter().flatten())
 }
 

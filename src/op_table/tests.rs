@@ -137,7 +137,8 @@ fn what_is_cast_stands_on_a_list() {
         "to_dtype",
         WEIGHT_CAST,
     ];
-    let optimizers: HashSet<_> = crate::optim::cost::INFOS
+    let optimizers: HashSet<_> = [crate::optim::rules::INFOS, crate::optim::cost::INFOS]
+        .concat()
         .iter()
         .map(|info| info.op)
         .collect();

@@ -1,29 +1,23 @@
 //! Costs of updates, norms and clipping.
 
-use super::slot::STEP;
-use crate::ops::cost::cost;
+use crate::ops::cost::{Cost, cost};
 use crate::ops::info::OpInfo;
+use crate::probe::Operands;
 
-pub(crate) const ADAMW: OpInfo = OpInfo::new("adamw").costing(
-    "14 a parameter",
-    "gradient; weight and two moments, read and written",
-    |o| {
-        // Weights are kept in f32 at least; in half precision the rounded weights are in addition to them. Moments have
-        // the dtype of the second input, or else that of the weights.
-        let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
-        let wide = own.max(4.0);
-        let rounded = if own < wide { own } else { 0.0 };
-        let moment = o.input(1).map(|moments| moments.dtype.size_in_bytes());
-        let kept = wide + 2.0 * moment.map_or(wide, |bytes| bytes as f64);
-        let read = elements * (own + kept);
-        let written = elements * (kept + rounded);
-        cost(0.0, 14.0 * elements, read, written)
-    },
-    None,
-);
-
-/// The description of the update of a parameter of any shape.
-pub(super) const STEP_INFO: OpInfo = OpInfo::new(STEP).on_gpu_up_to(usize::MAX);
+/// Returns the cost of an elementwise update of parameters like the output, the first input, with FLOPs per parameter.
+/// The other inputs are the tensors of state.
+pub(super) fn elementwise(o: &Operands<'_>, flops: f64) -> Option<Cost> {
+    // Weights are kept in f32 at least, in half precision the rounded weights are in addition.
+    let (elements, own) = (o.output.elements(), o.output.dtype.size_in_bytes() as f64);
+    let wide = own.max(4.0);
+    let rounded = if own < wide { own } else { 0.0 };
+    let states = o.inputs.iter().skip(1);
+    let states: usize = states.map(|state| state.dtype.size_in_bytes()).sum();
+    let kept = wide + states as f64;
+    let read = elements * (own + kept);
+    let written = elements * (kept + rounded);
+    cost(0.0, flops * elements, read, written)
+}
 
 const CLIP: OpInfo = OpInfo::new("clip_grad_norm").costing(
     "3 an element",
@@ -49,4 +43,4 @@ const UNSCALE: OpInfo = OpInfo::new("GradScaler::unscale").costing(
     None,
 );
 
-pub(crate) const INFOS: &[OpInfo] = &[ADAMW, STEP_INFO, CLIP, CLIP_VALUE, UNSCALE];
+pub(crate) const INFOS: &[OpInfo] = &[CLIP, CLIP_VALUE, UNSCALE];

@@ -1,8 +1,8 @@
-//! AdamW's step on a GPU, with all parameters in one launch, and norms of gradients.
+//! Steps on a GPU, with all parameters of a rule in one launch, and norms of gradients.
 
 use super::slot::Slot;
 use crate::Result;
-use crate::kernels::cuda::adamw::{self, Entry, Tables};
+use crate::kernels::cuda::update::{self, Entry, Tables};
 use crate::kernels::{Update, workspace};
 use crate::ops::cuda::{elements, gpu};
 use candle_core::cuda_backend::DeviceId;
@@ -19,8 +19,10 @@ pub(super) struct Batch {
 
 /// A parameter of a launch.
 struct Parameter {
-    /// Its value in f32, its gradient and both moments.
-    tensors: [Tensor; 4],
+    /// Its value in f32.
+    value: Tensor,
+    gradient: Tensor,
+    states: Vec<Tensor>,
     /// The parameter in half precision, if it is.
     half: Option<Tensor>,
     /// The index of its update.
@@ -31,7 +33,7 @@ impl Batch {
     /// Compiles and loads the kernel for a GPU, so that errors occur before anything changes.
     pub(super) fn prepare(&mut self, gpu: &CudaDevice) -> Result<()> {
         if self.prepared != Some(gpu.id()) {
-            adamw::prepare(gpu)?;
+            update::prepare(gpu)?;
             self.prepared = Some(gpu.id());
         }
         Ok(())
@@ -43,14 +45,14 @@ impl Batch {
             self.updates.push(*update);
         }
         let value = slot.master.as_ref().unwrap_or(parameter);
-        let tensors = [
-            value.as_tensor(),
-            gradient,
-            slot.exp_avg.as_tensor(),
-            slot.exp_avg_sq.as_tensor(),
-        ];
         self.parameters.push(Parameter {
-            tensors: tensors.map(Tensor::clone),
+            value: value.as_tensor().clone(),
+            gradient: gradient.clone(),
+            states: slot
+                .states
+                .iter()
+                .map(|(_, var)| var.as_tensor().clone())
+                .collect(),
             half: slot.master.as_ref().map(|_| parameter.as_tensor().clone()),
             update: self.updates.len() - 1,
         });
@@ -59,30 +61,34 @@ impl Batch {
     /// Updates the parameters: one launch for each GPU and combination of dtypes.
     pub(super) fn step(&self) -> Result<()> {
         /// The GPU and the dtypes that the parameters of a launch share.
-        type Kind = (DeviceId, [DType; 2], Option<DType>);
+        type Kind = (DeviceId, &'static str, [DType; 2], Option<DType>);
 
         let mut launches: Vec<(Kind, &CudaDevice, Vec<Entry>)> = Vec::new();
         for parameter in &self.parameters {
-            let [value, gradient, m, v] = &parameter.tensors;
-            let on = gpu(value)?;
-            let half = parameter.half.as_ref();
+            let on = gpu(&parameter.value)?;
+            let (half, rule) = (
+                parameter.half.as_ref(),
+                self.updates[parameter.update].rule.kernel(),
+            );
+            let mut states = parameter.states.iter().map(elements);
             let entry = Entry {
-                value: elements(value)?,
-                gradient: elements(gradient)?,
-                exp_avg: elements(m)?,
-                exp_avg_sq: elements(v)?,
+                value: elements(&parameter.value)?,
+                gradient: elements(&parameter.gradient)?,
+                states: [states.next().transpose()?, states.next().transpose()?],
                 copy: half.map(elements).transpose()?,
+                rule,
                 update: parameter.update,
             };
-            let dtypes = [gradient.dtype(), m.dtype()];
-            let kind = (on.id(), dtypes, half.map(Tensor::dtype));
+            let state = parameter.states.first().map_or(DType::F32, Tensor::dtype);
+            let dtypes = [parameter.gradient.dtype(), state];
+            let kind = (on.id(), rule, dtypes, half.map(Tensor::dtype));
             match launches.iter_mut().find(|(other, ..)| *other == kind) {
                 Some((.., entries)) => entries.push(entry),
                 None => launches.push((kind, on, vec![entry])),
             }
         }
-        for ((_, _, half), gpu, entries) in launches {
-            adamw::step(gpu, &entries, &self.updates, half.is_some())?;
+        for ((.., half), gpu, entries) in launches {
+            update::step(gpu, &entries, &self.updates, half.is_some())?;
         }
         Ok(())
     }

@@ -1,8 +1,7 @@
 //! Optimizer files: safetensors, with steps and hyperparameters in the metadata.
 
-use super::adamw::AdamW;
-use super::config::AdamWConfig;
-use super::state::{SKIPPED, check_numbers, numbers_of};
+use super::state::SKIPPED;
+use super::{Optimizer, Rule};
 use crate::distributed::FullyShard;
 use crate::files::{Entry, TensorFile, save_tensors};
 use crate::{Error, Result};
@@ -11,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
+/// It names AdamW in the files of all rules, so that those from before there were others stay readable.
 const KEY: &str = "tallow.adamw";
 
 /// The metadata of the file, as JSON.
@@ -22,11 +22,11 @@ struct Header {
 
 #[derive(Serialize, Deserialize)]
 struct GroupHeader {
-    config: AdamWConfig,
+    config: Rule,
     parameters: Vec<String>,
 }
 
-impl AdamW {
+impl Optimizer {
     /// Writes state, step count, groups and hyperparameters to a safetensors file.
     ///
     /// The file is replaced atomically: it is written under another name in the same folder, synced, and renamed.
@@ -34,7 +34,7 @@ impl AdamW {
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; [`Error::Weight`] names an entry with an element that is not
     /// finite or, in `exp_avg_sq`, negative; an existing file is unchanged then. If the optimizer is
-    /// [sharded](AdamW::shard), all ranks have to call this and rank 0 writes the whole state; [`Error::Rank`].
+    /// [sharded](Optimizer::shard), all ranks have to call this and rank 0 writes the whole state; [`Error::Rank`].
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let entries = self.state_entries("")?;
@@ -42,7 +42,7 @@ impl AdamW {
             return Ok(());
         }
         let groups = self.groups.iter().map(|group| GroupHeader {
-            config: group.config,
+            config: group.rule,
             parameters: group
                 .parameters
                 .iter()
@@ -58,9 +58,9 @@ impl AdamW {
         save_tensors(path, entries, &[(KEY, header)], 1)
     }
 
-    /// Reads a file of [`AdamW::save`] into an optimizer of the same parameters in the same groups. Hyperparameters and
-    /// learning rates become the saved ones. Later steps have the same bits as without the interruption. Load an
-    /// optimizer before it is [sharded](AdamW::shard).
+    /// Reads a file of [`Optimizer::save`] into an optimizer of the same parameters in the same groups. Hyperparameters
+    /// and learning rates become the saved ones. Later steps have the same bits as without the interruption. Load an
+    /// optimizer before it is [sharded](Optimizer::shard).
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Format`] if it is damaged or not of an optimizer,
@@ -71,14 +71,14 @@ impl AdamW {
         let path = path.as_ref();
         if self.own_shard().is_some() {
             return Err(Error::Order {
-                op: "AdamW::load",
+                op: "Optimizer::load",
                 problem: "this rank has a part of the state, and the file has all of it".into(),
-                hint: "load before AdamW::shard".into(),
+                hint: "load before Optimizer::shard".into(),
             });
         }
         let file = TensorFile::open(path)?;
         let foreign = |problem: String| {
-            Error::format(path, problem, "expected a file written by AdamW::save")
+            Error::format(path, problem, "expected a file written by Optimizer::save")
         };
         let header = file.text(KEY);
         let header = header.ok_or_else(|| foreign(format!("no {KEY} in its metadata")))?;
@@ -91,7 +91,7 @@ impl AdamW {
         self.check_groups(path, &header.groups)?;
         self.put_state(&state, header.steps)?;
         for (group, saved) in self.groups.iter_mut().zip(header.groups) {
-            group.config = saved.config;
+            group.rule = saved.config;
         }
         Ok(())
     }
@@ -104,15 +104,15 @@ impl AdamW {
     pub(crate) fn state_entries(&self, prefix: &str) -> Result<Vec<Entry>> {
         let entries = self.full_state()?.into_iter();
         let entries = entries.map(|(name, tensor)| Entry {
-            numbers: numbers_of(&name),
+            numbers: self.numbers_of(&name),
             name: format!("{prefix}{name}"),
             tensor,
         });
         Ok(entries.collect())
     }
 
-    /// Reads the state of [`AdamW::state_entries`] from a file, where only its names begin with `prefix`. If parameters
-    /// are shards, it reads this rank's part.
+    /// Reads the state of [`Optimizer::state_entries`] from a file, where only its names begin with `prefix`. If
+    /// parameters are shards, it reads this rank's part.
     ///
     /// # Errors
     /// [`Error::Weight`] names an entry that does not fit; those of [`TensorFile::get`].
@@ -153,7 +153,7 @@ impl AdamW {
                 state.insert(name, tensor);
             }
         }
-        check_numbers(&state, &refuse)?;
+        self.check_numbers(&state, &refuse)?;
         Ok(state)
     }
 

@@ -1,6 +1,6 @@
 //! Sharding of the optimizer's state among ranks.
 
-use super::AdamW;
+use super::Optimizer;
 #[cfg(feature = "files")]
 use super::slot::Slot;
 use crate::distributed::{Communicator, Shard};
@@ -17,16 +17,16 @@ pub(super) struct Shards {
     owners: Vec<usize>,
 }
 
-impl AdamW {
+impl Optimizer {
     /// Shards state and update among the ranks that train a model (ZeRO, stage 1). This rank keeps the state of the
     /// parameters that it owns, frees the rest, and updates only its own parameters. It receives the others from their
     /// owners at the end of each [`step`](Self::step), or for a [planned](crate::compile::Step::replicated) step in the
     /// next run.
     ///
     /// Parameters are not split; each rank owns about the same number of elements. State and update need 1 / world_size
-    /// of the memory and the time of one rank. [`AdamW::new`] allocates the full state, so each rank has it until this
-    /// call. All ranks have to call `step` with the same gradients, as [`Replicated`](crate::distributed::Replicated)
-    /// returns them; the weights are then those of one rank alone.
+    /// of the memory and the time of one rank. [`Optimizer::new`] allocates the full state, so each rank has it until
+    /// this call. All ranks have to call `step` with the same gradients, as
+    /// [`Replicated`](crate::distributed::Replicated) returns them; the weights are then those of one rank alone.
     ///
     /// [`state`](Self::state) returns the state of this rank's parameters; [`save`](Self::save) and the
     /// [trainer](crate::train::Trainer::save) write that of all. Load a state before sharding.
@@ -34,7 +34,7 @@ impl AdamW {
     /// ```
     /// use candle_core::{Device, Tensor, Var};
     /// use tallow::distributed;
-    /// use tallow::optim::{AdamW, AdamWConfig};
+    /// use tallow::optim::{AdamWConfig, Optimizer};
     /// use tallow::ops;
     ///
     /// // Two ranks, here threads of one process; processes call distributed::init.
@@ -43,7 +43,7 @@ impl AdamW {
     ///     let of = |communicator: distributed::Communicator| -> tallow::Result<()> {
     ///         let parameters = ["a", "b"].map(|name| Ok((name.to_string(), Var::new(&[1f32, 2.0], &Device::Cpu)?)));
     ///         let parameters = parameters.into_iter().collect::<tallow::Result<Vec<_>>>()?;
-    ///         let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
+    ///         let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
     ///         optimizer.shard(&communicator)?;
     ///         let (a, b) = (&parameters[0].1, &parameters[1].1);
     ///         optimizer.step(&tallow::backward(ops::sum(&ops::mul(a, b)?)?)?)?;
@@ -63,7 +63,7 @@ impl AdamW {
     /// [`Error::Order`] if the optimizer is already sharded; [`Error::Placement`] for parameters on another device than
     /// the communicator's; [`Error::Rank`] if ranks have different parameters or numbers of steps.
     pub fn shard(&mut self, communicator: &Communicator) -> Result<()> {
-        const OP: &str = "AdamW::shard";
+        const OP: &str = "Optimizer::shard";
         if self.shards.is_some() {
             return Err(Error::Order {
                 op: OP,
@@ -131,8 +131,9 @@ impl AdamW {
         let mut state = Vec::new();
         for (entry, owner) in self.entries().zip(&shards.owners) {
             let mut own = entry.slot.into_iter().flat_map(Slot::vars);
-            for (kind, dtype) in Slot::layout(entry.var, entry.config.moments) {
-                if let Some(tensor) = shards.to_first(entry.var, dtype, *owner, own.next())? {
+            for (kind, dtype) in entry.rule.state(entry.var.dtype()) {
+                let own = own.next().map(|(_, var)| var);
+                if let Some(tensor) = shards.to_first(entry.var, dtype, *owner, own)? {
                     state.push((format!("{kind}.{}", entry.name), tensor));
                 }
             }

@@ -1,170 +1,225 @@
 //! The state of a parameter and its update, by the CPU kernel or by candle's own ops.
 
-use super::config::Moments;
-use crate::inplace::{is_supported, read, wide, with_mut_slice};
-use crate::kernels::cpu::adamw::{self, Moment};
+use super::Rule;
+use super::rules::{MASTER, master, reference};
+use crate::inplace::{for_stored, is_supported, read, wide, with_all_mut_bytes};
+use crate::kernels::cpu::update::muon::{self, Muon, Scratch};
+use crate::kernels::cpu::update::{self, AdamW, Elementwise, Lion, Moment, Sgd};
 use crate::kernels::cpu::{Real, Stored};
-use crate::kernels::{Update, stochastic};
+use crate::kernels::{Coefficients, Update, stochastic};
+use crate::ops::lowering::{Named, Slice, Slices, StepState};
 use crate::ops::{check_granted_on, variable_of};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor, Var};
 use half::{bf16, f16};
 
-pub(super) const STEP: &str = "AdamW::step";
-
-/// The names of the tensors of a parameter's state.
-pub(super) const KINDS: [&str; 3] = ["exp_avg", "exp_avg_sq", "master"];
+pub(super) const STEP: &str = "Optimizer::step";
 
 /// The state of a parameter.
 #[derive(Debug)]
 pub(super) struct Slot {
-    /// The running mean of the gradient.
-    pub(super) exp_avg: Var,
-    /// The running mean of the gradient's square.
-    pub(super) exp_avg_sq: Var,
+    /// The rule's tensors, with their names.
+    pub(super) states: Vec<(&'static str, Var)>,
     /// The value in f32, if the parameter is in half precision.
     pub(super) master: Option<Var>,
 }
 
 impl Slot {
-    pub(super) fn new(name: &str, var: &Var, moments: Moments) -> Result<Self> {
+    pub(super) fn new(name: &str, var: &Var, rule: &Rule) -> Result<Self> {
         if graph::is_meta(var) {
             return Err(Error::order(
-                "AdamW",
+                "Optimizer",
                 format!("parameter {name} is a meta tensor, which has no data to train"),
                 "build the model from nn::seeded or a file; meta weights are for graph::trace",
             ));
         }
         if !is_supported(var.dtype()) {
-            return Err(Error::dtype("AdamW", var.dtype().as_str()).must_be(
+            return Err(Error::dtype("Optimizer", var.dtype().as_str()).must_be(
                 format!("parameter {name} in f16, bf16, f32 or f64"),
                 "leave variables that are not trained out",
             ));
         }
-        let moment = moments.dtype(var.dtype());
-        if (var.dtype(), moment) == (DType::F64, DType::BF16) {
-            return Err(Error::dtype("AdamW", "f64").must_be(
-                format!("parameter {name} in f16, bf16 or f32, with moments in bf16"),
-                "leave AdamWConfig::moments as it is by default",
-            ));
-        }
-        let master = match var.dtype() {
-            DType::F16 | DType::BF16 => {
-                let dtype = wide(var.dtype());
-                check_granted_on(var.device(), var.dims(), dtype)?;
-                Some(variable_of(&var.detach().to_dtype(dtype)?)?)
-            }
-            _ => None,
-        };
-        let zeros = || {
-            check_granted_on(var.device(), var.dims(), moment)?;
-            Ok::<_, Error>(Var::zeros(var.shape(), moment, var.device())?)
-        };
+        rule.check(name, var)?;
+        let master = master(var.dtype()).map(|dtype| {
+            check_granted_on(var.device(), var.dims(), dtype)?;
+            Ok::<_, Error>(variable_of(&var.detach().to_dtype(dtype)?)?)
+        });
+        let states = rule.states(var.dtype()).into_iter().map(|state| {
+            check_granted_on(var.device(), var.dims(), state.dtype)?;
+            let zeros = Var::zeros(var.shape(), state.dtype, var.device())?;
+            Ok::<_, Error>((state.name, zeros))
+        });
         Ok(Self {
-            exp_avg: zeros()?,
-            exp_avg_sq: zeros()?,
-            master,
+            master: master.transpose()?,
+            states: states.collect::<Result<_>>()?,
         })
     }
 
-    /// Returns the dtypes of a parameter's state, in the order of [`KINDS`].
-    #[cfg(feature = "files")]
-    pub(super) fn layout(
-        var: &Var,
-        moments: Moments,
-    ) -> impl Iterator<Item = (&'static str, DType)> {
-        let moment = moments.dtype(var.dtype());
-        let master = match var.dtype() {
-            DType::F16 | DType::BF16 => Some(wide(var.dtype())),
-            _ => None,
-        };
-        KINDS
-            .into_iter()
-            .zip([moment, moment].into_iter().chain(master))
-    }
-
-    pub(super) fn vars(&self) -> impl Iterator<Item = &Var> {
-        [&self.exp_avg, &self.exp_avg_sq]
-            .into_iter()
-            .chain(&self.master)
+    /// Yields the tensors with their names, in the order of [`Rule::state`].
+    pub(super) fn vars(&self) -> impl Iterator<Item = (&'static str, &Var)> {
+        let states = self.states.iter().map(|(name, var)| (*name, var));
+        states.chain(self.master.iter().map(|var| (MASTER, var)))
     }
 }
 
-/// The kernel on candle's storages. The gradient is one of `readable_gradients`.
+/// Updates a parameter by the CPU's kernel. The gradient is one of `readable_gradients`.
 pub(super) fn step_cpu(
-    parameter: &Tensor,
+    parameter: &Var,
     gradient: &Tensor,
     slot: &Slot,
+    rule: &Rule,
     update: &Update,
-) -> Result<()> {
-    match (parameter.dtype(), slot.exp_avg.dtype()) {
-        (DType::F64, _) => step_full::<f64, f64>(parameter, gradient, slot, update)?,
-        (DType::F32, DType::BF16) => step_full::<f32, bf16>(parameter, gradient, slot, update)?,
-        (DType::F32, _) => step_full::<f32, f32>(parameter, gradient, slot, update)?,
-        (_, DType::BF16) => step_master::<bf16>(parameter, gradient, slot, update)?,
-        _ => step_master::<f32>(parameter, gradient, slot, update)?,
+) -> candle_core::Result<()> {
+    let scratch = rule
+        .scratch(parameter.dims(), parameter.dtype())
+        .into_iter();
+    let scratch = scratch.map(|(name, elements, dtype)| {
+        Ok((name, Tensor::zeros(elements, dtype, parameter.device())?))
+    });
+    let scratch = scratch.collect::<candle_core::Result<Vec<_>>>()?;
+    let written: Vec<(&str, &Tensor)> = [("parameter", parameter)]
+        .into_iter()
+        .chain(slot.vars())
+        .map(|(name, var)| (name, var.as_tensor()))
+        .chain(scratch.iter().map(|(name, tensor)| (*name, tensor)))
+        .collect();
+    let tensors: Vec<&Tensor> = written.iter().map(|(_, tensor)| *tensor).collect();
+    let n = gradient.elem_count();
+    for_stored!(gradient.dtype(), G => read(gradient, |g: &[G]| {
+        with_all_mut_bytes(&tensors, |bytes| {
+            let mut writes = Named::from([]);
+            for ((name, tensor), bytes) in written.iter().zip(bytes) {
+                let (n, dtype) = (tensor.elem_count(), tensor.dtype());
+                // SAFETY: the bytes of n elements, borrowed exclusively.
+                writes.push(*name, unsafe { Slice::new(bytes.cast(), n, dtype) });
+            }
+            // SAFETY: it is read only.
+            let g = unsafe { Slice::new(g.as_ptr().cast_mut().cast(), n, gradient.dtype()) };
+            let step = StepState { micro_batch: 0, loss_gradient: 1.0 };
+            step_slices(&Slices::new(step, [("gradient", g)].into(), &writes), 1.0, update)
+        })?
+    }))
+}
+
+/// Updates a parameter on the CPU: reads `gradient`, and writes `parameter`, the rule's states and, for half precision,
+/// `master`. The gradient is multiplied by `factor`, which must be 1 in half precision.
+pub(crate) fn step_slices(s: &Slices<'_>, factor: f64, update: &Update) -> candle_core::Result<()> {
+    match update.rule {
+        Coefficients::AdamW(_) => elementwise::<AdamW, 2>(s, factor, update),
+        Coefficients::Lion(_) => elementwise::<Lion, 1>(s, factor, update),
+        Coefficients::Muon(rule) => step_muon(s, factor, update, &rule),
+        Coefficients::Sgd(rule) if rule.has_momentum() => elementwise::<Sgd, 1>(s, factor, update),
+        Coefficients::Sgd(_) => elementwise::<Sgd, 0>(s, factor, update),
+    }
+}
+
+/// Runs Muon's kernels on operands of any dtypes.
+fn step_muon(s: &Slices<'_>, factor: f64, update: &Update, rule: &Muon) -> candle_core::Result<()> {
+    let parameter = s.dtype_of("parameter")?;
+    if parameter == DType::F64 {
+        let direction = direction::<f64, f64, f64>(s, factor, update, rule)?;
+        muon::apply(s.y::<f64>("parameter")?, direction, update);
+        return Ok(());
+    }
+    let direction = match s.dtype_of("scratch")? {
+        DType::BF16 => wide_direction::<bf16>(s, factor, update, rule)?,
+        _ => wide_direction::<f32>(s, factor, update, rule)?,
+    };
+    match parameter {
+        DType::F32 => muon::apply(s.y::<f32>("parameter")?, direction, update),
+        DType::F16 => {
+            muon::apply_half::<f16>(s.y("parameter")?, direction, s.y(MASTER)?, update);
+        }
+        _ => muon::apply_half::<bf16>(s.y("parameter")?, direction, s.y(MASTER)?, update),
     }
     Ok(())
 }
 
-fn step_full<T: Real + Stored, M: Moment<Wide = T>>(
-    parameter: &Tensor,
-    gradient: &Tensor,
-    slot: &Slot,
+/// Returns Muon's direction in f32.
+fn wide_direction<'s, S: Stored<Wide = f32>>(
+    s: &Slices<'s>,
+    factor: f64,
     update: &Update,
-) -> candle_core::Result<()> {
-    read(gradient, |g: &[T]| {
-        with_mut_slice(parameter, |p: &mut [T]| {
-            with_moments(slot, |m: &mut [M], v| adamw::step(p, g, m, v, update))
-        })
-    })
-}
-
-/// Updates a parameter in half precision with moments in `M`; computes in f32.
-fn step_master<M: Moment<Wide = f32>>(
-    parameter: &Tensor,
-    gradient: &Tensor,
-    slot: &Slot,
-    update: &Update,
-) -> candle_core::Result<()> {
-    match (parameter.dtype(), gradient.dtype()) {
-        (DType::F16, DType::F16) => step_half::<f16, f16, M>(parameter, gradient, slot, update),
-        (DType::F16, _) => step_half::<f16, f32, M>(parameter, gradient, slot, update),
-        (_, DType::BF16) => step_half::<bf16, bf16, M>(parameter, gradient, slot, update),
-        _ => step_half::<bf16, f32, M>(parameter, gradient, slot, update),
+    rule: &Muon,
+) -> candle_core::Result<&'s [f32]> {
+    match s.dtype_of("gradient")? {
+        DType::F16 => direction::<f16, f32, S>(s, factor, update, rule),
+        DType::BF16 => direction::<bf16, f32, S>(s, factor, update, rule),
+        _ => direction::<f32, f32, S>(s, factor, update, rule),
     }
 }
 
-fn step_half<P: Stored<Wide = f32>, G: Stored<Wide = f32>, M: Moment<Wide = f32>>(
-    parameter: &Tensor,
-    gradient: &Tensor,
-    slot: &Slot,
+fn direction<'s, G: Stored<Wide = T>, T: Moment<Wide = T> + Real, S: Stored<Wide = T>>(
+    s: &Slices<'s>,
+    factor: f64,
     update: &Update,
-) -> candle_core::Result<()> {
-    let Some(master) = &slot.master else {
-        candle_core::bail!("{STEP}: a parameter in half precision has no master");
+    rule: &Muon,
+) -> candle_core::Result<&'s [T]> {
+    let mut scratch = Scratch {
+        direction: s.y("direction")?,
+        scratch: s.y::<S>("scratch")?,
     };
-    read(gradient, |g: &[G]| {
-        with_mut_slice(parameter, |p: &mut [P]| {
-            with_mut_slice(master, |master: &mut [f32]| {
-                with_moments(slot, |m: &mut [M], v| {
-                    adamw::step_half(p, g, master, m, v, update);
-                })
-            })
-        })
-    })
+    let (gradient, buffer) = (s.x::<G>("gradient")?, s.y("momentum_buffer")?);
+    muon::direction(rule, gradient, factor, buffer, &mut scratch, update);
+    Ok(scratch.direction)
 }
 
-fn with_moments<M: Moment>(
-    slot: &Slot,
-    step: impl FnOnce(&mut [M], &mut [M]),
+/// Selects the kernel by the dtypes of parameter, gradient and state.
+fn elementwise<R: Elementwise<N>, const N: usize>(
+    s: &Slices<'_>,
+    factor: f64,
+    update: &Update,
 ) -> candle_core::Result<()> {
-    with_mut_slice(&slot.exp_avg, |m: &mut [M]| {
-        with_mut_slice(&slot.exp_avg_sq, |v: &mut [M]| {
-            step(m, v);
-            Ok(())
-        })
-    })
+    let parameter = s.dtype_of("parameter")?;
+    let state = R::STATES.first().map(|name| s.dtype_of(name)).transpose()?;
+    let state = state.unwrap_or(wide(parameter));
+    match (parameter, s.dtype_of("gradient")?, state) {
+        (DType::F64, ..) => step_full::<R, f64, N>(s, factor, update),
+        (DType::F32, _, DType::BF16) => step_full::<R, bf16, N>(s, factor, update),
+        (DType::F32, ..) => step_full::<R, f32, N>(s, factor, update),
+        (DType::F16, DType::F16, DType::BF16) => step_half::<R, f16, f16, bf16, N>(s, update),
+        (DType::F16, DType::F16, _) => step_half::<R, f16, f16, f32, N>(s, update),
+        (DType::F16, _, DType::BF16) => step_half::<R, f16, f32, bf16, N>(s, update),
+        (DType::F16, ..) => step_half::<R, f16, f32, f32, N>(s, update),
+        (_, DType::BF16, DType::BF16) => step_half::<R, bf16, bf16, bf16, N>(s, update),
+        (_, DType::BF16, _) => step_half::<R, bf16, bf16, f32, N>(s, update),
+        (_, _, DType::BF16) => step_half::<R, bf16, f32, bf16, N>(s, update),
+        _ => step_half::<R, bf16, f32, f32, N>(s, update),
+    }
+}
+
+fn step_full<R: Elementwise<N>, M: Moment, const N: usize>(
+    s: &Slices<'_>,
+    factor: f64,
+    update: &Update,
+) -> candle_core::Result<()> {
+    let (p, g) = (s.y::<M::Wide>("parameter")?, s.x("gradient")?);
+    update::step::<R, M::Wide, M, N>(p, g, factor, states::<R, M, N>(s)?, update);
+    Ok(())
+}
+
+fn step_half<R, P, G, M, const N: usize>(s: &Slices<'_>, update: &Update) -> candle_core::Result<()>
+where
+    R: Elementwise<N>,
+    P: Stored<Wide = f32>,
+    G: Stored<Wide = f32>,
+    M: Moment<Wide = f32>,
+{
+    let (p, g) = (s.y::<P>("parameter")?, s.x::<G>("gradient")?);
+    let states = states::<R, M, N>(s)?;
+    update::step_half::<R, P, G, M, N>(p, g, s.y(MASTER)?, states, update);
+    Ok(())
+}
+
+fn states<'s, R: Elementwise<N>, M: Moment, const N: usize>(
+    s: &Slices<'s>,
+) -> candle_core::Result<[&'s mut [M]; N]> {
+    let states = R::STATES.into_iter().map(|name| s.y(name));
+    let states = states.collect::<candle_core::Result<Vec<_>>>()?;
+    match states.try_into() {
+        Ok(states) => Ok(states),
+        Err(_) => candle_core::bail!("as many states as names"),
+    }
 }
 
 /// Updates a parameter with candle's own ops, on any device.
@@ -174,7 +229,6 @@ pub(super) fn step_reference(
     slot: &Slot,
     update: &Update,
 ) -> Result<()> {
-    let moments = slot.exp_avg.dtype();
     let computed = wide(parameter.dtype());
     let g = gradient.to_dtype(computed)?;
     let current = parameter.detach();
@@ -187,18 +241,18 @@ pub(super) fn step_reference(
             unchanged.where_cond(&master, &current.to_dtype(master.dtype())?)?
         }
     };
-    let m = slot.exp_avg.detach().to_dtype(computed)?;
-    let v = slot.exp_avg_sq.detach().to_dtype(computed)?;
-    let m = (&m + ((&g - &m)? * update.one_minus_beta1)?)?;
-    let v = ((v * update.beta2)? + ((&g * update.one_minus_beta2)? * &g)?)?;
-    let denominator = ((v.sqrt()? / update.second_correction)? + update.eps)?;
-    let p = ((p * update.decay)? - ((&m * update.step_size)? / denominator)?)?;
-    let stored = |moment: &Tensor, shift| match moments == computed {
-        true => Ok(moment.clone()),
-        false => rounded(moment, update, shift),
-    };
-    slot.exp_avg.set(&stored(&m, 0)?)?;
-    slot.exp_avg_sq.set(&stored(&v, 16)?)?;
+    let states = slot
+        .states
+        .iter()
+        .map(|(_, state)| state.detach().to_dtype(computed));
+    let states = states.collect::<candle_core::Result<Vec<_>>>()?;
+    let (p, states) = reference(&update.rule, p, &g, &states)?;
+    for (which, ((_, state), new)) in slot.states.iter().zip(states).enumerate() {
+        match state.dtype() == computed {
+            true => state.set(&new)?,
+            false => state.set(&rounded(&new, update, 16 * which as u32)?)?,
+        }
+    }
     parameter.set(&p.to_dtype(parameter.dtype())?)?;
     if let Some(master) = &slot.master {
         master.set(&p)?;

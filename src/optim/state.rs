@@ -1,46 +1,53 @@
 //! The optimizer's state by name.
 
-use super::adamw::AdamW;
-use super::slot::{KINDS, Slot};
+use super::Optimizer;
+use super::slot::Slot;
 use crate::inplace::storage_address;
 use crate::saved::{Numbers, describe};
 use crate::{Error, Result};
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 
 /// Builds the error of a state that does not match, from the entry's name, what was expected, what came, and a hint.
 pub(super) type Refuse<'r> = dyn Fn(String, String, String, &str) -> Error + 'r;
 
-/// Returns which values the elements of the state `name` may have.
-pub(super) fn numbers_of(name: &str) -> Numbers {
-    match name.starts_with("exp_avg_sq.") {
-        true => Numbers::NotNegative, // a mean of squares
-        false => Numbers::Finite,
-    }
-}
-
 /// The prefix of the count of skipped steps.
 pub(super) const SKIPPED: &str = "skipped.";
 
-/// Checks that the elements of a state are finite, and not negative in `exp_avg_sq`.
-pub(super) fn check_numbers(state: &HashMap<String, Tensor>, refuse: &Refuse<'_>) -> Result<()> {
-    let mut names: Vec<&String> = state.keys().collect();
-    names.sort(); // the same error for the same state
-    for name in names {
-        let numbers = numbers_of(name);
-        if let Some(got) = numbers.misfit(&state[name])? {
-            let hint = "it was damaged, or saved by a run that had diverged; take an earlier one";
-            return Err(refuse(name.clone(), numbers.expected().into(), got, hint));
-        }
+impl Optimizer {
+    /// Returns which values the elements of the state `name` may have.
+    pub(super) fn numbers_of(&self, name: &str) -> Numbers {
+        let kind = name.split('.').next();
+        let rules = self.groups.iter().map(|group| group.rule);
+        let mut states = rules.flat_map(|rule| rule.states(DType::F32));
+        let state = states.find(|state| Some(state.name) == kind);
+        state.map_or(Numbers::Finite, |state| state.numbers)
     }
-    Ok(())
-}
 
-impl AdamW {
-    /// Returns the state by name, in the parameters' order: `exp_avg.<name>`, `exp_avg_sq.<name>`, and `master.<name>`
-    /// for a parameter in half precision. Then `skipped.<name>` follows, an i64, the number of steps without an update
-    /// ([`MissingGradients::Skip`](super::MissingGradients::Skip)), for each parameter with any. [`AdamW::steps`] is
-    /// the rest of the state. If the optimizer is [sharded](AdamW::shard), this is the state of this rank.
+    /// Checks that the elements of a state are finite, and not negative where the rule has no negative ones.
+    pub(super) fn check_numbers(
+        &self,
+        state: &HashMap<String, Tensor>,
+        refuse: &Refuse<'_>,
+    ) -> Result<()> {
+        let mut names: Vec<&String> = state.keys().collect();
+        names.sort(); // the same error for the same state
+        for name in names {
+            let numbers = self.numbers_of(name);
+            if let Some(got) = numbers.misfit(&state[name])? {
+                let hint =
+                    "it was damaged, or saved by a run that had diverged; take an earlier one";
+                return Err(refuse(name.clone(), numbers.expected().into(), got, hint));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the state by name, in the parameters' order: the tensors of [`Rule::state`](super::Rule::state), such as
+    /// `exp_avg.<name>`, and last `master.<name>` for a parameter in half precision. Then `skipped.<name>` follows, an
+    /// i64, the number of steps without an update ([`MissingGradients::Skip`](super::MissingGradients::Skip)), for each
+    /// parameter with any. [`Optimizer::steps`] is the rest of the state. If the optimizer is
+    /// [sharded](Optimizer::shard), this is the state of this rank.
     ///
     /// Except for the counts these are the optimizer's own tensors, which the next step changes, as in PyTorch;
     /// [`Tensor::copy`] copies one.
@@ -60,8 +67,8 @@ impl AdamW {
         })
     }
 
-    /// Restores a state of [`AdamW::state`] that was taken after `steps` steps. With equal parameters, gradients and
-    /// hyperparameters, later steps have the same bits.
+    /// Restores a state of [`Optimizer::state`] that was taken after `steps` steps. With equal parameters, gradients
+    /// and hyperparameters, later steps have the same bits.
     ///
     /// # Errors
     /// [`Error::Data`] names an entry that is missing, unexpected, of another shape or dtype, or with an element that
@@ -77,11 +84,11 @@ impl AdamW {
             Error::data(format!("optimizer state {name}"), got).must_be(expected, hint)
         };
         self.check_layout(given.collect(), &refuse)?;
-        check_numbers(&state, &refuse)?;
+        self.check_numbers(&state, &refuse)?;
         self.put_state(&state, steps)
     }
 
-    /// Overwrites the state with one that has passed [`AdamW::check_layout`], from any device.
+    /// Overwrites the state with one that has passed [`Optimizer::check_layout`], from any device.
     pub(crate) fn put_state(
         &mut self,
         state: &HashMap<String, Tensor>,
@@ -153,8 +160,7 @@ impl AdamW {
     pub(super) fn state_vars(&self) -> impl Iterator<Item = (String, &Var)> {
         self.entries().flat_map(|entry| {
             let vars = entry.slot.into_iter().flat_map(Slot::vars);
-            let named = KINDS.into_iter().zip(vars);
-            named.map(move |(kind, var)| (format!("{kind}.{}", entry.name), var))
+            vars.map(move |(kind, var)| (format!("{kind}.{}", entry.name), var))
         })
     }
 }

@@ -3,7 +3,7 @@
 use crate::attention::Algorithm;
 use crate::compile::{StepConfig, check_clip_value, check_precision};
 use crate::nn::Checkpointing;
-use crate::optim::{AdamWConfig, GradScaler, GradScalerConfig, Schedule};
+use crate::optim::{AdamWConfig, GradScaler, GradScalerConfig, Rule, Schedule};
 use crate::precision::Precision;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -38,8 +38,8 @@ pub struct TrainConfig {
     pub steps: usize,
     /// The schedule of the learning rate; the first step is step 0.
     pub schedule: Schedule,
-    /// The optimizer's other hyperparameters; its `lr` is ignored. Weight decay applies to matrices only.
-    pub optimizer: AdamWConfig,
+    /// The rule of the update; its `lr` is ignored. Weight decay applies to matrices only.
+    pub optimizer: Rule,
     /// The largest L2 norm of all gradients; larger ones are scaled down to it. `None` disables clipping by norm.
     pub max_grad_norm: Option<f64>,
     /// The largest absolute value of a gradient's element; others are clipped to it after `max_grad_norm`. `None`
@@ -114,7 +114,8 @@ impl Default for TrainConfig {
                 betas: (0.9, 0.99),
                 weight_decay: 0.1,
                 ..Default::default()
-            },
+            }
+            .into(),
             max_grad_norm: Some(1.0),
             max_grad_value: None,
             attention: None,
@@ -234,12 +235,7 @@ impl TrainConfig {
         self.loss_scaling.validate()?;
         self.optimizer.validate()?;
         // The schedule's learning rate replaces the optimizer's own.
-        let lr = self.schedule.highest();
-        AdamWConfig {
-            lr,
-            ..self.optimizer
-        }
-        .validate()
+        self.optimizer.with_lr(self.schedule.highest()).validate()
     }
 
     fn is_scaled(&self) -> bool {
@@ -269,6 +265,7 @@ impl TrainConfig {
             accumulation: self.accumulation,
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer_in_backward: self.optimizer_in_backward,
+            optimizer: self.optimizer,
             dropout_seed: Some(self.seed),
             ..Default::default()
         }

@@ -91,7 +91,7 @@ pub(super) fn check_dtype(model: &TransformerLM, config: &TrainConfig) -> Result
         return Ok(());
     };
     let hint = "build it with TransformerLM::new; parameters in half precision are trained in a loop of your own by \
-                backward and AdamW::step";
+                backward and Optimizer::step";
     let got = format!("{name} in {}", parameter.dtype().as_str());
     let expected = format!("parameters in f32, for precision {precision}");
     Err(Error::dtype("Trainer", got).must_be(expected, hint))

@@ -201,7 +201,8 @@ impl Trainer {
 
     /// Shards the optimizer's state and update among the ranks that train together (ZeRO stage 1): each rank has the
     /// state of its part of the parameters, and updates that part. Every rank calls this, after
-    /// [`replicate`](Self::replicate) and before the first step. See [`AdamW::shard`](crate::optim::AdamW::shard).
+    /// [`replicate`](Self::replicate) and before the first step. See
+    /// [`Optimizer::shard`](crate::optim::Optimizer::shard).
     ///
     /// The run is otherwise the same, and so is its file, which rank 0 writes with the state of all: all ranks must
     /// call [`save`](Self::save). The run may be resumed by any number of ranks, sharded or not.

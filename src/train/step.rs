@@ -3,7 +3,7 @@
 use super::ranks::Job;
 use super::{StepReport, Trainer};
 use crate::compile::{Batch, Plan, Step, StepConfig};
-use crate::optim::{AdamW, DIVERGED, GradScaler, finite_loss};
+use crate::optim::{DIVERGED, GradScaler, Optimizer, finite_loss};
 use crate::{Error, Result, graph};
 use candle_core::{DType, Tensor};
 
@@ -51,7 +51,7 @@ impl Trainer {
     }
 
     /// Returns the step, planned now if necessary, and the optimizer that it updates.
-    pub(super) fn planned(&mut self) -> Result<(&mut Step<'static>, &mut AdamW)> {
+    pub(super) fn planned(&mut self) -> Result<(&mut Step<'static>, &mut Optimizer)> {
         let step = match self.planned.take() {
             Some(step) => step,
             None => {

@@ -9,7 +9,7 @@ use crate::files::PathLock;
 use crate::inplace::to_f64;
 use crate::model::TransformerLM;
 use crate::ops::cross_entropy::nothing_counts;
-use crate::optim::{AdamW, GradScaler, decay_matrices_only, finite_loss};
+use crate::optim::{GradScaler, Optimizer, finite_loss, usual_groups};
 use crate::{Result, probe};
 use candle_core::Var;
 use std::sync::Mutex;
@@ -42,7 +42,7 @@ pub struct StepReport {
 /// Steps are planned ([`Step`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
 /// allocated once. They train models in f32 (also f64 on the CPU) on the CPU and on NVIDIA GPUs. Train what plans
 /// refuse, such as parameters in half precision or on Apple's GPUs, in a loop of your own with `loss`,
-/// [`backward`](crate::backward()) and [`AdamW::step`].
+/// [`backward`](crate::backward()) and [`Optimizer::step`].
 ///
 /// In f16 the loss is scaled ([`TrainConfig::loss_scaling`], [`GradScaler`]): a step whose gradients overflow is
 /// skipped, which is not an error. It counts as a step for the schedule and the data, but not for the optimizer.
@@ -70,7 +70,7 @@ pub struct StepReport {
 pub struct Trainer {
     pub(super) model: TransformerLM,
     pub(super) parameters: Vec<(String, Var)>,
-    pub(super) optimizer: AdamW,
+    pub(super) optimizer: Optimizer,
     /// Only in f16.
     pub(super) scaler: Option<GradScaler>,
     pub(super) config: TrainConfig,
@@ -135,9 +135,9 @@ impl Trainer {
         let vocab_size = model.config().vocab_size;
         let training_data = train.fingerprint(vocab_size)?;
         let validation_data = validation.fingerprint(vocab_size)?;
-        let groups = decay_matrices_only(parameters.clone(), config.optimizer);
+        let groups = usual_groups(parameters.clone(), config.optimizer);
         Ok(Self {
-            optimizer: AdamW::with_groups(groups)?,
+            optimizer: Optimizer::with_groups(groups)?,
             scaler: config.scaler()?,
             training_data,
             validation_data,
@@ -270,7 +270,7 @@ impl Trainer {
     }
 
     /// Returns the optimizer.
-    pub fn optimizer(&self) -> &AdamW {
+    pub fn optimizer(&self) -> &Optimizer {
         &self.optimizer
     }
 

@@ -16,7 +16,7 @@ use tallow::distributed::{
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
-use tallow::optim::AdamW;
+use tallow::optim::Optimizer;
 use tallow::precision::Precision;
 use tallow::profile::Profiler;
 
@@ -52,7 +52,7 @@ pub fn as_one_process() -> Result<()> {
 fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()> {
     let device = ranks.device();
     let alone = Network::new(1, tied, device)?;
-    let mut wanted = AdamW::new(distinct(&alone), CONFIG)?;
+    let mut wanted = Optimizer::new(distinct(&alone), CONFIG)?;
     let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let given = Network::new(1, tied, device)?.parameters().into_iter();
     let given: HashMap<String, Tensor> =
@@ -65,7 +65,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
         layers.push(Var::from_tensor(&meta)?);
     }
     let network = Network { layers };
-    let mut optimizer = AdamW::new(sharded.parameters(), CONFIG)?;
+    let mut optimizer = Optimizer::new(sharded.parameters(), CONFIG)?;
     let rows = BATCH / ranks.world_size();
     let mut step = Step::fully_sharded(&optimizer, config, &sharded, |inputs| {
         network.loss(&inputs.get("x")?, &inputs.get("y")?)
@@ -120,7 +120,7 @@ fn as_replicated(
         ..Default::default()
     };
     let (tokens, targets) = (ids(ranks, 0)?, ids(ranks, 1)?);
-    let run = |mut step: Step<'_>, mut optimizer: AdamW| -> Result<Vec<f32>> {
+    let run = |mut step: Step<'_>, mut optimizer: Optimizer| -> Result<Vec<f32>> {
         let mut step = |_| step.run(&mut optimizer, (&tokens, &targets));
         let mut losses: Vec<f32> = (0..3).map(&mut step).collect::<Result<_>>()?;
         // Rank 0 is profiled. Its step runs in pieces, but exchanges the same tensors as the other rank's.
@@ -134,7 +134,7 @@ fn as_replicated(
     };
     let adamw = tallow::optim::AdamWConfig::default();
     let whole = TransformerLM::new(&config, 3, device)?.with_attention(Algorithm::Flash)?;
-    let optimizer = AdamW::new(whole.parameters(), adamw)?;
+    let optimizer = Optimizer::new(whole.parameters(), adamw)?;
     let way = ReplicatedConfig {
         dtype: exchange,
         ..Default::default()
@@ -150,7 +150,7 @@ fn as_replicated(
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
     let model = model.with_attention(Algorithm::Flash)?;
-    let optimizer = AdamW::new(sharded.parameters(), adamw)?;
+    let optimizer = Optimizer::new(sharded.parameters(), adamw)?;
     let step = Step::fully_sharded_for_model(&model, &optimizer, &plan, &sharded)?;
     let found = run(step, optimizer)?;
     for (a, b) in found.iter().zip(&wanted) {

@@ -6,7 +6,7 @@ use super::{at_most, join, succeed};
 use rstest::rstest;
 use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::distributed::{Communicator, Replicated, ReplicatedConfig};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::{Error, Result};
 
 #[rstest]
@@ -46,8 +46,8 @@ fn ten_steps(ranks: &Communicator, tied: bool, planned: Option<&StepConfig>) -> 
         Network::new(1, tied, device)?,
         Network::new(1, tied, device)?,
     );
-    let mut wanted = AdamW::new(distinct(&alone), CONFIG)?;
-    let mut optimizer = AdamW::new(distinct(&network), CONFIG)?;
+    let mut wanted = Optimizer::new(distinct(&alone), CONFIG)?;
+    let mut optimizer = Optimizer::new(distinct(&network), CONFIG)?;
     optimizer.shard(ranks)?;
     let parameters = distinct(&network);
     let replicated = Replicated::new(ranks, parameters, ReplicatedConfig::default())?;
@@ -99,7 +99,7 @@ pub(super) fn distinct(network: &Network) -> Vec<(String, candle_core::Var)> {
 fn one_that_differs(ranks: &Communicator) -> Result<()> {
     let device = ranks.device();
     let network = Network::new(1, false, device)?;
-    let mut optimizer = AdamW::new(network.parameters(), CONFIG)?;
+    let mut optimizer = Optimizer::new(network.parameters(), CONFIG)?;
     if ranks.rank() == 1 {
         let (x, y) = (
             numbers(7, (BATCH, 10), device)?,

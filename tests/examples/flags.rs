@@ -353,10 +353,9 @@ const CASES: &[Case] = &[
                 "schedule",
                 "lr",
                 "weight-decay",
-                "bf16-moments",
+                "optimizer",
             ],
             &[
-                "betas",
                 "clip",
                 "clip-value",
                 "evaluate-every",
@@ -384,7 +383,22 @@ const CASES: &[Case] = &[
                 &["--schedule constant --schedule-steps 9"],
             ),
             ("min-lr", &["--schedule constant --min-lr 0.1"]),
-            ("warmup", &["--schedule constant --warmup 9"]),
+            (
+                "warmup",
+                &[
+                    "--schedule constant --warmup 9",
+                    "--schedule restarts --warmup 9",
+                ],
+            ),
+            (
+                "decay-steps",
+                &["--decay-steps 9", "--schedule linear --decay-steps 9"],
+            ),
+            ("betas", &["--optimizer muon --betas 0.9,0.95"]),
+            (
+                "momentum",
+                &["--momentum 0.9", "--optimizer lion --momentum 0.9"],
+            ),
             ("size", &["--family x --size tiny"]),
             ("d-model", &["--family x --d-model 8"]),
             ("d-ff", &["--family x --d-ff 8"]),

@@ -40,7 +40,7 @@ use std::num::NonZeroUsize;
 use tallow::compile::{Batch, Plan, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Architecture, Checkpointing, Layer};
-use tallow::optim::{AdamW, clip_grad_norm_checked, clip_grad_value};
+use tallow::optim::{Optimizer, clip_grad_norm_checked, clip_grad_value};
 use tallow::precision::Precision;
 
 const CPU: Device = Device::Cpu;
@@ -69,9 +69,9 @@ pub fn batch(vocab_size: usize, batch: usize, length: usize, step: usize) -> (Te
 }
 
 /// Returns a meta model with weights, always the same, and its optimizer.
-pub fn model_and_optimizer(meta: &TransformerLM) -> (TransformerLM, AdamW) {
+pub fn model_and_optimizer(meta: &TransformerLM) -> (TransformerLM, Optimizer) {
     let model = with_weights(meta, nn::seeded(5, DType::F32, &CPU));
-    let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 
@@ -127,7 +127,7 @@ fn to_f32(x: &Tensor) -> Tensor {
 /// Takes an eager step with all sequences of the batch, and returns its loss.
 pub fn eager_step(
     model: &TransformerLM,
-    optimizer: &mut AdamW,
+    optimizer: &mut Optimizer,
     (tokens, targets): &(Tensor, Tensor),
     clip_norm: Option<f64>,
 ) -> f32 {
@@ -144,7 +144,7 @@ pub fn eager_step(
 pub fn eager_step_in(
     precision: Precision,
     model: &TransformerLM,
-    optimizer: &mut AdamW,
+    optimizer: &mut Optimizer,
     (tokens, targets): (&Tensor, &Tensor),
     clip_norm: Option<f64>,
 ) -> f32 {
@@ -166,7 +166,7 @@ pub fn agree(meta: &TransformerLM, plan: &StepConfig, sizes: [usize; 2]) {
 
 /// Does the same as [`agree`] for any model; `make` returns the same one at each call.
 pub fn agree_of(
-    make: impl Fn() -> (TransformerLM, AdamW),
+    make: impl Fn() -> (TransformerLM, Optimizer),
     plan: &StepConfig,
     [batch_size, length]: [usize; 2],
 ) {

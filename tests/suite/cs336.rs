@@ -14,7 +14,7 @@ use tallow::attention::{self, AttentionConfig, Mask};
 use tallow::compile::{Batch, Inputs, Step};
 use tallow::distributed::{Exchange, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig};
 use tallow::nn::{Embedding, Linear, RmsNorm};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::{Result, ops};
 
@@ -251,7 +251,7 @@ fn test_sharded_optimizer(#[case] model: ToyModel) {
             eps: 1e-8,
             ..Default::default()
         };
-        let mut optimizer = AdamW::new(model.trained(&weights), config)?;
+        let mut optimizer = Optimizer::new(model.trained(&weights), config)?;
         optimizer.shard(&ranks)?;
         for step in 0..10 {
             let [x, y] = ["x", "y"].map(|name| own[name].get(step));
@@ -331,7 +331,7 @@ fn fsdp_run(own: &HashMap<String, Tensor>, precision: Precision) -> Vec<(String,
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = VarBuilder::from_tensors(first.clone(), DType::F32, &CPU);
         let model = ToyFsdpModel::new(&sharded.builder(vb))?;
-        let optimizer = AdamW::new(sharded.parameters(), AdamWConfig::default())?;
+        let optimizer = Optimizer::new(sharded.parameters(), AdamWConfig::default())?;
         let config = in_precision(precision);
         let loss = |inputs: &Inputs| model.loss(inputs);
         let mut step = Step::fully_sharded(&optimizer, &config, &sharded, loss)?;

@@ -20,7 +20,7 @@ use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Target};
 use tallow::nn::Layer;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Autocast;
 #[cfg(feature = "cuda")]
 use tallow::precision::Precision;
@@ -83,7 +83,7 @@ fn logits_loss_and_gradients(golden: &Golden, device: &Device, dtype: DType) {
 
 fn five_steps(golden: &Golden, device: &Device, dtype: DType) {
     let model = golden.model(dtype, device);
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     let [loss_bound, weight_bound] = match dtype {
         DType::F64 => [1e-12, 1e-10],
         _ => [1e-6, 2e-5],
@@ -123,7 +123,7 @@ fn gpt2_planned_is_that_of_transformers(
 /// Checks loss, gradients and five steps of a plan that was made from the trace.
 fn planned(golden: &Golden, device: &Device) {
     let model = golden.model(DType::F32, device);
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(0, device);
     let loss = |inputs: &Inputs| model.loss(&inputs.get("tokens")?, &inputs.get("targets")?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
@@ -193,7 +193,7 @@ fn gpt2_planned_in_half_on_a_gpu(
     let model = || Gpt2::new(config.clone(), tallow::nn::seeded(1, DType::F32, &gpu)).unwrap();
     let hyperparameters = with_lr(1e-3);
     let eager = model();
-    let mut optimizer = AdamW::new(eager.parameters(), hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(eager.parameters(), hyperparameters).unwrap();
     let wanted = [0; 6].map(|_| {
         let loss = precision.run(|| eager.loss(&tokens, &targets)).unwrap();
         optimizer.step(&loss.backward().unwrap()).unwrap();
@@ -206,7 +206,7 @@ fn gpt2_planned_in_half_on_a_gpu(
     let mut runs = Vec::new();
     for _ in 0..2 {
         let planned = model();
-        let mut optimizer = AdamW::new(planned.parameters(), hyperparameters).unwrap();
+        let mut optimizer = Optimizer::new(planned.parameters(), hyperparameters).unwrap();
         let loss = |inputs: &Inputs| planned.loss(&inputs.get("tokens")?, &inputs.get("targets")?);
         let mut step = Step::new(&optimizer, &config, loss).unwrap();
         let losses = [0; 6].map(|_| {

@@ -24,7 +24,7 @@ use tallow::nn::{
     Architecture, Attention, AttentionLayerConfig, DropoutRates, ForwardContext, seeded,
 };
 use tallow::ops::{KernelPolicy, RotaryPairs, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tempfile::{TempDir, tempdir};
 
 const NAMES: [&str; 10] = [
@@ -168,7 +168,7 @@ fn eager(name: &str, dtype: DType, attention: Algorithm, device: &Device) {
     let golden = Golden::read(name);
     let model = golden.model(dtype, attention, device);
     logits_loss_and_gradients(&golden, &model, dtype);
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(device);
     five_steps(&golden, &model, dtype, || {
         let loss = model.loss(&tokens, &targets).unwrap();
@@ -203,7 +203,7 @@ fn eager_is_as_transformers(
 fn planned(name: &str, attention: Algorithm, device: &Device) {
     let golden = Golden::read(name);
     let model = golden.model(DType::F32, attention, device);
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     let [tokens, targets] = golden.batch(device);
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     step.forward_backward((&tokens, &targets)).unwrap();
@@ -260,7 +260,7 @@ fn families_on_a_gpu(
     let golden = Golden::read(name);
     let model = golden.model(DType::F32, attention, &crate::gpu());
     let [tokens, targets] = golden.batch(&crate::gpu());
-    let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     refusal(step.prepare((&tokens, &targets)), &["heads of 11"]);
 }
@@ -779,7 +779,7 @@ proptest! {
                 near(name, found, wanted)?;
             }
             let planned = attending(attention);
-            let optimizer = AdamW::new(planned.parameters(), AdamWConfig::default()).unwrap();
+            let optimizer = Optimizer::new(planned.parameters(), AdamWConfig::default()).unwrap();
             let mut step = Step::for_model(&planned, &optimizer, &StepConfig::default()).unwrap();
             step.forward_backward((&tokens, &targets)).unwrap();
             let found = step.gradients().unwrap();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use tallow::attention::Algorithm;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::ops::{self, KernelPolicy};
-use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm, decay_matrices_only};
+use tallow::optim::{AdamWConfig, Optimizer, clip_grad_norm, decay_matrices_only};
 
 const CPU: Device = Device::Cpu;
 
@@ -207,8 +207,8 @@ fn curve(golden: Golden, device: &Device, dtype: DType, prefix: &str, by_referen
     let model = golden.model_on(dtype, device);
     let groups = decay_matrices_only(model.parameters(), golden.hyperparameters);
     let mut optimizer = match clipped {
-        true => AdamW::with_groups(groups),
-        false => AdamW::new(model.parameters(), golden.hyperparameters),
+        true => Optimizer::with_groups(groups),
+        false => Optimizer::new(model.parameters(), golden.hyperparameters),
     }
     .unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());

@@ -12,6 +12,8 @@ mod groups;
 mod guard;
 mod kernel;
 mod missing;
+mod muon;
+mod rules;
 mod schedule;
 mod state;
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 use tallow::attention::Algorithm;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::probe::{self, Event, Kind, Listener, Path};
 
@@ -61,7 +61,7 @@ fn config() -> TransformerConfig {
 fn step(attention: Algorithm, precision: Precision) -> [Vec<u64>; 2] {
     let model = TransformerLM::new(&config(), 3, &Device::Cpu).unwrap();
     let model = model.with_attention(attention).unwrap();
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens = Tensor::from_vec((0u32..16).collect(), (2, 8), &Device::Cpu).unwrap();
     let loss = {
         let _phase = probe::phase("forward");

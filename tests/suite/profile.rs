@@ -18,7 +18,7 @@ use candle_core::{Device, Tensor};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tallow::attention::Algorithm;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::optim::{AdamW, AdamWConfig, clip_grad_norm};
+use tallow::optim::{AdamWConfig, Optimizer, clip_grad_norm};
 use tallow::precision::Precision;
 use tallow::probe::{Kind, Path};
 use tallow::profile::{self, Profiler, Recording, Span};
@@ -49,7 +49,7 @@ fn config() -> TransformerConfig {
 fn train(attention: Algorithm, precision: Precision) -> Vec<u64> {
     let model = TransformerLM::new(&config(), 5, &Device::Cpu).unwrap();
     let model = model.with_attention(attention).unwrap();
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens: Vec<u32> = (0..(BATCH * LENGTH) as u32).collect();
     let tokens = Tensor::from_vec(tokens, (BATCH, LENGTH), &Device::Cpu).unwrap();
     for _ in 0..STEPS {

@@ -1,18 +1,15 @@
-//! Runs single calls on the CPU: kernels, exchanges, and the steps of the update. AdamW runs in the dtype of the
-//! parameters, f32 or f64; f32 parameters may have bf16 moments.
+//! Runs single calls on the CPU: kernels, exchanges, and the steps of the update.
 
 use super::super::executor::not_finite;
 use super::super::op::Op;
 use super::super::plan::Plan;
 use super::Controls;
 use crate::Result;
-use crate::kernels::Update;
-use crate::kernels::cpu::adamw::{self, Moment};
-use crate::kernels::cpu::{Real, reduce, unscale as unscaling};
+use crate::kernels::cpu::{reduce, unscale as unscaling};
 use crate::ops::cpu::{for_real, for_stored};
 use crate::ops::lowering::Slices;
+use crate::optim::step_slices;
 use candle_core::DType;
-use half::bf16;
 use std::ops::ControlFlow;
 
 /// Runs a call. Returns whether the step continues after it.
@@ -36,7 +33,7 @@ pub(super) fn run(
         Op::ClipFactor { parameters } => clip_factor(plan, parameters, s, controls)?,
         Op::SumOfSquares { .. } => sum_of_squares(s)?,
         Op::Unscale { .. } => unscale(s, controls)?,
-        Op::AdamW { parameter, .. } => step(s, *parameter, controls)?,
+        Op::Update { parameter, .. } => step(s, *parameter, controls)?,
     }
     Ok(ControlFlow::Continue(()))
 }
@@ -92,25 +89,7 @@ fn check_overflow(s: &Slices<'_>) -> Result<ControlFlow<()>> {
 fn step(s: &Slices<'_>, parameter: usize, controls: &Controls<'_>) -> candle_core::Result<()> {
     let update = &controls.updates[parameter];
     let factor = s.some_x::<f64>("factor")?.map_or(1.0, |factor| factor[1]);
-    match s.dtype_of("exp_avg")? {
-        DType::BF16 => step_of::<f32, bf16>(s, factor, update),
-        DType::F64 => step_of::<f64, f64>(s, factor, update),
-        _ => step_of::<f32, f32>(s, factor, update),
-    }
-}
-
-fn step_of<R: Real, M: Moment<Wide = R>>(
-    s: &Slices<'_>,
-    factor: f64,
-    update: &Update,
-) -> candle_core::Result<()> {
-    let gradient = s.x::<R>("gradient")?;
-    let (p, m, v) = (s.y("parameter")?, s.y::<M>("exp_avg")?, s.y("exp_avg_sq")?);
-    match factor < 1.0 {
-        true => adamw::step_scaled(p, gradient, factor, m, v, update),
-        false => adamw::step(p, gradient, m, v, update),
-    }
-    Ok(())
+    step_slices(s, factor.min(1.0), update)
 }
 
 /// Computes the norm and the factor that gradients are multiplied by, as `clip_grad_norm_checked` does.

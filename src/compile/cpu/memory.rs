@@ -121,9 +121,9 @@ fn ask_for_huge_pages(_start: NonNull<u8>, _layout: Layout) {}
 pub(crate) struct ExternalBuffers<'a> {
     /// The bytes of each parameter; empty ones are not accessed.
     pub parameters: &'a [*mut [u8]],
-    /// The bytes of exp_avg and exp_avg_sq, by parameter; `None` if another rank has them. Empty in a run without an
+    /// The bytes of the tensors of state, by parameter; none if another rank has them. Empty in a run without an
     /// update.
-    pub moments: &'a [Option<[*mut [u8]; 2]>],
+    pub states: &'a [&'a [*mut [u8]]],
     /// The bytes of the run's output, if it has one.
     pub output: Option<*mut [u8]>,
     /// The bytes of each argument, by index. Arguments that the run's calls do not read may be missing.
@@ -131,11 +131,11 @@ pub(crate) struct ExternalBuffers<'a> {
 }
 
 impl ExternalBuffers<'_> {
-    fn moment(&self, number: usize, which: usize) -> *mut [u8] {
-        let Some(moments) = self.moments[number] else {
-            panic!("the state of parameter {number} is another rank's"); // `Step` has checked this
+    fn state(&self, parameter: usize, index: usize) -> *mut [u8] {
+        let Some(state) = self.states[parameter].get(index) else {
+            panic!("the state of parameter {parameter} is another rank's"); // `Step` has checked this
         };
-        moments[which]
+        *state
     }
 }
 
@@ -179,8 +179,7 @@ impl<'a> BufferView<'a> {
             // SAFETY: the arena has the size that the plan needs.
             Location::Arena { offset_bytes } => unsafe { self.arena.add(offset_bytes as usize) },
             Location::Parameter(number) => self.external.parameters[number].cast(),
-            Location::ExpAvg(number) => self.external.moment(number, 0).cast(),
-            Location::ExpAvgSq(number) => self.external.moment(number, 1).cast(),
+            Location::State { parameter, index } => self.external.state(parameter, index).cast(),
             Location::Table(number) => self.plan.tables()[number].as_ptr().cast_mut().cast(),
             Location::Output => self
                 .external
@@ -221,9 +220,8 @@ fn check_sizes(buffer: &Buffer, external: &ExternalBuffers<'_>, micro_batches: u
     let got = match buffer.location {
         Location::Arena { .. } | Location::Table(_) => return,
         Location::Parameter(number) => external.parameters[number].len(),
-        Location::ExpAvg(_) | Location::ExpAvgSq(_) if external.moments.is_empty() => return,
-        Location::ExpAvg(number) => external.moment(number, 0).len(),
-        Location::ExpAvgSq(number) => external.moment(number, 1).len(),
+        Location::State { .. } if external.states.is_empty() => return,
+        Location::State { parameter, index } => external.state(parameter, index).len(),
         Location::Output => external.output.map_or(0, |output| output.len()),
         Location::Input(number) => external.arguments[number].len() / micro_batches,
         Location::Argument(number) => match external.arguments.get(number) {

@@ -9,7 +9,7 @@ use super::run_values::RunValues;
 use super::update::Updates;
 use crate::attention::planned_flash_sizes;
 use crate::kernels::cuda::matmul::CublasLt;
-use crate::kernels::cuda::{View, adamw, flash_attention, source};
+use crate::kernels::cuda::{View, flash_attention, source, update};
 use crate::ops::lowering::{Multiplier, Named, Operands};
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
@@ -82,27 +82,27 @@ impl<'a> Launcher<'a> {
             | Op::Broadcast { .. }
             | Op::AllGather { .. }
             | Op::ReduceScatter { .. } => self.start_exchanges(index)?,
-            Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::AdamW { .. } => {
+            Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::Update { .. } => {
                 self.launch_fused_updates(index)?;
             }
             Op::CheckOverflow { .. } => {
                 let [flags] = self.reads(call, ["found"]);
                 let [first, clip] = self.writes(call, ["first", "factor"]);
-                adamw::check_overflow(gpu, flags, first, clip)?;
+                update::check_overflow(gpu, flags, first, clip)?;
             }
             Op::ClipFactor { .. } => {
                 let [squares] = self.reads(call, ["squares"]);
                 let [clip] = self.writes(call, ["factor"]);
-                adamw::clip_factor(gpu, squares, self.run_values.clip_norm(), clip)?;
+                update::clip_factor(gpu, squares, self.run_values.clip_norm(), clip)?;
             }
         }
         Ok(())
     }
 
     /// Makes a call wait for the exchanges of its operands. A call after the micro-batches waits for all exchanges,
-    /// because one launch covers all parameters; only AdamW calls wait for their own operands.
+    /// because one launch covers all parameters; only updates wait for their own operands.
     fn wait_for_exchanged(&mut self, index: usize, call: &Call) -> Result<()> {
-        let is_update = matches!(call.op, Op::AdamW { .. });
+        let is_update = matches!(call.op, Op::Update { .. });
         if index >= self.plan.per_micro_batch().end && !is_update {
             return self.exchanges.wait_for_all(self.gpu);
         }
@@ -177,7 +177,7 @@ impl<'a> Launcher<'a> {
                 let first = updates.entry(index);
                 let clip = calls[0].reads.get("factor").map(|clip| self.view(clip));
                 let entries: Range<usize> = first..first + count;
-                tables.adamw(gpu, entries, self.run_values.updates(), clip)?;
+                tables.update(gpu, entries, self.run_values.updates(), clip)?;
             }
         }
         Ok(())

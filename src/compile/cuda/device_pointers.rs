@@ -43,8 +43,8 @@ impl DevicePointers {
         match buffer.location {
             Location::Arena { offset_bytes } => self.arena + offset_bytes,
             Location::Parameter(number) => self.parameters[number],
-            Location::ExpAvg(number) | Location::ExpAvgSq(number) => {
-                panic!("the state of parameter {number} is in the table of updates")
+            Location::State { parameter, .. } => {
+                panic!("the state of parameter {parameter} is in the table of updates")
             }
             Location::Table(number) => self.tables[number],
             Location::Output => self.output,

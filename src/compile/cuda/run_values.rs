@@ -7,7 +7,7 @@ use super::device_pointers::start_of;
 use crate::Result;
 use crate::kernels::Update;
 use crate::kernels::cuda::View;
-use crate::kernels::cuda::adamw;
+use crate::kernels::cuda::update;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
@@ -15,7 +15,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 /// The offset of the updates, in bytes. Before them are the maximum norm (f64), the inverse loss scale (f64) and the
 /// loss's gradient (f32).
 const UPDATES: usize = 64;
-const UPDATE_BYTES: usize = 4 * adamw::WORDS;
+const UPDATE_BYTES: usize = 4 * update::WORDS;
 
 pub(super) struct RunValues {
     host: Vec<u8>,
@@ -46,8 +46,8 @@ impl RunValues {
         self.put(0, &controls.clip_norm.to_le_bytes());
         self.put(8, &(1.0 / loss_scale).to_le_bytes());
         self.put(16, &(controls.loss_gradient() as f32).to_le_bytes());
-        for (number, update) in distinct(controls.updates).into_iter().enumerate() {
-            let words = adamw::words(update).map(f32::to_bits);
+        for (number, of_group) in distinct(controls.updates).into_iter().enumerate() {
+            let words = update::words(of_group).map(f32::to_bits);
             self.put_words(UPDATES + number * UPDATE_BYTES, &words);
         }
         Ok(gpu.memcpy_htod(&self.host, &mut self.device)?)

@@ -1,4 +1,4 @@
-//! The table of a plan's AdamW updates on a GPU.
+//! The table of a plan's updates on a GPU.
 
 use super::super::executor::Controls;
 use super::super::op::Op;
@@ -7,7 +7,7 @@ use super::device_pointers::DevicePointers;
 use super::run_values;
 use crate::Result;
 use crate::kernels::cuda::View;
-use crate::kernels::cuda::adamw::{Entry, Tables};
+use crate::kernels::cuda::update::{Entry, Tables};
 use crate::ops::cuda::elements;
 use crate::optim::PlannedUpdate;
 use candle_core::DType;
@@ -19,21 +19,30 @@ use std::collections::HashMap;
 pub(super) struct OptimizerLayout {
     /// The index of each parameter's update among the distinct ones.
     groups: Vec<usize>,
-    /// The addresses of exp_avg and exp_avg_sq and their dtype; `None` if another rank has them.
-    states: Vec<Option<([u64; 2], DType)>>,
+    /// The name of each parameter's kernel.
+    kernels: Vec<&'static str>,
+    /// The addresses and dtypes of the tensors of state; `None` if another rank has them.
+    states: Vec<Option<Vec<(u64, DType)>>>,
 }
 
 impl OptimizerLayout {
     pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
         let states = updates.iter().map(|planned| {
-            let Some([exp_avg, exp_avg_sq]) = &planned.moments else {
-                return Ok(None);
-            };
-            let pointers = [elements(exp_avg)?.pointer, elements(exp_avg_sq)?.pointer];
-            Ok(Some((pointers, exp_avg.dtype())))
+            let states = planned.states.iter();
+            let states = states.map(|states| {
+                let states = states.iter();
+                let states = states.map(|state| Ok((elements(state)?.pointer, state.dtype())));
+                states.collect::<Result<Vec<_>>>()
+            });
+            states.last().transpose()
         });
         Ok(Self {
             groups: run_values::groups(controls.updates),
+            kernels: controls
+                .updates
+                .iter()
+                .map(|update| update.rule.kernel())
+                .collect(),
             states: states.collect::<Result<_>>()?,
         })
     }
@@ -43,7 +52,7 @@ pub(super) struct Updates {
     pub tables: Tables,
     /// The optimizer data that the table was made from.
     pub known: OptimizerLayout,
-    /// The table entry of each AdamW call, by call index.
+    /// The table entry of each update, by call index.
     entries: HashMap<usize, usize>,
 }
 
@@ -57,25 +66,28 @@ impl Updates {
     ) -> Result<Self> {
         let (mut table, mut entries) = (Vec::new(), HashMap::new());
         for (index, call) in plan.calls().iter().enumerate() {
-            let Op::AdamW {
+            let Op::Update {
                 parameter,
                 elements,
+                ..
             } = call.op
             else {
                 continue;
             };
             let view = |operand| device_pointers.view(plan, operand, 0);
-            let Some((state, dtype)) = known.states[parameter] else {
+            let Some(states) = &known.states[parameter] else {
                 panic!("the state of parameter {parameter} is another rank's"); // `Step` has checked this
             };
-            let [exp_avg, exp_avg_sq] = state.map(|start| View::new(start, dtype, elements));
+            let mut states = states
+                .iter()
+                .map(|(start, dtype)| View::new(*start, *dtype, elements));
             entries.insert(index, table.len());
             table.push(Entry {
                 value: view(call.writes.operand("parameter")),
                 gradient: view(call.reads.operand("gradient")),
-                exp_avg,
-                exp_avg_sq,
+                states: [states.next(), states.next()],
                 copy: call.writes.get("copy").map(view),
+                rule: known.kernels[parameter],
                 update: known.groups[parameter],
             });
         }

@@ -140,7 +140,7 @@ impl Averaged<'_> {
         let updates = &mut self.calls[self.per_micro_batch.end..];
         if !updates
             .iter()
-            .all(|call| matches!(call.op, Op::AdamW { .. }))
+            .all(|call| matches!(call.op, Op::Update { .. }))
         {
             return;
         }

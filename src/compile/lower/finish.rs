@@ -129,7 +129,7 @@ impl Lower<'_> {
 /// Returns the memory that a GPU's executor needs outside of the arena, in bytes.
 fn workspace_bytes(plan: &Plan) -> usize {
     let updated = plan.calls().iter().filter_map(|call| match call.op {
-        Op::AdamW { elements, .. } => Some(elements),
+        Op::Update { elements, .. } => Some(elements),
         _ => None,
     });
     let outputs = plan

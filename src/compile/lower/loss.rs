@@ -123,8 +123,9 @@ impl Lower<'_> {
             if self.weights.gradients[number].is_some() {
                 continue;
             }
-            self.unreached.push((number, parameter.missing));
-            match parameter.missing {
+            let missing = parameter.rule.missing_gradients();
+            self.unreached.push((number, missing));
+            match missing {
                 MissingGradients::Error => {
                     return Err(Error::MissingGradient {
                         op: function.op,

@@ -238,7 +238,7 @@ impl Lower<'_> {
         let cost_index = self.plan.cost_index.take();
         let mut updates = self.updates();
         for number in numbers {
-            updates.adamw(*number, None);
+            updates.update(*number, None);
         }
         (self.plan.path, self.plan.phase, self.plan.cost_index) = (path, phase, cost_index);
     }
@@ -271,6 +271,7 @@ impl Lower<'_> {
             copies: self.copies(),
             plan: &mut self.plan,
             gradients: &self.weights.gradients,
+            parameters: &self.request.function.parameters,
         }
     }
 

@@ -13,13 +13,13 @@ use super::planned_step::PlannedStep;
 use crate::distributed::Communicator;
 use crate::graph::{Graph, Target, Value, ValueId};
 use crate::nn::Checkpointing;
-use crate::optim::MissingGradients;
+use crate::optim::Rule;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 
 const OP: &str = "compile::Step";
 
-/// Forward, backward, clipping and AdamW of a loss, planned for the shapes of each batch.
+/// Forward, backward, clipping and update of a loss, planned for the shapes of each batch.
 ///
 /// The loss is [`TransformerLM::loss`](crate::model::TransformerLM::loss) ([`Step::for_model`]) or a function of
 /// [inputs](super::Inputs) ([`Step::new`]). The function calls this crate's [`ops`](crate::ops), [`nn`](crate::nn) and
@@ -27,11 +27,11 @@ const OP: &str = "compile::Step";
 /// without weights, [`plan_for`](Self::plan_for) predicts the step's memory.
 ///
 /// A step does what an eager loop does with the same variables: `loss`, [`backward`](crate::backward),
-/// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked), [`AdamW::step`](crate::optim::AdamW::step).
-/// Learning rates, groups, betas, moments and the step count are read from the optimizer at each run: after
-/// [`AdamW::load`](crate::optim::AdamW::load) the same step continues. The optimizer's weights are updated. A weight
-/// that several layers read (tied) receives the sum of its gradients. A weight that the optimizer does not have is
-/// frozen.
+/// [`clip_grad_norm_checked`](crate::optim::clip_grad_norm_checked),
+/// [`Optimizer::step`](crate::optim::Optimizer::step). Learning rates, groups, betas, moments and the step count are
+/// read from the optimizer at each run: after [`Optimizer::load`](crate::optim::Optimizer::load) the same step
+/// continues. The optimizer's weights are updated. A weight that several layers read (tied) receives the sum of its
+/// gradients. A weight that the optimizer does not have is frozen.
 ///
 /// **A loss is traced once for each set of shapes and dtypes** ([`graph::trace`](crate::graph::trace())), in the first
 /// run with them or in [`prepare`](Self::prepare). The tensors and numbers that it captures and the branches that it
@@ -51,14 +51,14 @@ const OP: &str = "compile::Step";
 /// use candle_core::{DType, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
 /// use tallow::compile::{Step, StepConfig};
-/// use tallow::optim::{AdamW, AdamWConfig, parameters_of};
+/// use tallow::optim::{AdamWConfig, Optimizer, parameters_of};
 /// use tallow::{nn, ops};
 ///
 /// let device = tallow::device("cpu")?;
 /// let weights = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&weights, DType::F32, &device);
 /// let (up, down) = (nn::Linear::new(8, 32, vb.pp("up"))?, nn::Linear::new(32, 3, vb.pp("down"))?);
-/// let mut optimizer = AdamW::new(parameters_of(&weights), AdamWConfig::default())?;
+/// let mut optimizer = Optimizer::new(parameters_of(&weights), AdamWConfig::default())?;
 /// let config = StepConfig { clip_norm: Some(1.0), ..Default::default() };
 /// let mut step = Step::new(&optimizer, &config, |inputs| {
 ///     let hidden = ops::relu(&up.forward(&inputs.get("x")?)?)?;
@@ -78,8 +78,8 @@ pub struct Step<'l> {
     /// The variables that the loss reads. The parameters are these, or shards of them.
     weights: Vec<(String, Var)>,
     parameters: Vec<(String, Var)>,
-    /// How missing gradients are treated, by parameter; empty for the default.
-    missing: Vec<MissingGradients>,
+    /// The rules of the parameters; empty without an optimizer.
+    rules: Vec<Rule>,
     device: Device,
     config: StepConfig,
     communicator: Option<Communicator>,
@@ -175,8 +175,8 @@ impl<'l> Step<'l> {
         let config = self.config.of(kind);
         let request = self.request(kind, &config);
         let (planned, checkpointing) = request.plan(batch, |function| {
-            for (parameter, missing) in function.parameters.iter_mut().zip(&self.missing) {
-                parameter.missing = *missing;
+            for (parameter, rule) in function.parameters.iter_mut().zip(&self.rules) {
+                parameter.rule = *rule;
             }
         })?;
         let arguments = Arguments::new(&planned.function, &planned.lowered, &self.device)?;
@@ -205,9 +205,9 @@ impl<'l> Step<'l> {
     /// It has an effect only on a GPU, where copies persist from run to run. Call it after you have set weights of the
     /// existing model in place: with [`nn::load`](crate::nn::load()), `VarMap::load`, or [`Var::set`] on the variables
     /// of [`Layer::parameters`](crate::nn::Layer::parameters). (A newly built model has other variables, and needs
-    /// another optimizer and step.) It is not needed after
-    /// [`AdamW::load`](crate::optim::AdamW::load), nor after an eager step of the same optimizer, which is detected,
-    /// nor for [`forward_backward`](Self::forward_backward), which always renews the copies.
+    /// another optimizer and step.) It is not needed after [`Optimizer::load`](crate::optim::Optimizer::load), nor
+    /// after an eager step of the same optimizer, which is detected, nor for
+    /// [`forward_backward`](Self::forward_backward), which always renews the copies.
     pub fn refresh(&mut self) {
         for prepared in &mut self.plans {
             prepared.step.executor.refresh();
@@ -220,14 +220,14 @@ impl<'l> Step<'l> {
     /// # use candle_core::Tensor;
     /// # use tallow::compile::{Step, StepConfig};
     /// # use tallow::model::{TransformerConfig, TransformerLM};
-    /// # use tallow::optim::{AdamW, AdamWConfig};
+    /// # use tallow::optim::{AdamWConfig, Optimizer};
     /// # let device = tallow::device("cpu")?;
     /// # let config = TransformerConfig {
     /// #     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16,
     /// #     ..Default::default()
     /// # };
     /// # let model = TransformerLM::new(&config, 0, &device)?;
-    /// # let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// # let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
     /// # let mut step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     /// # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// step.time_phases(true);
@@ -313,7 +313,7 @@ impl<'l> Step<'l> {
     }
 
     /// Returns copies of the last run's gradients by name, before clipping. With a
-    /// [sharded](crate::optim::AdamW::shard) optimizer, only those of this rank's parameters.
+    /// [sharded](crate::optim::Optimizer::shard) optimizer, only those of this rank's parameters.
     ///
     /// # Errors
     /// [`Error::Order`] before the first run, and if the optimizer runs in backward, which frees the gradients.

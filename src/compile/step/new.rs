@@ -10,7 +10,7 @@ use crate::distributed::{Communicator, FullyShard, Replicated};
 use crate::graph::Target;
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::Checkpointing;
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor, Var};
 
@@ -24,7 +24,7 @@ impl<'l> Step<'l> {
     /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
     /// loss occur when it is [traced](Self::prepare).
     pub fn new(
-        optimizer: &AdamW,
+        optimizer: &Optimizer,
         config: &StepConfig,
         loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
     ) -> Result<Self> {
@@ -87,7 +87,7 @@ impl<'l> Step<'l> {
     /// use candle_core::Tensor;
     /// use tallow::compile::{Step, StepConfig};
     /// use tallow::model::{TransformerConfig, TransformerLM};
-    /// use tallow::optim::{AdamW, AdamWConfig};
+    /// use tallow::optim::{AdamWConfig, Optimizer};
     ///
     /// let device = tallow::device("cpu")?;
     /// let config = TransformerConfig {
@@ -95,7 +95,7 @@ impl<'l> Step<'l> {
     ///     ..Default::default()
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?;
-    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
     /// let mut step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     /// let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
     /// let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
@@ -109,7 +109,7 @@ impl<'l> Step<'l> {
     /// Those of [`new`](Self::new); an optimizer of other parameters than the model's.
     pub fn for_model(
         model: &TransformerLM,
-        optimizer: &AdamW,
+        optimizer: &Optimizer,
         config: &StepConfig,
     ) -> Result<Self> {
         let (loss, all) = (Loss::Model(Box::new(model.clone())), model.parameters());
@@ -125,7 +125,7 @@ impl<'l> Step<'l> {
     fn with_loss(
         loss: Loss<'l>,
         [weights, parameters]: [Vec<(String, Var)>; 2],
-        optimizer: Option<&AdamW>,
+        optimizer: Option<&Optimizer>,
         device: &Device,
         config: &StepConfig,
     ) -> Result<Self> {
@@ -137,7 +137,7 @@ impl<'l> Step<'l> {
             loss,
             weights,
             parameters,
-            missing: updates.iter().map(|update| update.missing).collect(),
+            rules: updates.iter().map(|update| update.rule).collect(),
             device: device.clone(),
             config: config.clone(),
             communicator: None,
@@ -155,10 +155,10 @@ impl<'l> Step<'l> {
     /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
-    /// With a [sharded](AdamW::shard) optimizer, each gradient is averaged on the rank that updates the parameter. A
-    /// run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
-    /// concurrently with the first layers. Until [`AdamW::gather_weights`], parameters owned by other ranks lag by one
-    /// update.
+    /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter.
+    /// A run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
+    /// concurrently with the first layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks lag by
+    /// one update.
     ///
     /// A program calls these functions in this order:
     ///
@@ -167,7 +167,7 @@ impl<'l> Step<'l> {
     /// use tallow::compile::{Step, StepConfig};
     /// use tallow::distributed::{self, Communicator, Replicated, ReplicatedConfig};
     /// use tallow::model::{TransformerConfig, TransformerLM};
-    /// use tallow::optim::{AdamW, AdamWConfig};
+    /// use tallow::optim::{AdamWConfig, Optimizer};
     ///
     /// let train = |ranks: Communicator| -> tallow::Result<f32> {
     ///     let config = TransformerConfig {
@@ -175,8 +175,8 @@ impl<'l> Step<'l> {
     ///         ..Default::default()
     ///     };
     ///     let model = TransformerLM::new(&config, 0, ranks.device())?;
-    ///     let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
-    ///     // Here a run that continues loads the files of both: TransformerLM::load, AdamW::load.
+    ///     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
+    ///     // Here a run that continues loads the files of both: TransformerLM::load, Optimizer::load.
     ///     let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
     ///     optimizer.shard(&ranks)?; // leave this out if each rank has memory for the full state
     ///     let step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
@@ -201,7 +201,7 @@ impl<'l> Step<'l> {
     /// # Errors
     /// A configuration that does not support several ranks; [`Error::Placement`] for parameters on another device than
     /// the communicator's. The first run returns an error if gradients are exchanged in bf16 on the CPU.
-    pub fn replicated(mut self, optimizer: &AdamW, replicated: &Replicated) -> Result<Self> {
+    pub fn replicated(mut self, optimizer: &Optimizer, replicated: &Replicated) -> Result<Self> {
         self.config.ranks = match optimizer.own_shard() {
             None => StepRanks::Replicated(replicated.config()),
             Some(own) => StepRanks::ShardedOptimizer(replicated.config(), own),
@@ -223,7 +223,7 @@ impl<'l> Step<'l> {
     /// Those of [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other
     /// parameters than all shards; [`Error::Rank`] if ranks have different weights.
     pub fn fully_sharded(
-        optimizer: &AdamW,
+        optimizer: &Optimizer,
         config: &StepConfig,
         sharded: &FullyShard,
         loss: impl Fn(&Inputs) -> Result<Tensor> + Send + 'l,
@@ -239,7 +239,7 @@ impl<'l> Step<'l> {
     /// that the builder created.
     pub fn fully_sharded_for_model(
         model: &TransformerLM,
-        optimizer: &AdamW,
+        optimizer: &Optimizer,
         config: &StepConfig,
         sharded: &FullyShard,
     ) -> Result<Self> {
@@ -250,7 +250,7 @@ impl<'l> Step<'l> {
     fn of_shards(
         loss: Loss<'l>,
         weights: Vec<(String, Var)>,
-        optimizer: &AdamW,
+        optimizer: &Optimizer,
         config: &StepConfig,
         sharded: &FullyShard,
     ) -> Result<Self> {
@@ -382,7 +382,7 @@ impl<'l> Step<'l> {
 }
 
 /// Returns the variables that an optimizer updates, in the order of its groups.
-fn parameters_of(optimizer: &AdamW) -> Vec<(String, Var)> {
+fn parameters_of(optimizer: &Optimizer) -> Vec<(String, Var)> {
     let groups = optimizer.groups().iter();
     let parameters = groups.flat_map(|group| group.parameters.iter().cloned());
     parameters.collect()

@@ -9,7 +9,7 @@ use super::{OP, Step, nothing_run};
 use crate::distributed::Communicator;
 use crate::ops::DropoutKey;
 use crate::ops::cross_entropy::nothing_counts;
-use crate::optim::{AdamW, GradScaler};
+use crate::optim::{GradScaler, Optimizer};
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -25,7 +25,7 @@ impl Step<'_> {
     /// an invalid learning rate; with clipping, gradients that are not finite, with the name of the first such
     /// parameter; [`Error::Rank`]. After any other error than [`Error::Rank`], parameters and optimizer are unchanged.
     /// After [`Error::Rank`] they are [undefined](crate::distributed#failures).
-    pub fn run(&mut self, optimizer: &mut AdamW, batch: impl Into<Batch>) -> Result<f32> {
+    pub fn run(&mut self, optimizer: &mut Optimizer, batch: impl Into<Batch>) -> Result<f32> {
         let given = self
             .prepare_batch(batch.into(), optimizer.steps())?
             .counted()?;
@@ -35,7 +35,7 @@ impl Step<'_> {
     /// Same as [`run`](Self::run), for a batch that [`prepare_batch`](Self::prepare_batch) has prepared.
     pub(crate) fn run_given(
         &mut self,
-        optimizer: &mut AdamW,
+        optimizer: &mut Optimizer,
         given: &PreparedBatch,
     ) -> Result<f32> {
         self.run_prepared(given, |step, tensors| step.run(optimizer, tensors))
@@ -49,7 +49,7 @@ impl Step<'_> {
     /// use candle_core::Tensor;
     /// use tallow::compile::{Step, StepConfig};
     /// use tallow::model::{TransformerConfig, TransformerLM};
-    /// use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+    /// use tallow::optim::{AdamWConfig, GradScaler, GradScalerConfig, Optimizer};
     /// use tallow::precision::Precision;
     ///
     /// let device = tallow::device("cpu")?;
@@ -58,7 +58,7 @@ impl Step<'_> {
     ///     ..Default::default()
     /// };
     /// let model = TransformerLM::new(&config, 0, &device)?;
-    /// let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+    /// let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
     /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
     /// let config = StepConfig { precision: Precision::F16, loss_scaling: true, ..Default::default() };
     /// let mut step = Step::for_model(&model, &optimizer, &config)?;
@@ -75,7 +75,7 @@ impl Step<'_> {
     /// not ended; those of [`GradScaler::update`].
     pub fn run_scaled(
         &mut self,
-        optimizer: &mut AdamW,
+        optimizer: &mut Optimizer,
         scaler: &mut GradScaler,
         batch: impl Into<Batch>,
     ) -> Result<ScaledStep> {
@@ -88,7 +88,7 @@ impl Step<'_> {
     /// Same as [`run_scaled`](Self::run_scaled), for a batch that [`prepare_batch`](Self::prepare_batch) has prepared.
     pub(crate) fn run_scaled_given(
         &mut self,
-        optimizer: &mut AdamW,
+        optimizer: &mut Optimizer,
         scaler: &mut GradScaler,
         given: &PreparedBatch,
     ) -> Result<ScaledStep> {

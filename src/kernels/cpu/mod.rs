@@ -7,7 +7,6 @@
 //! directly ([`gemm`]). Slices of the wrong length are a bug of the caller, and panic.
 
 pub mod activation;
-pub mod adamw;
 pub mod arithmetic;
 pub mod attention;
 pub mod cast;
@@ -29,6 +28,7 @@ pub mod simd;
 pub mod soft_cap;
 pub mod sums;
 pub mod unscale;
+pub mod update;
 
 use simd::Blocks;
 pub use simd::{Lanes, Real, Stored};

@@ -4,7 +4,7 @@
 //! kernels, and a [`View`] is a buffer. cuBLAS multiplies matrices ([`matmul`], [`cublas`]). [`crate::ops`] wraps the
 //! kernels for tensors.
 //!
-//! Row kernels expect contiguous buffers in f32, f16 or bf16, AdamW f32, flash attention strided heads in all three.
+//! Row kernels expect contiguous buffers in f32, f16 or bf16, updates f32, flash attention strided heads in all three.
 //! All compute in f32, and sums have a fixed order. Flash attention and cuBLAS multiply f32 with the accuracy of f32 or
 //! in TF32, as configured.
 //!
@@ -13,7 +13,6 @@
 //! read from device memory.
 
 pub(crate) mod activation;
-pub(crate) mod adamw;
 pub(crate) mod arithmetic;
 pub(crate) mod bias;
 pub(crate) mod cast;
@@ -41,6 +40,7 @@ pub(crate) mod source;
 pub(crate) mod strided;
 #[cfg(test)]
 mod tests;
+pub(crate) mod update;
 mod view;
 
 pub(crate) use view::{View, copy, set_to_zero};

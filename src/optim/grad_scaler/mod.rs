@@ -5,7 +5,7 @@ mod unscale;
 
 pub use state::{GradScalerConfig, GradScalerState};
 
-use super::adamw::AdamW;
+use super::Optimizer;
 use crate::gradients::distinct;
 use crate::ops::{cast, mul};
 use crate::{Error, Result};
@@ -26,11 +26,11 @@ use std::collections::HashMap;
 ///
 /// ```
 /// use candle_core::{Device, Var};
-/// use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig, clip_grad_norm};
+/// use tallow::optim::{Optimizer, AdamWConfig, GradScaler, GradScalerConfig, clip_grad_norm};
 ///
 /// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
 /// let parameters = vec![("weight".to_string(), weight.clone())];
-/// let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default())?;
+/// let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
 /// let mut scaler = GradScaler::new(GradScalerConfig::default())?;
 /// for _ in 0..3 {
 ///     let loss = weight.sqr()?.sum_all()?; // usually under autocast
@@ -53,8 +53,8 @@ use std::collections::HashMap;
 ///
 /// # Where it differs from PyTorch
 ///
-/// - A gradient in f16 is unscaled to f32, since small ones would become 0 again in f16; PyTorch refuses it. [`AdamW`]
-///   accepts an f32 gradient for an f16 parameter.
+/// - A gradient in f16 is unscaled to f32, since small ones would become 0 again in f16; PyTorch refuses it.
+///   [`Optimizer`] accepts an f32 gradient for an f16 parameter.
 /// - A gradient that overflows when it is unscaled (by a scale under 1) counts as an overflow; PyTorch would step.
 /// - A scale that falls below the normal numbers of f32 is an error; PyTorch continues silently.
 /// - Parameters without a gradient are an error unless [`AdamWConfig::missing_gradients`] allows them.
@@ -173,12 +173,12 @@ impl GradScaler {
     /// Updates the optimizer's parameters if all gradients are finite; returns whether it did.
     ///
     /// Unscales the gradients first, unless [`unscale`](Self::unscale) has. A skipped step changes neither parameters
-    /// nor state and does not count in [`AdamW::steps`].
+    /// nor state and does not count in [`Optimizer::steps`].
     ///
     /// # Errors
     /// [`Error::Order`] if one of the parameters was already stepped since the last [`update`](Self::update); those of
-    /// [`AdamW::step`].
-    pub fn step(&mut self, optimizer: &mut AdamW, gradients: &mut GradStore) -> Result<bool> {
+    /// [`Optimizer::step`].
+    pub fn step(&mut self, optimizer: &mut Optimizer, gradients: &mut GradStore) -> Result<bool> {
         let parameters = optimizer.with_gradients(STEP, gradients)?;
         self.step_with(gradients, &parameters, |gradients| {
             optimizer.step(gradients)

@@ -11,7 +11,7 @@ use tallow::compile::{Batch, Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Architecture, Checkpointing, DropoutRates, ForwardContext};
 use tallow::ops::DropoutKey;
-use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
+use tallow::optim::{AdamWConfig, GradientAccumulator, Optimizer};
 use tallow::precision::Precision;
 
 const SEED: u64 = 11;
@@ -35,7 +35,7 @@ const SIZES: [usize; 2] = [2, 33];
 fn as_eager(meta: &TransformerLM, plan: &StepConfig, separator: Option<u32>, device: &Device) {
     let model = with_weights(meta, nn::seeded(5, DType::F32, device));
     let eager = model.clone().with_checkpointing(Checkpointing::None);
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     let computed = (model.attention(), model.checkpointing());
     let what = format!("{:?} {computed:?} {plan:?} {separator:?}", model.config());

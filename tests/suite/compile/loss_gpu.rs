@@ -8,7 +8,7 @@ use super::{CPU, distance};
 use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
 use tallow::compile::{Inputs, Step, StepConfig};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 
 /// The losses of some steps, the first step's gradients, and the weights after the last step.
@@ -42,7 +42,7 @@ fn train_on(
     let inputs = case.inputs.iter();
     let inputs: Vec<_> = inputs.map(|(name, x)| (*name, on(&repeated(x)))).collect();
     let inputs: Vec<_> = inputs.iter().map(|(name, x)| (*name, x)).collect();
-    let mut optimizer = AdamW::new(parameters, AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(parameters, AdamWConfig::default()).unwrap();
     let config = StepConfig {
         clip_norm: Some(1.0),
         accumulation,

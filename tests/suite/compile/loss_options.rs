@@ -8,7 +8,7 @@ use candle_nn::VarBuilder;
 use rstest::rstest;
 use tallow::compile::{Inputs, PlanKind, Step, StepConfig};
 use tallow::nn::{self, Layer, Linear, RmsNorm};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::{Result, graph, ops};
 
@@ -70,11 +70,11 @@ impl Model {
         ops::linear_cross_entropy(&x, self.head.weight(), classes)
     }
 
-    fn optimizer(&self) -> AdamW {
-        AdamW::new(self.parameters(), AdamWConfig::default()).unwrap()
+    fn optimizer(&self) -> Optimizer {
+        Optimizer::new(self.parameters(), AdamWConfig::default()).unwrap()
     }
 
-    fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Step<'_> {
+    fn planned(&self, optimizer: &Optimizer, config: &StepConfig) -> Step<'_> {
         let loss = |inputs: &Inputs| self.loss(&inputs.get("x")?, &inputs.get("classes")?);
         Step::new(optimizer, config, loss).unwrap()
     }
@@ -237,7 +237,7 @@ fn micro_batches(#[values(Precision::F32, Precision::BF16)] precision: Precision
     };
     let loss = |inputs: &Inputs| ops::mean(&ops::mul(model.head.weight(), &inputs.get("scale")?)?);
     let head = model.head.parameters();
-    let optimizer = AdamW::new(head, AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(head, AdamWConfig::default()).unwrap();
     let mut step = Step::new(&optimizer, &config, loss).unwrap();
     refusal(step.prepare([("scale", &scalar)]), &["2 micro-batches"]);
 }

@@ -11,7 +11,7 @@ use tallow::internals::Category;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, checkpoint};
 use tallow::ops::{Gelu, KernelPolicy, RotaryPairs, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::{Autocast, Precision};
 use tallow::{Result, autocast, graph, no_grad, ops};
 
@@ -68,7 +68,7 @@ fn assert_as_eager(
     let real: Vec<Tensor> = inputs.iter().map(|(_, x)| x.clone()).collect();
     let named: Vec<(&str, &Tensor)> = inputs.iter().map(|(name, x)| (*name, x)).collect();
     let named = named.as_slice();
-    let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
     let traced = |given: &Inputs| loss(&meta(given, inputs)?);
     let mut step = Step::new(&optimizer, &clipping(), traced).unwrap();
 
@@ -90,7 +90,7 @@ fn assert_as_eager(
     for ((_, var), before) in parameters.iter().zip(&before) {
         var.set(before).unwrap();
     }
-    let mut optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
     for _ in 0..3 {
         let mut gradients = loss(&real).unwrap().backward().unwrap();
         tallow::optim::clip_grad_norm(&mut gradients, parameters, 1.0).unwrap();
@@ -269,7 +269,7 @@ fn the_loss_in_rows(#[values(None, Some(DType::BF16))] half: Option<DType>) {
     let parameters = [head.clone(), inner.clone()];
     assert_as_eager(&parameters, &inputs, &loss, bound);
 
-    let optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
     let named = inputs.each_ref().map(|(name, x)| (*name, x));
     let once = |given: &Inputs| loss(&meta(given, &inputs)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), once).unwrap();
@@ -312,7 +312,7 @@ fn a_head_that_ignores_targets_is_as_eager(
 ) {
     let case = ignoring_head();
     case.assert_as_eager(half);
-    let optimizer = AdamW::new(case.parameters.clone(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(case.parameters.clone(), AdamWConfig::default()).unwrap();
     let weights: Vec<Var> = case.parameters.iter().map(|(_, var)| var.clone()).collect();
     let loss = |given: &Inputs| (case.loss)(&weights, &meta(given, &case.inputs)?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();
@@ -335,7 +335,7 @@ fn micro_batches_that_ignore_differently() {
         let h = ops::add(x, &ops::linear(x, &weights[1].1)?)?;
         ops::linear_cross_entropy_ignoring(&h, &weights[0].1, targets, IGNORED.into())
     };
-    let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(weights.to_vec(), AdamWConfig::default()).unwrap();
     let config = StepConfig {
         accumulation: 2,
         ..Default::default()
@@ -393,7 +393,7 @@ fn targets_in_i64(
         )
     };
     let meta = ["tokens", "targets"].map(|name| graph::input(name, (2, 3), planned).unwrap());
-    let optimizer = AdamW::new(weights.to_vec(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(weights.to_vec(), AdamWConfig::default()).unwrap();
     let traced = |inputs: &Inputs| loss(&inputs.get("tokens")?, &inputs.get("targets")?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), traced).unwrap();
     step.prepare((&meta[0], &meta[1])).unwrap();
@@ -414,7 +414,7 @@ fn ids_in_i64_that_are_numbers_too() {
     let head = weight("head", &[11, 4], 1);
     let targets = graph::input("targets", 3, DType::I64).unwrap();
     let x = graph::input("x", (3, 4), DType::F32).unwrap();
-    let optimizer = AdamW::new([head.clone()], AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new([head.clone()], AdamWConfig::default()).unwrap();
     let mut step = Step::new(&optimizer, &StepConfig::default(), |inputs| {
         let (x, targets) = (inputs.get("x")?, inputs.get("targets")?);
         let loss = ops::linear_cross_entropy_ignoring(&x, &head.1, &targets, -100)?;
@@ -535,7 +535,7 @@ pub fn elementwise_ops() -> Case {
 fn gradients_that_are_not_finite() {
     let (good, bad) = (weight("good", &[4, 4], 1), weight("bad", &[4, 4], 2));
     let parameters = vec![good.clone(), bad.clone()];
-    let mut optimizer = AdamW::new(parameters, AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(parameters, AdamWConfig::default()).unwrap();
     let loss = |inputs: &Inputs| {
         let x = inputs.get("x")?;
         let h = ops::linear(&x, &good.1)?;
@@ -735,7 +735,7 @@ fn a_model_in_f64() {
     let config = super::config(1, 2, 8, 24);
     let model = TransformerLM::from_var_builder(&config, nn::seeded(0, DType::F64, DEVICE));
     let model = model.unwrap();
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let tokens = random_ids((2, 10), 97);
     let mut forward = super::logits_of(&model, Precision::F32);
     let logits = forward.forward([("tokens", &tokens)]).unwrap();
@@ -752,7 +752,7 @@ fn a_model_in_f64() {
         "half".to_string(),
         Var::zeros(3, DType::F32, DEVICE).unwrap(),
     )];
-    let mixed = AdamW::new(
+    let mixed = Optimizer::new(
         mixed.into_iter().chain(model.parameters()),
         AdamWConfig::default(),
     );
@@ -763,7 +763,7 @@ fn a_model_in_f64() {
 #[test]
 fn refusals() {
     let w = weight("w", &[4, 4], 1);
-    let optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(vec![w.clone()], AdamWConfig::default()).unwrap();
     let good = Tensor::ones((3, 4), DType::F32, DEVICE).unwrap();
     let config = StepConfig::default();
     let refused = |loss: &(dyn Fn(&Tensor) -> Result<Tensor> + Sync), words: &str| {
@@ -779,10 +779,10 @@ fn refusals() {
     refused(&|x| Ok(mean(x)?.detach()), "without a graph");
     refused(&reference, "composed of candle's own ops");
     let both = vec![w.clone(), weight("unused", &[3], 3)];
-    let other = AdamW::new(both, AdamWConfig::default()).unwrap();
+    let other = Optimizer::new(both, AdamWConfig::default()).unwrap();
     let mut step = Step::new(&other, &config, |inputs| mean(&inputs.get("x")?)).unwrap();
     refusal(step.prepare([("x", &good)]), &["unused"]);
-    let mut optimizer = AdamW::new(vec![w.clone()], AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(vec![w.clone()], AdamWConfig::default()).unwrap();
     let mut step = Step::new(&optimizer, &config, |inputs| mean(&inputs.get("x")?)).unwrap();
     let wide = Tensor::ones((3, 5), DType::F32, DEVICE).unwrap();
     let meta = graph::input("x", (3, 4), DType::F32).unwrap();

@@ -9,7 +9,7 @@ use tallow::internals::Category;
 use tallow::internals::gemm;
 use tallow::memory::tracker;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 
 #[test]
@@ -28,7 +28,7 @@ fn the_arena_is_what_the_plan_says() {
         };
         let model = TransformerLM::new(&config, 0, &Device::Cpu).unwrap();
         let model = model.with_attention(attention).unwrap();
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
         let plan = StepConfig {
             clip_norm: Some(1.0),
             precision,

@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor, Var};
 use rstest::rstest;
 use tallow::compile::{Step, StepConfig};
 use tallow::optim::{
-    AdamW, AdamWConfig, GradScaler, GradScalerConfig, MissingGradients, ParameterGroup,
+    AdamWConfig, GradScaler, GradScalerConfig, MissingGradients, Optimizer, ParameterGroup,
     clip_grad_norm,
 };
 use tallow::{Error, Result, ops};
@@ -43,18 +43,18 @@ impl Model {
         ops::mean(&ops::mul(&y, &y)?)
     }
 
-    fn optimizer(&self, missing_gradients: MissingGradients) -> AdamW {
+    fn optimizer(&self, missing_gradients: MissingGradients) -> Optimizer {
         let config = AdamWConfig {
             lr: 1e-2,
             weight_decay: 0.1,
             missing_gradients,
             ..Default::default()
         };
-        AdamW::new(self.parameters.clone(), config).unwrap()
+        Optimizer::new(self.parameters.clone(), config).unwrap()
     }
 
     /// Takes a first step in which each parameter has a gradient, so that all moments are nonzero.
-    fn first_step(&self, optimizer: &mut AdamW) {
+    fn first_step(&self, optimizer: &mut Optimizer) {
         let loss = self.parameters.iter().try_fold(None, |sum, (_, var)| {
             let loss = ops::sum(&ops::mul(var, var)?)?;
             Ok::<_, Error>(Some(match sum {
@@ -71,7 +71,7 @@ impl Model {
         parameters.map(|(_, var)| elements(var)).collect()
     }
 
-    fn planned(&self, optimizer: &AdamW, config: &StepConfig) -> Result<Step<'_>> {
+    fn planned(&self, optimizer: &Optimizer, config: &StepConfig) -> Result<Step<'_>> {
         let mut step = Step::new(optimizer, config, |inputs| self.loss(&inputs.get("x")?))?;
         step.prepare([("x", &x(CPU))])?;
         Ok(step)
@@ -164,7 +164,7 @@ fn assert_as_eager(missing: MissingGradients, config: &StepConfig, device: &Devi
     for (a, b) in found[0].iter().zip(&wanted[0]) {
         assert!((a - b).abs() < 2e-6, "{a} {b}");
     }
-    let names = |optimizer: &AdamW| -> Vec<String> {
+    let names = |optimizer: &Optimizer| -> Vec<String> {
         let state = optimizer.state().into_iter();
         state.map(|(name, _)| name).collect()
     };
@@ -181,7 +181,7 @@ fn assert_as_eager(missing: MissingGradients, config: &StepConfig, device: &Devi
 #[test]
 fn an_error_names_the_parameter_unless_its_group_takes_it() {
     let model = Model::new(CPU);
-    let refused = |optimizer: &AdamW| {
+    let refused = |optimizer: &Optimizer| {
         let refused = model.planned(optimizer, &StepConfig::default());
         match refused.unwrap_err() {
             Error::MissingGradient { parameter, .. } => parameter,
@@ -194,16 +194,20 @@ fn an_error_names_the_parameter_unless_its_group_takes_it() {
     );
     let group = |parameters: &[(String, Var)], missing_gradients| ParameterGroup {
         parameters: parameters.to_vec(),
-        config: AdamWConfig {
+        rule: AdamWConfig {
             missing_gradients,
             ..Default::default()
-        },
+        }
+        .into(),
     };
     let groups = [
         group(&model.parameters[..2], MissingGradients::Skip),
         group(&model.parameters[2..], MissingGradients::Error),
     ];
-    assert_eq!(refused(&AdamW::with_groups(groups.into()).unwrap()), "idle");
+    assert_eq!(
+        refused(&Optimizer::with_groups(groups.into()).unwrap()),
+        "idle"
+    );
 }
 
 /// A step refuses an optimizer whose setting differs from the plan's.

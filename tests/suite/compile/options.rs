@@ -9,12 +9,13 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use std::num::NonZeroUsize;
 use tallow::attention::Algorithm;
-use tallow::compile::{Batch, Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig, Target};
 use tallow::internals::Category;
 use tallow::model::TransformerLM;
 use tallow::nn::Checkpointing;
 use tallow::optim::{
-    AdamW, AdamWConfig, Moments, clip_grad_norm, clip_grad_value, decay_matrices_only,
+    AdamWConfig, LionConfig, Moments, Optimizer, Rule, SgdConfig, clip_grad_norm, clip_grad_value,
+    decay_matrices_only,
 };
 use tallow::precision::Precision;
 
@@ -52,10 +53,11 @@ fn clipping_by_value(#[case] clip_norm: Option<f64>, #[case] optimizer_in_backwa
     );
 }
 
-/// Checks that a step has the bits of eager clipping and AdamW applied to the planned gradients.
+/// Checks that a step has the bits of eager clipping and the rule applied to the planned gradients.
 pub fn clipping_by_value_to_the_bit(
     model: impl Fn(&TransformerLM) -> TransformerLM,
     device: &Device,
+    rule: Rule,
 ) {
     let plan = StepConfig {
         clip_norm: Some(0.5),
@@ -64,7 +66,7 @@ pub fn clipping_by_value_to_the_bit(
     };
     let made = || {
         let model = model(&meta_of(&config(2, 2, 32, 72), Algorithm::Flash));
-        let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        let optimizer = Optimizer::new(model.parameters(), rule).unwrap();
         (model, optimizer)
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
@@ -94,10 +96,68 @@ pub fn clipping_by_value_to_the_bit(
     }
 }
 
+/// Returns the rules, with and without state.
+pub fn rules() -> [Rule; 4] {
+    let momentum = SgdConfig {
+        momentum: 0.9,
+        nesterov: true,
+        weight_decay: 0.1,
+        ..Default::default()
+    };
+    [
+        Rule::default(),
+        SgdConfig::default().into(),
+        momentum.into(),
+        LionConfig::default().into(),
+    ]
+}
+
 #[test]
 fn clipping_by_value_is_as_eager() {
-    let model = |meta: &TransformerLM| model_and_optimizer(meta).0;
-    clipping_by_value_to_the_bit(model, &super::CPU);
+    for rule in rules() {
+        let model = |meta: &TransformerLM| model_and_optimizer(meta).0;
+        clipping_by_value_to_the_bit(model, &super::CPU, rule);
+    }
+}
+
+/// A plan is for the rules of its optimizer.
+#[test]
+fn another_rule_is_refused() {
+    let (model, adamw) = model_and_optimizer(&meta_of(&config(1, 2, 16, 24), Algorithm::Flash));
+    let mut lion = Optimizer::new(model.parameters(), LionConfig::default()).unwrap();
+    let mut step = Step::for_model(&model, &adamw, &StepConfig::default()).unwrap();
+    let (tokens, targets) = batch(97, 2, 5, 0);
+    refusal(
+        step.run(&mut lion, (&tokens, &targets)),
+        &[
+            "planned with the state adamw (exp_avg, exp_avg_sq), and the optimizer's group has lion (exp_avg)",
+            "plan the step for this optimizer",
+        ],
+    );
+}
+
+/// A plan without an optimizer counts the state of the rule that its configuration names.
+#[test]
+fn planned_memory_is_that_of_the_rule() {
+    let meta = meta_of(&config(1, 2, 16, 24), Algorithm::Flash);
+    for rule in rules() {
+        let config = StepConfig {
+            optimizer: rule,
+            ..Default::default()
+        };
+        let meta_batch = Batch::meta(2, 5).unwrap();
+        let (plan, _) = Step::plan_for_model(Target::Cpu, &meta, &config, meta_batch).unwrap();
+        let (model, _) = model_and_optimizer(&meta);
+        let optimizer = Optimizer::new(model.parameters(), rule).unwrap();
+        let state = optimizer.state().into_iter();
+        let bytes = state.map(|(_, x)| x.elem_count() * x.dtype().size_in_bytes());
+        let planned = plan.category_bytes(Category::OptimizerState);
+        assert_eq!(planned, bytes.sum::<usize>() as u64, "{rule}");
+        let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
+        let (tokens, targets) = batch(97, 2, 5, 0);
+        let prepared = step.prepare((&tokens, &targets)).unwrap();
+        assert_eq!(prepared.total_bytes(), plan.total_bytes(), "{rule}");
+    }
 }
 
 /// Compares planned and eager steps with matrix moments in bf16 and vector moments in f32. They differ only where a
@@ -115,8 +175,12 @@ pub fn moments_in_bf16(
     let made = || {
         let model = model(&meta);
         let mut groups = decay_matrices_only(model.parameters(), AdamWConfig::default());
-        groups[0].config.moments = Moments::Bf16 { seed: 5 };
-        (model, AdamW::with_groups(groups).unwrap())
+        groups[0].rule = AdamWConfig {
+            moments: Moments::Bf16 { seed: 5 },
+            ..Default::default()
+        }
+        .into();
+        (model, Optimizer::with_groups(groups).unwrap())
     };
     let ((eager, mut eager_optimizer), (planned, mut optimizer)) = (made(), made());
     let mut step = Step::for_model(&planned, &optimizer, &plan).unwrap();
@@ -292,7 +356,7 @@ fn schedules_and_groups_are_read_at_each_run() {
             ..Default::default()
         };
         let groups = decay_matrices_only(model.parameters(), adamw);
-        let optimizer = AdamW::with_groups(groups).unwrap();
+        let optimizer = Optimizer::with_groups(groups).unwrap();
         (model, optimizer)
     };
     let (eager, mut eager_optimizer) = with_groups();

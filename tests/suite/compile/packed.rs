@@ -13,7 +13,7 @@ use tallow::graph;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Checkpointing, ForwardContext};
 use tallow::ops::RotaryPairs;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::{Result, autocast};
 
@@ -78,7 +78,7 @@ impl Case {
         self.loss(model, &tokens, &targets, &first_keys)
     }
 
-    fn step<'m>(&'m self, model: &'m TransformerLM, optimizer: &AdamW) -> Step<'m> {
+    fn step<'m>(&'m self, model: &'m TransformerLM, optimizer: &Optimizer) -> Step<'m> {
         let loss = |inputs: &Inputs| self.loss_of(model, inputs);
         Step::new(optimizer, &StepConfig::default(), loss).unwrap()
     }
@@ -97,7 +97,7 @@ fn batch(seed: usize, device: &Device) -> (Tensor, Tensor, FirstKeys) {
 
 fn as_eager(case: Case, device: &Device) {
     let model = case.model(device);
-    let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = case.step(&model, &optimizer);
     let bound = if case.precision == Precision::F32 {
         2e-5
@@ -205,7 +205,7 @@ fn first_keys_that_fall_are_refused_before_a_run() {
         precision: Precision::F32,
     };
     let model = case.model(&Device::Cpu);
-    let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = case.step(&model, &optimizer);
     let (tokens, targets, _) = batch(1, &Device::Cpu);
     let falling: Vec<u32> = (0..400).map(|i| if i == 250 { 9 } else { 0 }).collect();

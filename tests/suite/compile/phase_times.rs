@@ -6,14 +6,14 @@ use candle_core::{DType, Device};
 use tallow::attention::Algorithm;
 use tallow::compile::{PhaseTimes, Step, StepConfig};
 use tallow::nn;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 
 /// Runs three steps, one forward and backward alone, and two more steps. Returns the weights' bits, and the phase
 /// times.
 fn steps(device: &Device, timed: bool) -> (Vec<u64>, Vec<Option<PhaseTimes>>) {
     let model = meta_of(&config(2, 2, 24, 56), Algorithm::Flash);
     let model = with_weights(&model, nn::seeded(5, DType::F32, device));
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let plan = StepConfig {
         accumulation: 2,
         clip_norm: Some(0.5),

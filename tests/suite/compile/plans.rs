@@ -153,7 +153,7 @@ fn profiles_see_every_call() {
     };
     let of_parts = others(|call| call.cost_index.is_some());
     assert!((of_parts / plan.other_flops() - 1.0).abs() < 1e-12);
-    let of_updates = others(|call| matches!(call.op, Op::AdamW { .. }));
+    let of_updates = others(|call| matches!(call.op, Op::Update { .. }));
     assert_eq!(of_updates, 14.0 * model.config().num_parameters() as f64);
     let phases = ["forward", "backward", "optimizer"];
     for phase in phases {

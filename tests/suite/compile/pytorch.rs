@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
-use tallow::optim::{AdamW, decay_matrices_only};
+use tallow::optim::{Optimizer, decay_matrices_only};
 use tallow::precision::Precision;
 
 #[rstest]
@@ -23,7 +23,7 @@ fn logits_loss_and_every_gradient(
     let logits = forward.forward([("tokens", tokens)]).unwrap();
     close("logits", &logits, golden.get("logits"), logits_bound);
 
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let loss = step.run(&mut optimizer, (tokens, targets)).unwrap();
     let loss = Tensor::new(loss, tokens.device()).unwrap();
@@ -42,8 +42,8 @@ fn ten_steps_of_adamw(
     let model = golden.model(DType::F32);
     let groups = decay_matrices_only(model.parameters(), golden.hyperparameters);
     let optimizer = match clipped {
-        true => AdamW::with_groups(groups),
-        false => AdamW::new(model.parameters(), golden.hyperparameters),
+        true => Optimizer::with_groups(groups),
+        false => Optimizer::new(model.parameters(), golden.hyperparameters),
     };
     let mut optimizer = optimizer.unwrap();
     let batch = |key: &str, step| golden.get(key).get(step).unwrap();

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Step, StepConfig};
 use tallow::nn;
-use tallow::optim::{AdamW, AdamWConfig, GradScaler};
+use tallow::optim::{AdamWConfig, GradScaler, Optimizer};
 use tallow::precision::{Precision, Regime};
 
 #[rstest]
@@ -125,7 +125,7 @@ fn optimizers() {
     refusal(step.run(&mut other, (&tokens, &targets)), &words);
 
     let some = model.parameters().into_iter().skip(1);
-    let some = AdamW::new(some, AdamWConfig::default()).unwrap();
+    let some = Optimizer::new(some, AdamWConfig::default()).unwrap();
     refusal(
         Step::for_model(&model, &some, &StepConfig::default()),
         &words,
@@ -133,7 +133,7 @@ fn optimizers() {
     let stranger = Var::zeros(3, DType::F32, &CPU).unwrap();
     let more = model.parameters().into_iter();
     let more = more.chain([("stranger".to_string(), stranger)]);
-    let more = AdamW::new(more, AdamWConfig::default()).unwrap();
+    let more = Optimizer::new(more, AdamWConfig::default()).unwrap();
     refusal(
         Step::for_model(&model, &more, &StepConfig::default()),
         &["stranger"],
@@ -152,7 +152,7 @@ fn models() {
     let meta = meta_of(&config(1, 2, 8, 24), Algorithm::Naive);
     let half = nn::seeded(0, DType::BF16, &CPU);
     let half = with_weights(&meta, half);
-    let optimizer = AdamW::new(half.parameters(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(half.parameters(), AdamWConfig::default()).unwrap();
     let config = StepConfig::default();
     refusal(
         Step::for_model(&half, &optimizer, &config),

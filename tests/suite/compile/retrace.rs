@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use tallow::attention::{Algorithm, Mask};
 use tallow::compile::{Step, StepConfig};
 use tallow::graph::Source;
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::{Result, ops};
 
 fn retracing(every: usize) -> StepConfig {
@@ -54,7 +54,8 @@ fn after(change: impl Fn(&mut Captured, &Var), words: &[&str]) {
         let captured = Mutex::new(Captured::new());
         let frozen = Var::ones((3, 6), DType::F32, &CPU).unwrap();
         let w = Var::ones((4, 4), DType::F32, &CPU).unwrap();
-        let mut optimizer = AdamW::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
+        let mut optimizer =
+            Optimizer::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
         let config = every.map_or_else(StepConfig::default, retracing);
         let mut step = Step::new(&optimizer, &config, |inputs| {
             loss(&captured.lock().unwrap(), &frozen, &w, &inputs.get("x")?)
@@ -106,7 +107,8 @@ fn changed_captures() {
 fn unchanged_captures() {
     let of = |config: &StepConfig| {
         let w = Var::ones((4, 4), DType::F32, &CPU).unwrap();
-        let mut optimizer = AdamW::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
+        let mut optimizer =
+            Optimizer::new([("w".into(), w.clone())], AdamWConfig::default()).unwrap();
         let mut step = Step::new(&optimizer, config, |inputs| {
             let scale = Tensor::full(0.5f32, (3, 4), &CPU)?; // a new tensor in each trace
             ops::mean(&ops::mul(&ops::linear(&inputs.get("x")?, &w)?, &scale)?)

@@ -11,11 +11,11 @@ use tallow::compile::{Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::nn::Checkpointing;
 use tallow::no_grad;
-use tallow::optim::AdamW;
+use tallow::optim::Optimizer;
 use tallow::precision::Precision;
 
 /// Returns a model whose embedding and head are one variable.
-fn tied(meta: &TransformerLM) -> (TransformerLM, AdamW) {
+fn tied(meta: &TransformerLM) -> (TransformerLM, Optimizer) {
     let (model, _) = model_and_optimizer(meta);
     let weights = model.parameters().into_iter();
     let weights = weights.map(|(name, var)| (name, var.as_tensor().clone()));
@@ -24,7 +24,7 @@ fn tied(meta: &TransformerLM) -> (TransformerLM, AdamW) {
     weights.insert("lm_head.weight".into(), table);
     let vb = VarBuilder::from_tensors(weights, DType::F32, &CPU);
     let model = with_weights(meta, vb);
-    let optimizer = AdamW::new(model.parameters(), with_lr(3e-3)).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), with_lr(3e-3)).unwrap();
     (model, optimizer)
 }
 

@@ -15,7 +15,7 @@ use tallow::graph::{self, Target};
 use tallow::memory::{Mode, estimate_graph};
 use tallow::nn::Layer;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 
 const INPUTS: [&str; 4] = ["source", "visible", "target", "next"];
 
@@ -82,7 +82,7 @@ fn eager(dtype: DType, device: &Device) {
     close("loss", &loss, &golden.tensors["loss"], loss_bound);
     let gradients = gradients_of(model.parameters(), &loss.backward().unwrap());
     golden.check_gradients(gradients, gradient_bound);
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     golden.check_losses(dtype, || {
         let loss = model.loss(batch.each_ref()).unwrap();
         let value = elements(&loss)[0];
@@ -99,7 +99,7 @@ fn planned_as_pytorch() {
 fn planned(device: &Device) {
     let golden = Golden::read();
     let model = golden.model(DType::F32, device);
-    let mut optimizer = AdamW::new(model.parameters(), golden.hyperparameters).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), golden.hyperparameters).unwrap();
     let mut step = Step::new(&optimizer, &StepConfig::default(), |inputs| {
         let [source, visible, target, next] = INPUTS.map(|name| inputs.get(name));
         model.loss([&source?, &visible?, &target?, &next?])

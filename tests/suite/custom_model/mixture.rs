@@ -9,7 +9,7 @@ use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Attribute, Target};
 use tallow::nn::{self, Layer, Linear, RmsNorm, RotaryEmbedding, seeded};
 use tallow::ops::{self, Gelu, KernelPolicy, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::probe::in_module;
 use tallow::profile;
 use tallow::{Result, no_grad};
@@ -221,7 +221,7 @@ fn it_is_planned_on_a_gpu(#[values(Algorithm::Naive, Algorithm::Flash)] attentio
 fn planned(attention: Algorithm, device: &Device, [loss_bound, gradient_bound]: [f64; 2]) {
     let eager = Block::new(attention, seeded(3, DType::F32, &Device::Cpu)).unwrap();
     let block = Block::new(attention, seeded(3, DType::F32, device)).unwrap();
-    let optimizer = AdamW::new(block.parameters(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(block.parameters(), AdamWConfig::default()).unwrap();
     let real = input(DType::F32);
     let loss = |inputs: &Inputs| block.loss(&inputs.get("x")?);
     let mut step = Step::new(&optimizer, &StepConfig::default(), loss).unwrap();

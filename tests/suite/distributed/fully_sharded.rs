@@ -15,7 +15,7 @@ use tallow::distributed::{
 use tallow::internals::{Category, Op};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Architecture, Checkpointing, Layer, Linear};
-use tallow::optim::{AdamW, AdamWConfig, decay_matrices_only};
+use tallow::optim::{AdamWConfig, Optimizer, decay_matrices_only};
 use tallow::precision::Precision;
 use tallow::{Error, Result, no_grad, ops};
 
@@ -31,11 +31,11 @@ fn adamw() -> AdamWConfig {
 fn sharded_model(
     ranks: &Communicator,
     meta: &TransformerLM,
-) -> Result<(TransformerLM, AdamW, FullyShard)> {
+) -> Result<(TransformerLM, Optimizer, FullyShard)> {
     let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
     let model = with_weights(meta, vb);
-    let optimizer = AdamW::with_groups(decay_matrices_only(sharded.parameters(), adamw()))?;
+    let optimizer = Optimizer::with_groups(decay_matrices_only(sharded.parameters(), adamw()))?;
     Ok((model, optimizer, sharded))
 }
 
@@ -62,12 +62,12 @@ fn of(architecture: Architecture) -> TransformerConfig {
 fn both_ways(ranks: &Communicator, meta: &TransformerLM, config: &StepConfig) -> Result<[Run; 2]> {
     let first = ranks.rank() * config.accumulation;
     let [tokens, targets] = batches(first..first + config.accumulation);
-    let run = |mut step: Step<'_>, mut optimizer: AdamW| -> Result<Vec<f32>> {
+    let run = |mut step: Step<'_>, mut optimizer: Optimizer| -> Result<Vec<f32>> {
         let losses = (0..3).map(|_| step.run(&mut optimizer, (&tokens, &targets)));
         losses.collect()
     };
     let whole = with_weights(meta, nn::seeded(1, DType::F32, &Device::Cpu));
-    let optimizer = AdamW::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
+    let optimizer = Optimizer::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
     let step = Step::for_model(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
@@ -143,7 +143,7 @@ fn evaluations(
         let [tokens, targets] = batch(ranks.rank());
         let whole = with_weights(&meta, nn::seeded(1, DType::F32, &Device::Cpu));
         let (model, divided, sharded) = sharded_model(&ranks, &meta)?;
-        let optimizer = AdamW::new(whole.parameters(), adamw())?;
+        let optimizer = Optimizer::new(whole.parameters(), adamw())?;
         let step_config = StepConfig {
             precision,
             ..plan_config(1, None)
@@ -222,7 +222,7 @@ fn a_loss_of_layers() {
             let (_, var) = layer.parameters().swap_remove(0);
             (name.to_string(), var)
         });
-        let mut whole = AdamW::new(parameters.to_vec(), adamw())?;
+        let mut whole = Optimizer::new(parameters.to_vec(), adamw())?;
         let replicated = Replicated::new(&ranks, parameters.clone(), ReplicatedConfig::default())?;
         let config = StepConfig::default();
         let step = Step::new(&whole, &config, |inputs| {
@@ -232,7 +232,7 @@ fn a_loss_of_layers() {
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
         let (map, scale) = layers(vb)?;
-        let mut optimizer = AdamW::new(sharded.parameters(), adamw())?;
+        let mut optimizer = Optimizer::new(sharded.parameters(), adamw())?;
         let mut sharded_step = Step::fully_sharded(&optimizer, &config, &sharded, |inputs| {
             loss(&inputs.get("x")?, &map, &scale)
         })?;
@@ -295,7 +295,7 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
     }
     assert!(bytes(&plan, Category::WeightCopy) < 2.5 * block);
     let count = |is: fn(&Op) -> bool| plan.calls().iter().filter(|call| is(&call.op)).count();
-    let parameters = count(|op| matches!(op, Op::AdamW { .. }));
+    let parameters = count(|op| matches!(op, Op::Update { .. }));
     assert_eq!(
         count(|op| matches!(op, Op::ReduceScatter { .. })),
         parameters

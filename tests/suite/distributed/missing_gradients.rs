@@ -9,7 +9,7 @@ use tallow::distributed::{
     Communicator, FullyShard, FullyShardConfig, Replicated, ReplicatedConfig,
 };
 use tallow::nn::{self, Layer, Linear, Parameter};
-use tallow::optim::{AdamW, AdamWConfig, MissingGradients};
+use tallow::optim::{AdamWConfig, MissingGradients, Optimizer};
 use tallow::{Result, ops};
 
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +72,7 @@ fn weights(ranks: &Communicator, job: Job, missing: MissingGradients) -> Result<
         Job::FullySharded => sharded.parameters(),
         _ => model.parameters(),
     };
-    let mut optimizer = AdamW::new(parameters, config)?;
+    let mut optimizer = Optimizer::new(parameters, config)?;
     if let Job::ShardedOptimizer = job {
         optimizer.shard(ranks)?;
     }
@@ -125,7 +125,7 @@ fn a_parameter_of_which_ranks_have_parts() {
         let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;
         let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
         let model = Model::new(vb)?;
-        let optimizer = AdamW::new(
+        let optimizer = Optimizer::new(
             sharded.parameters(),
             AdamWConfig {
                 missing_gradients: MissingGradients::Skip,

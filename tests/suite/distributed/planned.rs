@@ -13,7 +13,7 @@ use tallow::Error;
 use tallow::compile::{Batch, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Exchange, Replicated, ReplicatedConfig};
 use tallow::internals::Op;
-use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
+use tallow::optim::{AdamWConfig, GradientAccumulator, Optimizer};
 use tallow::precision::Precision;
 
 fn exchanges(plan: &Plan) -> Vec<usize> {
@@ -43,7 +43,7 @@ fn as_eager(
     for exchange in EXCHANGES {
         let found = on_ranks(world_size, |ranks| {
             let model = model(1);
-            let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+            let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
             let way = ReplicatedConfig {
                 exchange,
                 dtype: None,
@@ -84,7 +84,7 @@ fn as_eager(
 fn a_rank_that_ends_is_named() {
     let errors = on_ranks(2, |ranks| {
         let model = model(1);
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let mut step = Step::for_model(&model, &optimizer, &plan_config(1, Some(0.5)))?
             .replicated(&optimizer, &replicated)?;
@@ -174,7 +174,7 @@ fn buckets_in_backward() {
 fn an_overflow_is_seen_by_all() {
     let found = on_ranks(2, |ranks| {
         let model = model(1);
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default())?;
+        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = StepConfig {
             loss_scaling: true,
@@ -196,7 +196,7 @@ fn an_overflow_is_seen_by_all() {
 fn what_is_refused() {
     let ranks = Communicator::single_rank(&Device::Cpu);
     let model = model(1);
-    let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let bf16 = ReplicatedConfig {
         dtype: Some(DType::BF16),
         ..Default::default()
@@ -250,7 +250,7 @@ fn in_bf16_on_a_gpu() {
     };
     let run = |dtype: Option<DType>| {
         let model = with_weights(&meta(&super::config()), nn::seeded(1, DType::F32, &gpu));
-        let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
         let way = ReplicatedConfig {
             exchange: Exchange::Overlapped { bucket_bytes: 3000 },
             dtype,

@@ -13,7 +13,7 @@ use tallow::compile::{Batch, Phase, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Replicated, ReplicatedConfig, Shard};
 use tallow::internals::{Category, Location, Op};
 use tallow::model::TransformerLM;
-use tallow::optim::{AdamW, AdamWConfig, Moments, ParameterGroup, decay_matrices_only};
+use tallow::optim::{AdamWConfig, Moments, Optimizer, ParameterGroup, decay_matrices_only};
 use tallow::precision::Precision;
 use tallow::{Error, Result};
 
@@ -36,7 +36,7 @@ fn weights(model: &TransformerLM) -> Bits {
     weights.collect()
 }
 
-fn state(optimizer: &AdamW) -> Bits {
+fn state(optimizer: &Optimizer) -> Bits {
     let state = optimizer.state().into_iter();
     let state = state.map(|(name, x)| (name, bits(&x)));
     state.collect()
@@ -70,7 +70,7 @@ fn eager_steps(
     let of = |ranks: Option<&Communicator>| -> Result<(Bits, Bits)> {
         let vb = tallow::nn::seeded(1, dtype, &Device::Cpu);
         let model = with_weights(&meta(&config()), vb);
-        let mut optimizer = AdamW::with_groups(groups(&model, moments))?;
+        let mut optimizer = Optimizer::with_groups(groups(&model, moments))?;
         if let Some(ranks) = ranks {
             optimizer.shard(ranks)?;
         }
@@ -106,7 +106,7 @@ fn planned_steps(
         let found = on_ranks(2, |ranks| {
             let run = |sharded: bool| -> Result<_> {
                 let model = model(1);
-                let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
+                let mut optimizer = Optimizer::with_groups(groups(&model, Moments::Wide))?;
                 if sharded {
                     optimizer.shard(&ranks)?;
                 }
@@ -157,7 +157,7 @@ fn planned_steps(
 fn an_overflow_is_seen_by_all() {
     let found = on_ranks(2, |ranks| {
         let model = model(1);
-        let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
+        let mut optimizer = Optimizer::with_groups(groups(&model, Moments::Wide))?;
         optimizer.shard(&ranks)?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = StepConfig {
@@ -188,7 +188,7 @@ fn a_gradient_that_is_not_finite_is_named() {
         let model = model(1);
         let (_, var) = model.parameters().swap_remove(3);
         var.set(&(var.as_tensor() * f64::INFINITY)?)?;
-        let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
+        let mut optimizer = Optimizer::with_groups(groups(&model, Moments::Wide))?;
         optimizer.shard(&ranks)?;
         let replicated = Replicated::new(&ranks, model.parameters(), ReplicatedConfig::default())?;
         let config = plan_config(1, Some(1.0));
@@ -239,7 +239,7 @@ fn what_a_rank_does() {
         for plan in &plans {
             let calls = plan.calls().iter();
             updated.extend(calls.filter_map(|call| match call.op {
-                Op::AdamW { parameter, .. } => Some(parameter),
+                Op::Update { parameter, .. } => Some(parameter),
                 _ => None,
             }));
             let state = |plan: &Plan| -> u64 {
@@ -289,7 +289,7 @@ fn check_places(plan: &Plan) {
             .filter(|call| call.reads.get("gradient") == gradient);
         let number = places[call.writes.get("square").unwrap().elements.start];
         let update = &updates.next().unwrap().op;
-        assert!(matches!(update, Op::AdamW { parameter, .. } if *parameter == number));
+        assert!(matches!(update, Op::Update { parameter, .. } if *parameter == number));
         found += 1;
     }
     assert!(found > 0);
@@ -301,24 +301,24 @@ fn saved_by_three_ranks_and_loaded_by_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
     let alone = model(1);
-    let mut wanted = AdamW::with_groups(groups(&alone, Moments::Wide)).unwrap();
+    let mut wanted = Optimizer::with_groups(groups(&alone, Moments::Wide)).unwrap();
     for step in 0..2 {
         wanted.step(&gradients(&alone, step).unwrap()).unwrap();
     }
     on_ranks(3, |ranks| {
         let model = model(1);
-        let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
+        let mut optimizer = Optimizer::with_groups(groups(&model, Moments::Wide))?;
         optimizer.shard(&ranks)?;
         for step in 0..2 {
             optimizer.step(&gradients(&model, step)?)?;
         }
         optimizer.save(&path)?;
-        refusal(optimizer.load(&path), &["before AdamW::shard"]);
+        refusal(optimizer.load(&path), &["before Optimizer::shard"]);
         // Its own shard can be restored as before.
         let (state, steps) = (optimizer.state(), optimizer.steps());
         optimizer.load_state(state, steps)
     });
-    let mut loaded = AdamW::with_groups(groups(&alone, Moments::Wide)).unwrap();
+    let mut loaded = Optimizer::with_groups(groups(&alone, Moments::Wide)).unwrap();
     loaded.load(&path).unwrap();
     assert!(state(&loaded) == state(&wanted));
     assert_eq!(loaded.steps(), 2);
@@ -328,8 +328,8 @@ fn saved_by_three_ranks_and_loaded_by_one() {
 fn what_is_refused() {
     on_ranks(2, |ranks| {
         let model = model(1);
-        let mut whole = AdamW::with_groups(groups(&model, Moments::Wide))?;
-        let mut optimizer = AdamW::with_groups(groups(&model, Moments::Wide))?;
+        let mut whole = Optimizer::with_groups(groups(&model, Moments::Wide))?;
+        let mut optimizer = Optimizer::with_groups(groups(&model, Moments::Wide))?;
         optimizer.shard(&ranks)?;
         let error = optimizer.shard(&ranks).unwrap_err();
         assert!(matches!(error, Error::Order { .. }), "{error}");
@@ -339,10 +339,13 @@ fn what_is_refused() {
         let mut step =
             Step::for_model(&model, &optimizer, &config)?.replicated(&optimizer, &replicated)?;
         let [tokens, targets] = batch(0);
-        refusal(step.run(&mut whole, (&tokens, &targets)), &["AdamW::shard"]);
+        refusal(
+            step.run(&mut whole, (&tokens, &targets)),
+            &["Optimizer::shard"],
+        );
         let error = Step::for_model(&model, &optimizer, &config)
             .and_then(|mut step| step.run(&mut optimizer, (&tokens, &targets)));
-        refusal(error, &["AdamW::shard"]);
+        refusal(error, &["Optimizer::shard"]);
         Ok(())
     });
     let nobody = Shard {

@@ -10,7 +10,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::Step;
 use tallow::model::TransformerLM;
 use tallow::nn::{self, Checkpointing};
-use tallow::optim::{AdamW, GradScaler, GradScalerConfig};
+use tallow::optim::{GradScaler, GradScalerConfig, Optimizer, Rule};
 use tallow::precision::Precision;
 use tallow::{Result, backward};
 
@@ -93,7 +93,7 @@ impl Setup {
         let model = TransformerLM::from_var_builder(&config(128, 256, 2, 1000), weights)?;
         let model = model.with_attention(self.attention)?;
         let model = model.with_checkpointing(self.checkpointing);
-        let mut optimizer = AdamW::new(model.parameters(), Default::default())?;
+        let mut optimizer = Optimizer::new(model.parameters(), Rule::default())?;
         let tokens = Tensor::new(&[7u32], &Device::Cpu)?;
         let tokens = tokens.broadcast_as(SHAPE)?;
         if self.planned {

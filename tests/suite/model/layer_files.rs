@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::nn::{Embedding, Layer, Linear};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tempfile::{TempDir, tempdir};
 
 /// An embedding, a frozen linear layer, and a head tied to the embedding.
@@ -108,7 +108,7 @@ fn a_step_goes_on_with_what_was_loaded() {
     let batch = || [("tokens", &tokens), ("targets", &targets)];
     let config = AdamWConfig::default();
     let net = Net::new(1, DType::F32);
-    let mut optimizer = AdamW::new(net.parameters(), config).unwrap();
+    let mut optimizer = Optimizer::new(net.parameters(), config).unwrap();
     let mut step = Step::new(&optimizer, &StepConfig::default(), |i| net.loss(i)).unwrap();
     step.run(&mut optimizer, batch()).unwrap();
     nn::save(&net, &path).unwrap();
@@ -116,7 +116,7 @@ fn a_step_goes_on_with_what_was_loaded() {
     let expected = [(); 2].map(|()| step.run(&mut optimizer, batch()).unwrap().to_bits());
 
     let net = Net::new(2, DType::F32);
-    let mut optimizer = AdamW::new(net.parameters(), config).unwrap();
+    let mut optimizer = Optimizer::new(net.parameters(), config).unwrap();
     let mut step = Step::new(&optimizer, &StepConfig::default(), |i| net.loss(i)).unwrap();
     step.run(&mut optimizer, batch()).unwrap();
     nn::load(&net, &path).unwrap();

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use tallow::compile::Step;
 use tallow::nn::{Embedding, Layer};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 
 const PADDING: u32 = 3;
@@ -67,7 +67,7 @@ fn eager(model: &TransformerLM) -> (Tensor, Vec<(String, Tensor)>) {
 }
 
 fn planned(model: &TransformerLM, precision: Precision) -> Vec<(String, Tensor)> {
-    let optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let config = in_precision(precision);
     let mut step = Step::for_model(model, &optimizer, &config).unwrap();
     let [tokens, targets] = batch();

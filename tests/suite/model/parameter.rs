@@ -6,7 +6,7 @@ use candle_nn::{Init, VarMap, var_builder::SimpleBackend};
 use std::sync::{Arc, Mutex};
 use tallow::graph::{self, Source, Target};
 use tallow::nn::{Embedding, Layer, Linear, Parameter};
-use tallow::optim::{AdamW, AdamWConfig, parameters_of};
+use tallow::optim::{AdamWConfig, Optimizer, parameters_of};
 
 const NORMAL: Init = Init::Randn {
     mean: 0.0,
@@ -55,7 +55,7 @@ fn train(model: &Model, parameters: Vec<(String, Var)>) {
     let before: Vec<Vec<u64>> = parameters.iter().map(|(_, var)| bits(var)).collect();
     let x = numbers(&[4, 3], DType::F64, 1);
     let gradients = tallow::backward(model.loss(&x).unwrap()).unwrap();
-    let mut optimizer = AdamW::new(parameters.clone(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default()).unwrap();
     optimizer.step(&gradients).unwrap();
     for ((name, var), before) in parameters.iter().zip(before) {
         assert_ne!(bits(var), before, "{name}");

@@ -7,7 +7,7 @@ use candle_nn::VarMap;
 use tallow::compile::{Batch, PlanKind, Step, StepConfig, Target};
 use tallow::graph;
 use tallow::nn::{Embedding, Layer, LayerNorm, Linear, Mlp, RmsNorm};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 
 /// An embedding, a frozen linear layer with a bias, a norm without one, and a head that shares the embedding's table.
 struct Net {
@@ -76,7 +76,7 @@ fn frozen_and_tied_weights_are_trained_as_they_are() {
         .map(|(_, w)| w.copy().unwrap())
         .collect();
     let config = with_lr(0.1);
-    let mut optimizer = AdamW::new(net.parameters(), config).unwrap();
+    let mut optimizer = Optimizer::new(net.parameters(), config).unwrap();
     // A twin with the same values in its own variables, computed by candle's ops.
     let twin: Vec<Var> = [0, 3].map(|i| Var::from_tensor(&before[i]).unwrap()).into();
     let twin_loss = || {
@@ -93,7 +93,7 @@ fn frozen_and_tied_weights_are_trained_as_they_are() {
         ("table".to_string(), twin[0].clone()),
         ("norm".into(), twin[1].clone()),
     ];
-    let mut by_hand = AdamW::new(named, config).unwrap();
+    let mut by_hand = Optimizer::new(named, config).unwrap();
     for step in 0..5 {
         let loss = net.loss(&tokens).unwrap();
         let wanted = twin_loss().unwrap();
@@ -159,7 +159,7 @@ fn weights_of_other_shapes_are_refused() {
 #[test]
 fn meta_weights_are_neither_trained_nor_saved() {
     let model = TransformerLM::from_var_builder(&mini(), graph::weights(DType::F32)).unwrap();
-    let refused = AdamW::new(model.parameters(), AdamWConfig::default());
+    let refused = Optimizer::new(model.parameters(), AdamWConfig::default());
     refusal(refused, &["token_embeddings.weight", "meta"]);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meta.safetensors");
@@ -254,7 +254,7 @@ fn a_model_is_trained_in_part() {
         let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
         let model = TransformerLM::from_var_builder(&mini(), vb).unwrap();
         let model = model.freeze(is_frozen).unwrap();
-        let optimizer = AdamW::new(model.parameters(), with_lr(0.05)).unwrap();
+        let optimizer = Optimizer::new(model.parameters(), with_lr(0.05)).unwrap();
         (model, optimizer)
     };
     let (tokens, targets) = (ids(29, 3, 16), ids(29, 3, 16));
@@ -309,7 +309,7 @@ fn a_model_is_trained_in_part() {
     // A model of which everything is frozen has nothing to train.
     let frozen = mini_model(3).freeze(|_| true).unwrap();
     refusal(
-        AdamW::new(frozen.parameters(), with_lr(0.1)),
+        Optimizer::new(frozen.parameters(), with_lr(0.1)),
         &["parameter"],
     );
 }

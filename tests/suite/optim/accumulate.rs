@@ -4,7 +4,7 @@ use super::{elements, named, noise, relative, store, var};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::Error;
-use tallow::optim::{AdamW, AdamWConfig, GradientAccumulator};
+use tallow::optim::{AdamWConfig, GradientAccumulator, Optimizer};
 
 /// Returns the mean of (x w + b)^2 for a matrix w and a bias b.
 fn loss(x: &Tensor, weight: &Var, bias: &Var) -> Tensor {
@@ -73,7 +73,7 @@ fn half_precision_is_summed_in_f32() {
         (gradient.dtype(), elements(gradient)),
         (DType::F32, vec![1000.0])
     );
-    let mut optimizer = AdamW::new(named(&[&weight]), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), AdamWConfig::default()).unwrap();
     optimizer.step(&sum).unwrap();
 }
 

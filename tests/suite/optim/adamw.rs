@@ -5,7 +5,7 @@ use crate::check::refusal;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use tallow::Error;
-use tallow::optim::{AdamW, AdamWConfig, MissingGradients, Moments};
+use tallow::optim::{AdamWConfig, MissingGradients, Moments, Optimizer};
 
 const CONFIG: AdamWConfig = AdamWConfig {
     lr: 1e-2,
@@ -43,7 +43,7 @@ fn follows_the_recurrence(#[case] dtype: DType) {
     let weight = var(&noise(n, 0), dtype);
     let start = elements(&weight);
     let gradients: Vec<Tensor> = (0..steps).map(|t| noisy_gradient(&weight, t + 1)).collect();
-    let mut optimizer = AdamW::new(named(&[&weight]), CONFIG).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), CONFIG).unwrap();
     for gradient in &gradients {
         let gradients = store(&[(&weight, gradient.clone())]);
         optimizer.step(&gradients).unwrap();
@@ -72,7 +72,7 @@ fn follows_the_recurrence(#[case] dtype: DType) {
 #[case(DType::F32, 2e-7)]
 fn agrees_with_pytorch(#[case] dtype: DType, #[case] tolerance: f64) {
     let weight = var(&[0.5, -1.25, 2.0], dtype);
-    let mut optimizer = AdamW::new(named(&[&weight]), CONFIG).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), CONFIG).unwrap();
     for t in 1..=5 {
         let sign = if t % 2 == 0 { 0.3 } else { -0.3 };
         let gradient = Tensor::new(&[0.1 * f64::from(t), -0.2, sign], &Device::Cpu).unwrap();
@@ -116,8 +116,8 @@ fn half_precision_moves_as_f32_does(#[case] dtype: DType) {
     let start = [1.0, -2.0, 0.5, 100.0];
     let (half, full) = (var(&start, dtype), var(&start, DType::F32));
     let config = AdamWConfig::default();
-    let mut halves = AdamW::new(named(&[&half]), config).unwrap();
-    let mut fulls = AdamW::new(named(&[&full]), config).unwrap();
+    let mut halves = Optimizer::new(named(&[&half]), config).unwrap();
+    let mut fulls = Optimizer::new(named(&[&full]), config).unwrap();
     for _ in 0..50 {
         let gradient = Tensor::new(&[1f32, -1.0, 0.25, 3.0], &Device::Cpu).unwrap();
         let narrow = gradient.to_dtype(dtype).unwrap();
@@ -136,7 +136,7 @@ fn half_precision_moves_as_f32_does(#[case] dtype: DType) {
 #[test]
 fn a_half_precision_parameter_set_from_outside_starts_from_there() {
     let weight = var(&[1.0, 1.0], DType::BF16);
-    let mut optimizer = AdamW::new(named(&[&weight]), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), AdamWConfig::default()).unwrap();
     let gradient = Tensor::new(&[1f32, 1.0], &Device::Cpu).unwrap();
     let gradients = store(&[(&weight, gradient)]);
     optimizer.step(&gradients).unwrap();
@@ -159,7 +159,7 @@ fn gradients_of_other_dtypes_and_layouts_are_read() {
         for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             let run = |gradient: &Tensor| {
                 let weight = Var::from_tensor(&start.to_dtype(parameter).unwrap()).unwrap();
-                let mut optimizer = AdamW::new(named(&[&weight]), CONFIG).unwrap();
+                let mut optimizer = Optimizer::new(named(&[&weight]), CONFIG).unwrap();
                 let gradient = gradient.to_dtype(dtype).unwrap();
                 optimizer.step(&store(&[(&weight, gradient)])).unwrap();
                 (elements(&weight), elements(&optimizer.state()[0].1))
@@ -180,7 +180,7 @@ fn gradients_of_other_dtypes_and_layouts_are_read() {
 #[test]
 fn gradients_that_share_storage_with_what_is_written() {
     let (a, b) = (var(&[1.0, 2.0], DType::F32), var(&[3.0, 4.0], DType::F32));
-    let mut optimizer = AdamW::new(named(&[&a, &b]), CONFIG).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&a, &b]), CONFIG).unwrap();
     let (own, neighbour) = (a.detach(), a.detach());
     optimizer
         .step(&store(&[(&a, own), (&b, neighbour)]))
@@ -205,7 +205,7 @@ fn a_missing_gradient_is_named_and_nothing_changes() {
         .map(String::from)
         .into_iter()
         .zip(vars.clone());
-    let mut optimizer = AdamW::new(parameters, CONFIG).unwrap();
+    let mut optimizer = Optimizer::new(parameters, CONFIG).unwrap();
     let loss = (vars[0].sqr().unwrap() + vars[1].sqr().unwrap())
         .unwrap()
         .sum_all()
@@ -227,7 +227,7 @@ fn a_missing_gradient_is_named_and_nothing_changes() {
 #[test]
 fn misfits_are_refused_by_name() {
     let weight = var(&[1.0, 2.0], DType::F32);
-    let mut optimizer = AdamW::new([("w.x".to_string(), weight.clone())], CONFIG).unwrap();
+    let mut optimizer = Optimizer::new([("w.x".to_string(), weight.clone())], CONFIG).unwrap();
     let wide = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
     let error = refusal(optimizer.step(&store(&[(&weight, wide)])), &["w.x", "[3]"]);
     assert!(matches!(error, Error::Shape { .. }), "{error}");
@@ -248,10 +248,10 @@ fn misfits_are_refused_by_name() {
 
     let ids = Var::zeros(2, DType::U32, &Device::Cpu).unwrap();
     refusal(
-        AdamW::new([("ids".to_string(), ids)], CONFIG),
+        Optimizer::new([("ids".to_string(), ids)], CONFIG),
         &["ids", "u32"],
     );
-    let error = AdamW::new([], CONFIG).unwrap_err();
+    let error = Optimizer::new([], CONFIG).unwrap_err();
     assert!(
         matches!(
             error,
@@ -281,7 +281,7 @@ fn misfits_are_refused_by_name() {
 #[case("lr", AdamWConfig { lr: 3e38, betas: (0.9, 0.999), ..CONFIG })] // the first step's rate is infinite in f32
 #[case("eps", AdamWConfig { eps: 1e300, ..CONFIG })]
 fn a_bad_configuration_names_its_field(#[case] wanted: &str, #[case] config: AdamWConfig) {
-    let error = AdamW::new(named(&[&var(&[1.0], DType::F32)]), config).unwrap_err();
+    let error = Optimizer::new(named(&[&var(&[1.0], DType::F32)]), config).unwrap_err();
     assert!(
         matches!(&error, Error::Config { field, .. } if *field == wanted),
         "{error}"
@@ -296,7 +296,7 @@ fn the_smallest_eps_leaves_a_weight_without_a_gradient_finite() {
         ..CONFIG
     };
     let weight = var(&[1.0, -2.0], DType::F32);
-    let mut optimizer = AdamW::new(named(&[&weight]), config).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), config).unwrap();
     let gradients = store(&[(&weight, weight.zeros_like().unwrap())]);
     optimizer.step(&gradients).unwrap();
     assert_eq!(weight.to_vec1::<f32>().unwrap(), [1.0, -2.0]);
@@ -306,7 +306,7 @@ fn the_smallest_eps_leaves_a_weight_without_a_gradient_finite() {
 fn scalars_and_empty_tensors_are_parameters_too() {
     let scalar = Var::new(2f32, &Device::Cpu).unwrap();
     let empty = Var::zeros((0, 3), DType::F32, &Device::Cpu).unwrap();
-    let mut optimizer = AdamW::new(named(&[&scalar, &empty]), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&scalar, &empty]), AdamWConfig::default()).unwrap();
     let one = Tensor::new(1f32, &Device::Cpu).unwrap();
     let gradients = store(&[(&scalar, one), (&empty, empty.detach())]);
     optimizer.step(&gradients).unwrap();

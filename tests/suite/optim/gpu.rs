@@ -1,11 +1,13 @@
 //! Norms and checks of gradients on a GPU, against the CPU's.
 
 use super::{elements, named, noise, store};
-use crate::check::refusal;
+use crate::check::{bits, refusal};
 use crate::gpu;
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::optim::{GradScaler, GradScalerConfig, check_finite, clip_grad_norm, grad_norm};
+use tallow::optim::{
+    GradScaler, GradScalerConfig, Optimizer, check_finite, clip_grad_norm, grad_norm,
+};
 
 /// Returns gradients of three parameters on `device`, one of them transposed, with `wrong` as an element of the second.
 fn gradients(dtype: DType, wrong: Option<f64>, device: &Device) -> Vec<(Var, Tensor)> {
@@ -85,4 +87,37 @@ fn what_is_not_finite_is_named(
 #[ignore = "needs a CUDA device"]
 fn clips_by_value(#[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType) {
     super::clip::clips_by_value(&gpu(), dtype);
+}
+
+/// Steps of each rule with a kernel have the CPU's bits.
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn rules_have_the_bits_of_the_cpu(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(false, true)] gradients_in_f32: bool,
+) {
+    let to = |values: Vec<f64>, dtype: DType, device: &Device| {
+        let values = Tensor::new(values, &Device::Cpu).unwrap();
+        let values = values.to_dtype(dtype).unwrap(); // rounded once, on the CPU
+        values.to_device(device).unwrap()
+    };
+    for rule in super::rules::rules() {
+        let of = |device: &Device| {
+            let vars = [3, 20_001].map(|n| to(noise(n, n), dtype, device));
+            let vars = vars.map(|values| Var::from_tensor(&values).unwrap());
+            let mut optimizer = Optimizer::new(named(&vars.each_ref()), rule).unwrap();
+            for t in 0..4 {
+                let dtype = if gradients_in_f32 { DType::F32 } else { dtype };
+                let gradients = vars.each_ref();
+                let gradients =
+                    gradients.map(|var| (var, to(noise(var.elem_count(), t), dtype, device)));
+                optimizer.step(&store(&gradients)).unwrap();
+            }
+            let state = optimizer.state().into_iter().map(|(_, state)| state);
+            let vars = vars.iter().map(|var| var.as_tensor().clone());
+            let all: Vec<_> = vars.chain(state).map(|x| bits(&x)).collect();
+            all
+        };
+        assert!(of(&gpu()) == of(&Device::Cpu), "{rule}");
+    }
 }

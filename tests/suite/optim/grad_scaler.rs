@@ -7,14 +7,14 @@ mod training;
 
 use super::{elements, named, noise, store, var};
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
-use tallow::optim::{AdamW, AdamWConfig, GradScaler, GradScalerConfig};
+use tallow::optim::{AdamWConfig, GradScaler, GradScalerConfig, Optimizer};
 
 fn scaler() -> GradScaler {
     GradScaler::new(GradScalerConfig::default()).unwrap()
 }
 
-fn adamw(vars: &[&Var]) -> AdamW {
-    AdamW::new(named(vars), AdamWConfig::default()).unwrap()
+fn adamw(vars: &[&Var]) -> Optimizer {
+    Optimizer::new(named(vars), AdamWConfig::default()).unwrap()
 }
 
 /// Returns a store with one gradient of these values and dtype for `var`.

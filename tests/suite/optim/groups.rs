@@ -5,7 +5,7 @@ use crate::check::refusal;
 use crate::settings::with_lr;
 use candle_core::{DType, Device, Tensor, Var};
 use tallow::Error;
-use tallow::optim::{AdamW, AdamWConfig, ParameterGroup, decay_matrices_only};
+use tallow::optim::{AdamWConfig, Optimizer, ParameterGroup, decay_matrices_only};
 
 fn group(vars: &[(&str, &Var)], config: AdamWConfig) -> ParameterGroup {
     ParameterGroup {
@@ -13,7 +13,7 @@ fn group(vars: &[(&str, &Var)], config: AdamWConfig) -> ParameterGroup {
             .iter()
             .map(|(name, var)| (name.to_string(), (*var).clone()))
             .collect(),
-        config,
+        rule: config.into(),
     }
 }
 
@@ -31,14 +31,14 @@ fn each_group_has_its_own_hyperparameters() {
     };
     let (a, b) = (var(&noise(7, 1), DType::F64), var(&noise(9, 2), DType::F64));
     let (a_alone, b_alone) = (var(&noise(7, 1), DType::F64), var(&noise(9, 2), DType::F64));
-    let mut both = AdamW::with_groups(vec![
+    let mut both = Optimizer::with_groups(vec![
         group(&[("a", &a)], slow),
         group(&[], fast),
         group(&[("b", &b)], fast),
     ])
     .unwrap();
-    let mut first = AdamW::new(named(&[&a_alone]), slow).unwrap();
-    let mut second = AdamW::new(named(&[&b_alone]), fast).unwrap();
+    let mut first = Optimizer::new(named(&[&a_alone]), slow).unwrap();
+    let mut second = Optimizer::new(named(&[&b_alone]), fast).unwrap();
     for t in 0..5 {
         let (ga, gb) = (noisy_gradient(&a, t), noisy_gradient(&b, t + 50));
         both.step(&store(&[(&a, ga.clone()), (&b, gb.clone())]))
@@ -54,18 +54,18 @@ fn each_group_has_its_own_hyperparameters() {
 fn learning_rates_are_set_for_all_groups_or_one() {
     let (a, b) = (var(&[1.0], DType::F32), var(&[1.0], DType::F32));
     let config = with_lr(0.5);
-    let mut optimizer = AdamW::with_groups(vec![
+    let mut optimizer = Optimizer::with_groups(vec![
         group(&[("a", &a)], config),
         group(&[("b", &b)], config),
     ])
     .unwrap();
     assert_eq!(optimizer.learning_rate(), 0.5);
     optimizer.set_learning_rate_of(1, 0.25).unwrap();
-    let rates = |optimizer: &AdamW| {
+    let rates = |optimizer: &Optimizer| {
         optimizer
             .groups()
             .iter()
-            .map(|g| g.config.lr)
+            .map(|g| g.rule.lr())
             .collect::<Vec<_>>()
     };
     assert_eq!(rates(&optimizer), [0.5, 0.25]);
@@ -95,7 +95,7 @@ fn only_matrices_decay() {
         ..Default::default()
     };
     let groups = decay_matrices_only(named(&[&vector, &matrix, &scalar]), config);
-    let mut optimizer = AdamW::with_groups(groups).unwrap();
+    let mut optimizer = Optimizer::with_groups(groups).unwrap();
     let zeros = |var: &Var| Tensor::zeros(var.shape(), DType::F64, &Device::Cpu).unwrap();
     let all = [&matrix, &vector, &scalar].map(|var| (var, zeros(var)));
     optimizer.step(&store(&all)).unwrap();
@@ -111,14 +111,14 @@ fn a_variable_or_a_name_given_twice_is_refused() {
     let (a, b) = (var(&[1.0], DType::F32), var(&[1.0], DType::F32));
     let config = AdamWConfig::default();
     refusal(
-        AdamW::with_groups(vec![
+        Optimizer::with_groups(vec![
             group(&[("embedding", &a), ("b", &b)], config),
             group(&[("head", &a)], config),
         ]),
         &["embedding", "head"],
     );
     refusal(
-        AdamW::with_groups(vec![group(&[("same", &a), ("same", &b)], config)]),
+        Optimizer::with_groups(vec![group(&[("same", &a), ("same", &b)], config)]),
         &["same"],
     );
 }

@@ -5,12 +5,12 @@ use crate::check::refusal;
 use candle_core::{DType, Tensor, Var};
 use proptest::prelude::*;
 use rstest::rstest;
-use tallow::optim::{AdamW, AdamWConfig, Moments};
+use tallow::optim::{AdamWConfig, Moments, Optimizer};
 
 /// Returns parameters and state after a few steps, by kernel or by reference.
 fn run(n: usize, dtype: DType, config: AdamWConfig, seed: usize, reference: bool) -> Vec<Vec<f64>> {
     let (a, b) = (var(&noise(n, seed), dtype), var(&noise(3, seed + 1), dtype));
-    let mut optimizer = AdamW::new(named(&[&a, &b]), config).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&a, &b]), config).unwrap();
     for t in 0..4 {
         let gradients = [&a, &b].map(|var| (var, noisy_gradient(var, seed + t)));
         let gradients = store(&gradients);
@@ -95,7 +95,7 @@ fn moments_in_bf16_move_as_those_in_f32() {
             moments,
             ..Default::default()
         };
-        let mut optimizer = AdamW::new(named(&[&weight]), config).unwrap();
+        let mut optimizer = Optimizer::new(named(&[&weight]), config).unwrap();
         for _ in 0..300 {
             let gradient = Tensor::full(0.01f32, 4096, weight.device()).unwrap();
             optimizer.step(&store(&[(&weight, gradient)])).unwrap();
@@ -131,7 +131,7 @@ fn moments_in_bf16_are_not_for_f64() {
         ..Default::default()
     };
     refusal(
-        AdamW::new(named(&[&weight]), config),
+        Optimizer::new(named(&[&weight]), config),
         &["moments in bf16", "f64"],
     );
 }
@@ -169,7 +169,7 @@ fn the_same_bits_for_any_number_of_threads() {
 fn a_step_writes_in_place() {
     let weight = var(&noise(1000, 1), DType::F32);
     let view = weight.detach();
-    let mut optimizer = AdamW::new(named(&[&weight]), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), AdamWConfig::default()).unwrap();
     let state = optimizer.state();
     let address = |tensor: &Tensor| {
         let (storage, _) = tensor.storage_and_layout();
@@ -201,7 +201,7 @@ fn it_finds_the_bottom_of_a_bowl() {
         weight_decay: 0.0,
         ..Default::default()
     };
-    let mut optimizer = AdamW::new(named(&[&weight]), config).unwrap();
+    let mut optimizer = Optimizer::new(named(&[&weight]), config).unwrap();
     for _ in 0..400 {
         let loss = weight
             .affine(1.0, -1.0)

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor, Var, backprop::GradStore};
 use rstest::rstest;
 use tallow::Error;
 use tallow::optim::{
-    AdamW, AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator, MissingGradients,
+    AdamWConfig, GradScaler, GradScalerConfig, GradientAccumulator, MissingGradients, Optimizer,
     check_finite, clip_grad_norm, grad_norm,
 };
 
@@ -49,11 +49,11 @@ fn gradients_of([a, b]: &[Var; 2], step: usize) -> GradStore {
 fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
     let together = pair(dtype);
     let names = named(&[&together[0], &together[1]]);
-    let mut optimizer = AdamW::new(names, config(MissingGradients::Skip)).unwrap();
+    let mut optimizer = Optimizer::new(names, config(MissingGradients::Skip)).unwrap();
     let apart = pair(dtype);
     let mut own = apart.each_ref().map(|var| {
         let parameters = named(&[var]);
-        AdamW::new(parameters, config(MissingGradients::Error)).unwrap()
+        Optimizer::new(parameters, config(MissingGradients::Error)).unwrap()
     });
     for step in 0..STEPS {
         optimizer.step(&gradients_of(&together, step)).unwrap();
@@ -70,7 +70,7 @@ fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
     // The same composed of candle's ops.
     let composed = pair(dtype);
     let names = named(&[&composed[0], &composed[1]]);
-    let mut reference = AdamW::new(names, config(MissingGradients::Skip)).unwrap();
+    let mut reference = Optimizer::new(names, config(MissingGradients::Skip)).unwrap();
     for step in 0..STEPS {
         reference
             .step_reference(&gradients_of(&composed, step))
@@ -87,10 +87,10 @@ fn skipped_is_an_optimizer_of_its_own_that_does_not_step(#[case] dtype: DType) {
 fn zero_is_a_gradient_of_zeros(#[case] dtype: DType) {
     let found = pair(dtype);
     let names = named(&[&found[0], &found[1]]);
-    let mut optimizer = AdamW::new(names, config(MissingGradients::Zero)).unwrap();
+    let mut optimizer = Optimizer::new(names, config(MissingGradients::Zero)).unwrap();
     let wanted = pair(dtype);
     let names = named(&[&wanted[0], &wanted[1]]);
-    let mut explicit = AdamW::new(names, config(MissingGradients::Error)).unwrap();
+    let mut explicit = Optimizer::new(names, config(MissingGradients::Error)).unwrap();
     for step in 0..STEPS {
         let before = elements(&found[1]);
         optimizer.step(&gradients_of(&found, step)).unwrap();
@@ -114,7 +114,7 @@ fn zero_is_a_gradient_of_zeros(#[case] dtype: DType) {
 fn skipped_steps_are_saved() {
     let vars = pair(DType::F32);
     let parameters = || named(&[&vars[0], &vars[1]]);
-    let mut optimizer = AdamW::new(parameters(), config(MissingGradients::Skip)).unwrap();
+    let mut optimizer = Optimizer::new(parameters(), config(MissingGradients::Skip)).unwrap();
     for step in 0..4 {
         optimizer.step(&gradients_of(&vars, step)).unwrap();
     }
@@ -132,7 +132,7 @@ fn skipped_steps_are_saved() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
     optimizer.save(&path).unwrap();
-    let rest = |optimizer: &mut AdamW| {
+    let rest = |optimizer: &mut Optimizer| {
         for (var, weight) in vars.iter().zip(&weights) {
             var.set(weight).unwrap();
         }
@@ -143,10 +143,10 @@ fn skipped_steps_are_saved() {
     };
     let wanted = rest(&mut optimizer);
 
-    let mut other = AdamW::new(parameters(), config(MissingGradients::Skip)).unwrap();
+    let mut other = Optimizer::new(parameters(), config(MissingGradients::Skip)).unwrap();
     other.load_state(state.clone(), 4).unwrap();
     assert_eq!(rest(&mut other), wanted);
-    let mut other = AdamW::new(parameters(), config(MissingGradients::Skip)).unwrap();
+    let mut other = Optimizer::new(parameters(), config(MissingGradients::Skip)).unwrap();
     other.load(&path).unwrap();
     assert_eq!(rest(&mut other), wanted);
 
@@ -211,7 +211,8 @@ fn a_scaler(#[values(MissingGradients::Skip, MissingGradients::Zero)] missing: M
         gradients
     };
     let [found, wanted] = [pair(DType::F32), pair(DType::F32)];
-    let optimizer_of = |vars: &[Var; 2]| AdamW::new(named(&[&vars[0], &vars[1]]), config(missing));
+    let optimizer_of =
+        |vars: &[Var; 2]| Optimizer::new(named(&[&vars[0], &vars[1]]), config(missing));
     let (mut optimizer, mut plain) = (
         optimizer_of(&found).unwrap(),
         optimizer_of(&wanted).unwrap(),

@@ -104,6 +104,18 @@ fn the_same_bits_through_json() {
 #[case("min_lr", Schedule::WarmupLinear { max_lr: 1.0, min_lr: -0.1, warmup_steps: 1, total_steps: 2 })]
 #[case("min_lr", Schedule::WarmupLinear { max_lr: 1.0, min_lr: 2.0, warmup_steps: 1, total_steps: 2 })]
 #[case("warmup_steps", Schedule::WarmupCosine { max_lr: 1.0, min_lr: 0.0, warmup_steps: 3, total_steps: 2 })]
+#[case("decay_steps", Schedule::WarmupStableDecay {
+    max_lr: 1.0, min_lr: 0.0, warmup_steps: 5, decay_steps: 6, total_steps: 10
+})]
+#[case("warmup_steps", Schedule::WarmupStableDecay {
+    max_lr: 1.0, min_lr: 0.0, warmup_steps: 11, decay_steps: 0, total_steps: 10
+})]
+#[case("period", Schedule::CosineRestarts { max_lr: 1.0, min_lr: 0.0, period: 0, factor: 1 })]
+#[case("factor", Schedule::CosineRestarts { max_lr: 1.0, min_lr: 0.0, period: 3, factor: 0 })]
+#[case("min_lr", Schedule::CosineRestarts { max_lr: 1.0, min_lr: 1.5, period: 3, factor: 1 })]
+#[case("steps", Schedule::Linear { lr: 1.0, start_factor: 0.0, end_factor: 1.0, steps: 0 })]
+#[case("end_factor", Schedule::Linear { lr: 1.0, start_factor: 0.0, end_factor: -1.0, steps: 4 })]
+#[case("lr", Schedule::Linear { lr: 1e30, start_factor: 1e30, end_factor: 1.0, steps: 4 })]
 fn a_bad_schedule_names_its_field(#[case] wanted: &str, #[case] schedule: Schedule) {
     let error = schedule.validate().unwrap_err();
     assert!(
@@ -129,4 +141,31 @@ fn schedules_are_said_in_words() {
     };
     let expected = "from 0.003, down to 0.0003 at step 5 in a straight line";
     assert_eq!(words(at_once), expected);
+    let wsd = Schedule::WarmupStableDecay {
+        max_lr: 0.003,
+        min_lr: 0.0,
+        warmup_steps: 4,
+        decay_steps: 10,
+        total_steps: 50,
+    };
+    assert_eq!(
+        words(wsd),
+        "up to 0.003 in 4 steps, down to 0 in the last 10 of 50 steps"
+    );
+    let restarts = |factor| Schedule::CosineRestarts {
+        max_lr: 1.0,
+        min_lr: 0.1,
+        period: 9,
+        factor,
+    };
+    let expected = "from 1 down to 0.1 along a cosine of 9 steps, restarted";
+    assert_eq!(words(restarts(1)), expected);
+    assert_eq!(words(restarts(2)), format!("{expected} 2 times as long"));
+    let linear = Schedule::Linear {
+        lr: 0.3,
+        start_factor: 0.1,
+        end_factor: 1.0,
+        steps: 7,
+    };
+    assert_eq!(words(linear), "from 0.03 to 0.3 in 7 steps");
 }

@@ -6,10 +6,10 @@ use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use std::path::Path;
 use tallow::Error;
-use tallow::optim::{AdamW, AdamWConfig, ParameterGroup, decay_matrices_only};
+use tallow::optim::{AdamWConfig, Optimizer, ParameterGroup, decay_matrices_only};
 
 /// Returns a matrix and a vector of one dtype, and their optimizer with two groups.
-fn setup(dtype: DType, lr: f64) -> (Vec<Var>, AdamW) {
+fn setup(dtype: DType, lr: f64) -> (Vec<Var>, Optimizer) {
     let matrix = Tensor::from_vec(noise(21, 1), (3, 7), &Device::Cpu).unwrap();
     let matrix = Var::from_tensor(&matrix.to_dtype(dtype).unwrap()).unwrap();
     let vars = vec![matrix, var(&noise(5, 2), dtype)];
@@ -19,10 +19,10 @@ fn setup(dtype: DType, lr: f64) -> (Vec<Var>, AdamW) {
         ..Default::default()
     };
     let groups = decay_matrices_only(named(&[&vars[0], &vars[1]]), config);
-    (vars, AdamW::with_groups(groups).unwrap())
+    (vars, Optimizer::with_groups(groups).unwrap())
 }
 
-fn steps(vars: &[Var], optimizer: &mut AdamW, range: std::ops::Range<usize>) {
+fn steps(vars: &[Var], optimizer: &mut Optimizer, range: std::ops::Range<usize>) {
     for t in range {
         let gradients: Vec<_> = vars
             .iter()
@@ -33,7 +33,7 @@ fn steps(vars: &[Var], optimizer: &mut AdamW, range: std::ops::Range<usize>) {
 }
 
 /// Returns everything that later steps depend on.
-fn everything(vars: &[Var], optimizer: &AdamW) -> Vec<Vec<f64>> {
+fn everything(vars: &[Var], optimizer: &Optimizer) -> Vec<Vec<f64>> {
     let state = optimizer
         .state()
         .into_iter()
@@ -70,7 +70,7 @@ fn continues_with_the_same_bits(#[case] dtype: DType) {
     }
     resumed.load(&path).unwrap();
     assert_eq!((resumed.steps(), resumed.learning_rate()), (5, lr));
-    assert_eq!(resumed.groups()[1].config, optimizer.groups()[1].config);
+    assert_eq!(resumed.groups()[1].rule, optimizer.groups()[1].rule);
     steps(&vars, &mut resumed, 5..9);
     assert_eq!(everything(&vars, &resumed), unbroken);
 
@@ -86,7 +86,7 @@ fn continues_with_the_same_bits(#[case] dtype: DType) {
 #[test]
 fn state_is_named_after_the_parameters() {
     let (_, optimizer) = setup(DType::F32, 0.1);
-    let names = |optimizer: &AdamW| -> Vec<String> {
+    let names = |optimizer: &Optimizer| -> Vec<String> {
         optimizer
             .state()
             .into_iter()
@@ -223,9 +223,9 @@ fn a_file_that_does_not_fit_is_refused_and_changes_nothing() {
     );
 
     let one_group = |parameters| {
-        AdamW::with_groups(vec![ParameterGroup {
+        Optimizer::with_groups(vec![ParameterGroup {
             parameters,
-            config: AdamWConfig::default(),
+            rule: AdamWConfig::default().into(),
         }])
         .unwrap()
     };
@@ -243,13 +243,14 @@ fn a_file_that_does_not_fit_is_refused_and_changes_nothing() {
     );
     let group = |var: &Var, name: &str| ParameterGroup {
         parameters: vec![(name.to_string(), var.clone())],
-        config: AdamWConfig::default(),
+        rule: AdamWConfig::default().into(),
     };
-    let mut swapped = AdamW::with_groups(vec![group(&vars[1], "b"), group(&vars[0], "a")]).unwrap();
+    let mut swapped =
+        Optimizer::with_groups(vec![group(&vars[1], "b"), group(&vars[0], "a")]).unwrap();
     refusal(swapped.load(&path), &["parameter b in group 1"]);
 
     let whole = std::fs::read(&path).unwrap();
-    let check_damaged = |optimizer: &mut AdamW, bytes: &[u8]| {
+    let check_damaged = |optimizer: &mut Optimizer, bytes: &[u8]| {
         let damaged = folder.path().join("damaged.safetensors");
         std::fs::write(&damaged, bytes).unwrap();
         let error = refusal(optimizer.load(&damaged), &["damaged.safetensors"]);

@@ -18,7 +18,7 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::Step;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::optim::AdamW;
+use tallow::optim::{Optimizer, Rule};
 use tallow::precision::{Precision, Regime};
 use tallow::{Result, autocast, ops};
 
@@ -86,7 +86,7 @@ impl Judge {
         let mut step = logits_of(&model, precision);
         let logits = step.forward([("tokens", tokens)]).unwrap();
         let losses = losses(&logits, targets).unwrap();
-        let optimizer = AdamW::new(model.parameters(), Default::default()).unwrap();
+        let optimizer = Optimizer::new(model.parameters(), Rule::default()).unwrap();
         let config = in_precision(precision);
         let mut step = Step::for_model(&model, &optimizer, &config).unwrap();
         let loss = step.forward_backward((tokens, targets)).unwrap();

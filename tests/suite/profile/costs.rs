@@ -6,7 +6,7 @@ use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerLM, flops};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::profile::{Grouping, ProfileReport, Profiler, Selection};
 
@@ -38,7 +38,7 @@ fn products_are_the_models(
 fn a_planned_step_has_the_matmuls_of_an_eager_one() {
     let _lock = exclusive();
     let model = TransformerLM::new(&config(), 5, &Device::Cpu).unwrap();
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
     let tokens: Vec<u32> = (0..(BATCH * LENGTH) as u32).collect();
     let tokens = Tensor::from_vec(tokens, (BATCH, LENGTH), &Device::Cpu).unwrap();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tallow::attention::Algorithm;
 use tallow::compile::{Step, StepConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::probe::{self, Kind};
 use tallow::profile::{
@@ -305,7 +305,7 @@ fn planned_on_gpu(plan: &StepConfig, times_phases: bool, attention: Algorithm) -
     };
     let model = TransformerLM::new(&size, 5, &device).unwrap();
     let model = model.with_attention(attention).unwrap();
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let mut step = Step::for_model(&model, &optimizer, plan).unwrap();
     step.time_phases(times_phases);
     let shape = (2 * plan.accumulation, 7);

@@ -8,7 +8,7 @@ use tallow::attention::Algorithm;
 use tallow::compile::Step;
 use tallow::model::TransformerLM;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::profile::{Grouping, Parts, ProfileReport, Profiler, Recording, Row, Selection};
 
@@ -67,7 +67,7 @@ fn planned_calls_tell_their_parts(
 ) {
     let model = TransformerLM::new(&config(), 5, &Device::Cpu).unwrap();
     let model = model.with_attention(attention).unwrap();
-    let mut optimizer = AdamW::new(model.parameters(), AdamWConfig::default()).unwrap();
+    let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let plan = in_precision(precision);
     let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
     let tokens = Tensor::zeros((BATCH, LENGTH), candle_core::DType::U32, &Device::Cpu).unwrap();

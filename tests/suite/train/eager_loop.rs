@@ -7,13 +7,14 @@ use tallow::nn::ForwardContext;
 use tallow::no_grad;
 use tallow::ops::DropoutKey;
 use tallow::optim::{
-    AdamW, GradScaler, GradientAccumulator, clip_grad_norm, clip_grad_value, decay_matrices_only,
+    GradScaler, GradientAccumulator, Optimizer, clip_grad_norm, clip_grad_value,
+    decay_matrices_only,
 };
 
 pub struct EagerLoop {
     model: TransformerLM,
     parameters: Vec<(String, Var)>,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     scaler: Option<GradScaler>,
     config: TrainConfig,
     batches: RandomBatches,
@@ -37,7 +38,7 @@ impl EagerLoop {
         let scaled = config.precision.dtype() == DType::F16;
         let (batch_size, length) = (config.batch_size, config.sequence_length);
         Self {
-            optimizer: AdamW::with_groups(groups).unwrap(),
+            optimizer: Optimizer::with_groups(groups).unwrap(),
             scaler: scaled.then(|| GradScaler::new(config.loss_scaling).unwrap()),
             batches: RandomBatches::new(train, batch_size, length, config.seed).unwrap(),
             validation,

@@ -16,7 +16,7 @@ fn check_parts(plan: &Plan) {
     for call in plan.calls() {
         match call.cost_index {
             Some(part) => {
-                assert!(!matches!(call.op, Op::AdamW { .. }));
+                assert!(!matches!(call.op, Op::Update { .. }));
                 products[part] += call.op.flops();
                 others[part] += plan.cost_of(call).other_flops;
                 // Gradients that are computed with a loss belong to its part.

@@ -202,7 +202,7 @@ fn gradients_that_pass() {
         ..in_bf16()
     };
     let plan = gpu_plan(&flash(&small(3)), 1, &config, [0, 0]);
-    let is_update = |call: &Call| matches!(call.op, Op::AdamW { .. });
+    let is_update = |call: &Call| matches!(call.op, Op::Update { .. });
     let mut rows = Vec::new();
     for row in plan.calls().chunk_by(|a, b| is_update(a) && is_update(b)) {
         let buffers = row.iter().filter(|call| is_update(call));

@@ -1,9 +1,9 @@
-//! AdamW and the passes before it, by tables.
+//! Updates and the passes before them, by tables.
 
 use super::super::View;
-use super::super::adamw::{self, Entry, Tables, words};
+use super::super::update::{self, Entry, Tables, words};
 use super::{Buffer, bits, gpu, numbers};
-use crate::kernels::cpu::adamw as on_cpu;
+use crate::kernels::cpu::update::{self as on_cpu, AdamW};
 use crate::kernels::workspace;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
@@ -42,8 +42,8 @@ impl Parameters {
             .map(|(i, ([value, gradient, m, v], copy))| Entry {
                 value: value.view(gpu),
                 gradient: gradient.view(gpu),
-                exp_avg: m.view(gpu),
-                exp_avg_sq: v.view(gpu),
+                states: [Some(m.view(gpu)), Some(v.view(gpu))],
+                rule: "adamw",
                 copy: Some(copy.view(gpu)),
                 update: i % 2,
             })
@@ -56,7 +56,8 @@ impl Parameters {
         let [mut value, gradient, mut m, mut v] = self.before[number].clone();
         if let Some(factor) = factor {
             let update = &updates()[number % 2];
-            on_cpu::step_scaled(&mut value, &gradient, factor, &mut m, &mut v, update);
+            let states = [&mut m[..], &mut v[..]];
+            on_cpu::step::<AdamW, f32, f32, 2>(&mut value, &gradient, factor, states, update);
             let copy: Vec<bf16> = value.iter().map(|x| bf16::from_f32(*x)).collect();
             assert_eq!(bits(&self.copies[number].read(gpu)), bits(&copy));
         }
@@ -68,8 +69,7 @@ impl Parameters {
 }
 
 fn updates() -> [crate::kernels::Update; 2] {
-    [(1e-3, 0.1), (3e-4, 0.0)]
-        .map(|(lr, decay)| crate::kernels::Update::new(lr, (0.9, 0.95), 1e-8, decay, 7))
+    [(1e-3, 0.1), (3e-4, 0.0)].map(|(lr, decay)| AdamW::new(lr, (0.9, 0.95), 1e-8, decay, 7).into())
 }
 
 fn updates_on(gpu: &CudaDevice) -> Buffer<f32> {
@@ -91,7 +91,7 @@ fn updates_have_the_bits_of_the_cpu() {
     let parameters = Parameters::new(&gpu);
     let tables = parameters.tables(&gpu);
     let updates = updates_on(&gpu);
-    tables.adamw(&gpu, 1..3, updates.view(&gpu), None).unwrap();
+    tables.update(&gpu, 1..3, updates.view(&gpu), None).unwrap();
     parameters.assert_updated(&gpu, 0, None);
     parameters.assert_updated(&gpu, 1, Some(1.0));
     parameters.assert_updated(&gpu, 2, Some(1.0));
@@ -122,8 +122,8 @@ fn moments_in_bf16_are_rounded_as_on_the_cpu() {
         let entries = entries.map(|([value, gradient, ..], [parameter, m, v])| Entry {
             value: value.view(&gpu),
             gradient: gradient.view(&gpu),
-            exp_avg: m.view(&gpu),
-            exp_avg_sq: v.view(&gpu),
+            states: [Some(m.view(&gpu)), Some(v.view(&gpu))],
+            rule: "adamw",
             copy: of_halves.then(|| parameter.view(&gpu)),
             update: 0,
         });
@@ -134,16 +134,24 @@ fn moments_in_bf16_are_rounded_as_on_the_cpu() {
         };
         let words = Buffer::new(&gpu, &words(&update), 0);
         let tables = tables.unwrap();
-        tables.adamw(&gpu, 0..3, words.view(&gpu), None).unwrap();
+        tables.update(&gpu, 0..3, words.view(&gpu), None).unwrap();
         for (i, [mut parameter, mut m, mut v]) in before.into_iter().enumerate() {
             let [mut value, gradient, ..] = parameters.before[i].clone();
             match of_halves {
                 true => {
                     let p = &mut parameter;
-                    on_cpu::step_half(p, &gradient, &mut value, &mut m, &mut v, &update);
+                    let states = [&mut m[..], &mut v[..]];
+                    on_cpu::step_half::<AdamW, _, _, _, 2>(
+                        p, &gradient, &mut value, states, &update,
+                    );
                     assert_eq!(bits(&on_gpu[i][0].read(&gpu)), bits(&parameter));
                 }
-                false => on_cpu::step(&mut value, &gradient, &mut m, &mut v, &update),
+                false => {
+                    let states = [&mut m[..], &mut v[..]];
+                    on_cpu::step::<AdamW, f32, bf16, 2>(
+                        &mut value, &gradient, 1.0, states, &update,
+                    );
+                }
             }
             assert_eq!(bits(&parameters.on_gpu[i][0].read(&gpu)), bits(&value));
             assert_eq!(bits(&on_gpu[i][1].read(&gpu)), bits(&m), "parameter {i}");
@@ -226,7 +234,7 @@ fn norms_clip_the_update() {
         Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     let clip_by = |squares: View| {
-        adamw::clip_factor(&gpu, squares, max_norm.view(&gpu), clip.view(&gpu)).unwrap();
+        update::clip_factor(&gpu, squares, max_norm.view(&gpu), clip.view(&gpu)).unwrap();
     };
     clip_by(squares.view(&gpu));
     let (norm, factor, skip, culprit) = clip_words(&gpu, &clip);
@@ -235,7 +243,7 @@ fn norms_clip_the_update() {
     assert_eq!((factor, skip, culprit), (1.0 / (norm + 1e-6), 0, -1));
     let updates = updates_on(&gpu);
     tables
-        .adamw(&gpu, 0..3, updates.view(&gpu), Some(clip.view(&gpu)))
+        .update(&gpu, 0..3, updates.view(&gpu), Some(clip.view(&gpu)))
         .unwrap();
     for number in 0..3 {
         parameters.assert_updated(&gpu, number, Some(factor));
@@ -267,8 +275,8 @@ fn an_overflow_leaves_everything_as_it_was() {
             Entry {
                 value: value.view(&gpu),
                 gradient: other.as_ref().unwrap_or(gradient).view(&gpu),
-                exp_avg: m.view(&gpu),
-                exp_avg_sq: v.view(&gpu),
+                states: [Some(m.view(&gpu)), Some(v.view(&gpu))],
+                rule: "adamw",
                 copy: None,
                 update: 0,
             }
@@ -284,7 +292,7 @@ fn an_overflow_leaves_everything_as_it_was() {
         Buffer::<f64>::unwritten(&gpu, 3, 0),
     );
     let check = |flags: View| {
-        adamw::check_overflow(&gpu, flags, first.view(&gpu), clip.view(&gpu)).unwrap();
+        update::check_overflow(&gpu, flags, first.view(&gpu), clip.view(&gpu)).unwrap();
         (first.read(&gpu)[0], clip_words(&gpu, &clip))
     };
 
@@ -308,7 +316,7 @@ fn an_overflow_leaves_everything_as_it_was() {
     let updates = updates_on(&gpu);
     assert_eq!(updates.view(&gpu).dtype, DType::F32);
     tables
-        .adamw(&gpu, 0..3, updates.view(&gpu), Some(clip.view(&gpu)))
+        .update(&gpu, 0..3, updates.view(&gpu), Some(clip.view(&gpu)))
         .unwrap();
     for number in 0..3 {
         parameters.assert_updated(&gpu, number, None);

@@ -4,6 +4,7 @@ use super::super::{View, launch_config};
 use super::SOURCE;
 use super::tables::{Entry, Tables};
 use crate::kernels::Update;
+use crate::kernels::cpu::update::COEFFICIENTS;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
@@ -17,7 +18,7 @@ pub(crate) fn prepare(gpu: &CudaDevice) -> Result<()> {
 impl Tables {
     /// Updates a range of entries in place. `updates` ([`WORDS`] per update) f32 are [`words`]. `clip` (3) f64, if
     /// there is one, was written by [`clip_factor`](super::clip_factor) or [`check_overflow`](super::check_overflow).
-    pub(crate) fn adamw(
+    pub(crate) fn update(
         &self,
         gpu: &CudaDevice,
         entries: Range<usize>,
@@ -25,12 +26,12 @@ impl Tables {
         clip: Option<View>,
     ) -> Result<()> {
         let clip = clip.map_or(0, |clip| clip.pointer);
-        for (part, types) in self.by_types(entries) {
+        for (part, [rule, types]) in self.by_kernel(entries) {
             let chunks = self.chunks(&part);
             if chunks.is_empty() {
                 continue;
             }
-            let kernel = SOURCE.kernel(gpu, "adamw", types)?;
+            let kernel = SOURCE.kernel(gpu, rule, types)?;
             let (tensors, table) = (self.tensors_from(0), self.chunks_from(chunks.start));
             let mut launch = kernel.builder();
             launch.arg(&tensors).arg(&table);
@@ -58,25 +59,18 @@ pub(crate) fn step(
     let updates = gpu.clone_htod(&updates)?;
     let pointer = updates.device_ptr(&gpu.cuda_stream()).0;
     let updates_view = View::new(pointer, DType::F32, updates.len()).owned_by(&updates);
-    tables.adamw(gpu, 0..tables.len(), updates_view, None)
+    tables.update(gpu, 0..tables.len(), updates_view, None)
 }
 
 /// The number of words of an update.
-pub(crate) const WORDS: usize = 9;
+pub(crate) const WORDS: usize = COEFFICIENTS + 2;
 
 /// Returns an update as the kernel reads it.
 pub(crate) fn words(update: &Update) -> [f32; WORDS] {
-    let words = [
-        update.decay,
-        update.one_minus_beta1,
-        update.beta2,
-        update.one_minus_beta2,
-        update.step_size,
-        update.second_correction,
-        update.eps,
-    ];
-    let words = words.map(|word| word as f32);
-    let [a, b, c, d, e, f, g] = words;
-    let (rounding, clip_value) = (f32::from_bits(update.rounding), update.clip_value as f32);
-    [a, b, c, d, e, f, g, rounding, clip_value]
+    let mut words = [0.0; WORDS];
+    let coefficients = update.rule.words().map(|x| x as f32);
+    words[..COEFFICIENTS].copy_from_slice(&coefficients);
+    words[COEFFICIENTS..]
+        .copy_from_slice(&[f32::from_bits(update.rounding), update.clip_value as f32]);
+    words
 }

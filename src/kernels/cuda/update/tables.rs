@@ -14,14 +14,20 @@ pub(crate) struct Entry<'a> {
     pub value: View<'a>,
     /// f32, bf16 or f16.
     pub gradient: View<'a>,
-    /// f32 or bf16.
-    pub exp_avg: View<'a>,
-    /// f32 or bf16, like exp_avg.
-    pub exp_avg_sq: View<'a>,
+    /// The rule's tensors of state, f32 or bf16, of one dtype.
+    pub states: [Option<View<'a>>; 2],
     /// The value rounded to f16 or bf16, if there is a copy in half precision.
     pub copy: Option<View<'a>>,
+    /// The name of the rule's kernel.
+    pub rule: &'static str,
     /// The index of the entry's update.
     pub update: usize,
+}
+
+impl Entry<'_> {
+    fn state_dtype(&self) -> DType {
+        self.states[0].map_or(DType::F32, |state| state.dtype)
+    }
 }
 
 /// The tables of entries, as the kernels read them. Every buffer of an entry must exist as long as the tables are used.
@@ -32,8 +38,8 @@ pub(crate) struct Tables {
     pointers: [u64; 2],
     /// The first chunk of each entry, then the number of chunks.
     first_chunks: Vec<usize>,
-    /// The suffix of the update kernel for each entry: the dtypes of gradient, copy and moments.
-    types: Vec<&'static str>,
+    /// The update kernel of each entry: its name, and its suffix for the dtypes of gradient, copy and state.
+    kernels: Vec<[&'static str; 2]>,
     /// The dtype of each entry's gradient, as a kernel suffix.
     gradients: Vec<&'static str>,
 }
@@ -44,7 +50,7 @@ impl Tables {
     pub(crate) fn new(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
-            Ok(match (entry.gradient.dtype, copies, entry.exp_avg.dtype) {
+            Ok(match (entry.gradient.dtype, copies, entry.state_dtype()) {
                 (DType::F32, Some(DType::F16), DType::F32) => "f32_f16",
                 (DType::F32, Some(DType::F16), DType::BF16) => "f32_f16_moments",
                 (DType::F32, None | Some(DType::BF16), DType::F32) => "f32",
@@ -52,7 +58,7 @@ impl Tables {
                 (DType::BF16, Some(DType::BF16), DType::F32) => "f32_of_bf16",
                 (DType::BF16, Some(DType::BF16), DType::BF16) => "f32_of_bf16_moments",
                 other => bail!(
-                    "AdamW's tables: no kernel for gradients, copies and moments in {other:?}"
+                    "tables of updates: no kernel for gradients, copies and state in {other:?}"
                 ),
             })
         });
@@ -63,11 +69,11 @@ impl Tables {
     /// `value` its master weight in f32. Gradients are f32 or in the parameters' dtype.
     pub(crate) fn with_master_weights(gpu: &CudaDevice, entries: &[Entry]) -> Result<Self> {
         if entries.iter().any(|entry| entry.copy.is_none()) {
-            bail!("AdamW's tables: an exact value without its parameter in half precision");
+            bail!("tables of updates: an exact value without its parameter in half precision");
         }
         let copies = dtype_of_copies(entries)?;
         let types = entries.iter().map(|entry| {
-            Ok(match (entry.gradient.dtype, copies, entry.exp_avg.dtype) {
+            Ok(match (entry.gradient.dtype, copies, entry.state_dtype()) {
                 (DType::BF16, Some(DType::BF16), DType::F32) => "bf16",
                 (DType::BF16, Some(DType::BF16), DType::BF16) => "bf16_moments",
                 (DType::F32, Some(DType::BF16), DType::F32) => "bf16_f32",
@@ -77,7 +83,7 @@ impl Tables {
                 (DType::F32, Some(DType::F16), DType::F32) => "f16_f32",
                 (DType::F32, Some(DType::F16), DType::BF16) => "f16_f32_moments",
                 other => bail!(
-                    "AdamW's tables: no kernel for gradients, parameters and moments in {other:?}"
+                    "tables of updates: no kernel for gradients, parameters and state in {other:?}"
                 ),
             })
         });
@@ -89,9 +95,9 @@ impl Tables {
         let entries = gradients.iter().map(|gradient| Entry {
             value: *gradient,
             gradient: *gradient,
-            exp_avg: *gradient,
-            exp_avg_sq: *gradient,
+            states: [None; 2],
             copy: None,
+            rule: "none",
             update: 0,
         });
         let entries: Vec<Entry> = entries.collect();
@@ -107,8 +113,8 @@ impl Tables {
             let known: [u64; workspace::UPDATE_WORDS] = [
                 entry.value.pointer,
                 entry.gradient.pointer,
-                entry.exp_avg.pointer,
-                entry.exp_avg_sq.pointer,
+                entry.states[0].map_or(0, |state| state.pointer),
+                entry.states[1].map_or(0, |state| state.pointer),
                 entry.copy.map_or(0, |copy| copy.pointer),
                 n as u64,
                 entry.update as u64 | (first_chunk as u64) << 32,
@@ -135,7 +141,12 @@ impl Tables {
             _held: [tensors, chunks],
             pointers,
             first_chunks,
-            types,
+            kernels: entries
+                .iter()
+                .map(|entry| entry.rule)
+                .zip(types)
+                .map(<[_; 2]>::from)
+                .collect(),
             gradients: gradients.collect(),
         })
     }
@@ -150,12 +161,12 @@ impl Tables {
         self.first_chunks[entries.start]..self.first_chunks[entries.end]
     }
 
-    /// Splits a range of entries into runs that one kernel updates, each with the suffix of the kernel.
-    pub(super) fn by_types(
+    /// Splits a range of entries into runs that one kernel updates, each with the kernel's name and suffix.
+    pub(super) fn by_kernel(
         &self,
         entries: Range<usize>,
-    ) -> impl Iterator<Item = (Range<usize>, &'static str)> {
-        runs_of_one(&self.types, entries)
+    ) -> impl Iterator<Item = (Range<usize>, [&'static str; 2])> {
+        runs_of_one(&self.kernels, entries)
     }
 
     /// Splits a range of entries into runs whose gradients have one dtype, each with its suffix.
@@ -178,10 +189,10 @@ impl Tables {
 }
 
 /// Splits a range of entries into runs of one name, each with the name.
-fn runs_of_one(
-    names: &[&'static str],
+fn runs_of_one<T: Copy + PartialEq>(
+    names: &[T],
     entries: Range<usize>,
-) -> impl Iterator<Item = (Range<usize>, &'static str)> {
+) -> impl Iterator<Item = (Range<usize>, T)> {
     let mut end = entries.start;
     let parts = names[entries].chunk_by(|a, b| a == b);
     parts.map(move |part| {
@@ -199,6 +210,6 @@ fn dtype_of_copies(entries: &[Entry]) -> Result<Option<DType>> {
     let first = dtypes.next();
     match dtypes.all(|dtype| Some(dtype) == first) {
         true => Ok(first),
-        false => bail!("AdamW's tables: copies of more than one dtype"),
+        false => bail!("tables of updates: copies of more than one dtype"),
     }
 }

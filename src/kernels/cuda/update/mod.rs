@@ -1,4 +1,4 @@
-//! AdamW and the passes before it, over many parameters in one launch; see `update.cu` and `gradients.cu`.
+//! Updates and the passes before them, over many parameters in one launch; see `update.cu` and `gradients.cu`.
 //!
 //! [`Tables`] hold the addresses of parameters, gradients and state. They are valid until one of these buffers moves.
 //! Values that change with each step (rates, the loss scale, the largest norm) are read from device memory.
@@ -14,10 +14,13 @@ pub(crate) use update::{WORDS, prepare, step, words};
 use super::source::{PRELUDE, Source};
 
 const SOURCE: Source = Source {
-    name: "adamw",
+    name: "update",
     parts: &[
         PRELUDE,
         include_str!("tables.cuh"),
+        include_str!("adamw.cuh"),
+        include_str!("lion.cuh"),
+        include_str!("sgd.cuh"),
         include_str!("update.cu"),
         include_str!("gradients.cu"),
     ],

@@ -1,10 +1,8 @@
-//! AdamW: parameters, state and step.
+//! The optimizer: parameters, state and step.
 
-use super::MissingGradients;
-use super::config::{AdamWConfig, ParameterGroup};
-use super::cost::STEP_INFO;
 use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu, step_reference};
+use super::{MissingGradients, ParameterGroup, Rule};
 use crate::gradients::{find_gradient, missing};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
@@ -14,35 +12,31 @@ use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
 
-/// AdamW (Adam with decoupled weight decay), with PyTorch's semantics.
+/// Updates parameters from their gradients, each group by its [`Rule`].
 ///
-/// At step `t`, for a parameter `p` with gradient `g`, and `m`, `v` (`exp_avg`, `exp_avg_sq`) starting at 0:
+/// | rule | update | state of an f32 parameter |
+/// |---|---|---|
+/// | [`AdamW`](super::AdamWConfig) | by running means of the gradient and its square | 8 bytes, or 4 in bf16 |
+/// | [`Lion`](super::LionConfig) | by the sign of a running mean | 4 bytes |
+/// | [`Muon`](super::MuonConfig) | by the momentum, made orthogonal; matrices only | 4 bytes |
+/// | [`Sgd`](super::SgdConfig) | by the gradient, or its momentum | none, or 4 bytes |
 ///
-/// ```text
-/// p *= 1 - lr * weight_decay
-/// m  = beta1 m + (1 - beta1) g
-/// v  = beta2 v + (1 - beta2) g^2
-/// p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-/// ```
-///
-/// The state is f32 for every parameter dtype except f64, where it is f64: 8 bytes a parameter in f32, or 4 with bf16
-/// moments ([`Moments::Bf16`](super::Moments::Bf16)). A parameter in f16 or bf16 has a third state, `master`, with its
-/// value in f32, of which the parameter is the rounding (12 bytes in all). Without it, a step of 1e-3 would never
-/// change a bf16 weight of 1. If such a parameter is set from outside, its `master` starts again from the new value.
+/// State is f32 for every parameter dtype except f64, where it is f64. A parameter in f16 or bf16 has `master` in
+/// addition, with its value in f32, of which the parameter is the rounding (4 bytes). Without it, a step of 1e-3 would
+/// never change a bf16 weight of 1. If such a parameter is set from outside, its `master` starts again from the new
+/// value.
 ///
 /// On the CPU a step is one pass in place without allocations, with the same bits for any number of threads. On CUDA
-/// all parameters in f32 are updated in one launch. On other devices it is composed of candle's own ops
-/// ([`AdamW::step_reference`]).
-///
-/// Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2.
+/// all parameters of a rule in f32 are updated in one launch. On other devices it is composed of candle's own ops
+/// ([`Optimizer::step_reference`]).
 ///
 /// ```
 /// use candle_core::{Device, Var};
-/// use tallow::optim::{AdamW, AdamWConfig};
+/// use tallow::optim::{AdamWConfig, Optimizer};
 ///
 /// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
 /// let config = AdamWConfig { lr: 0.1, weight_decay: 0.0, ..Default::default() };
-/// let mut optimizer = AdamW::new([("weight".to_string(), weight.clone())], config)?;
+/// let mut optimizer = Optimizer::new([("weight".to_string(), weight.clone())], config)?;
 /// let gradients = weight.sqr()?.sum_all()?.backward()?;
 /// optimizer.step(&gradients)?;
 /// let moved = weight.to_vec1::<f32>()?; // the first step is lr long, whatever the gradient
@@ -55,11 +49,11 @@ use std::collections::{HashMap, HashSet};
 ///
 /// ```
 /// use candle_core::{Device, Var};
-/// use candle_nn::Optimizer;
-/// use tallow::optim::{AdamW, AdamWConfig};
+/// use candle_nn::Optimizer as _;
+/// use tallow::optim::{AdamWConfig, Optimizer};
 ///
 /// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
-/// let mut optimizer = AdamW::new([("weight".to_string(), weight.clone())], AdamWConfig::default())?;
+/// let mut optimizer = Optimizer::new([("weight".to_string(), weight.clone())], AdamWConfig::default())?;
 /// let gradients = weight.sqr()?.sum_all()?.backward()?;
 /// optimizer.step(&gradients)?;
 /// optimizer.set_learning_rate(1e-4);
@@ -68,7 +62,7 @@ use std::collections::{HashMap, HashSet};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct AdamW {
+pub struct Optimizer {
     pub(super) groups: Vec<ParameterGroup>,
     /// The state of each parameter, in the groups' order; `None` if another rank has it.
     pub(super) slots: Vec<Option<Slot>>,
@@ -79,28 +73,28 @@ pub struct AdamW {
     pub(super) shards: Option<Shards>,
 }
 
-impl AdamW {
-    /// Creates an optimizer of `parameters` with one configuration.
+impl Optimizer {
+    /// Creates an optimizer of `parameters` with one rule, such as an [`AdamWConfig`](super::AdamWConfig).
     ///
     /// # Errors
-    /// [`Error::Config`] if [`AdamWConfig::validate`] refuses the configuration, if there are no parameters, or if a
+    /// [`Error::Config`] if [`Rule::validate`] refuses the configuration, if there are no parameters, or if a
     /// name or a variable occurs twice (the message has both names); [`Error::DType`] for a parameter that is not
     /// `f16`, `bf16`, `f32` or `f64`.
     pub fn new(
         parameters: impl IntoIterator<Item = (String, Var)>,
-        config: AdamWConfig,
+        rule: impl Into<Rule>,
     ) -> Result<Self> {
-        let parameters = parameters.into_iter().collect();
-        Self::with_groups(vec![ParameterGroup { parameters, config }])
+        let (parameters, rule) = (parameters.into_iter().collect(), rule.into());
+        Self::with_groups(vec![ParameterGroup { parameters, rule }])
     }
 
-    /// Creates an optimizer of several groups of parameters, each with its configuration.
+    /// Creates an optimizer of several groups of parameters, each with its rule.
     ///
     /// # Errors
-    /// Those of [`AdamW::new`]. A group may be empty, but not all of them.
+    /// Those of [`Optimizer::new`]. A group may be empty, but not all of them.
     pub fn with_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
         if groups.iter().all(|group| group.parameters.is_empty()) {
-            return Err(Error::config("AdamW", "parameters", "none").must_be(
+            return Err(Error::config("Optimizer", "parameters", "none").must_be(
                 "at least one",
                 "pass the model's parameters, for example model.parameters()",
             ));
@@ -111,12 +105,12 @@ impl AdamW {
     /// Creates an optimizer of groups that may all be empty.
     pub(super) fn of_any_groups(groups: Vec<ParameterGroup>) -> Result<Self> {
         for group in &groups {
-            group.config.validate()?;
+            group.rule.validate()?;
         }
         refuse_duplicates(&groups)?;
         let slots = groups.iter().flat_map(|group| {
             let parameters = group.parameters.iter();
-            parameters.map(|(name, var)| Slot::new(name, var, group.config.moments).map(Some))
+            parameters.map(|(name, var)| Slot::new(name, var, &group.rule).map(Some))
         });
         let slots = slots.collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -128,8 +122,7 @@ impl AdamW {
         })
     }
 
-    /// Updates every parameter from its gradient. [`AdamWConfig::missing_gradients`] decides about parameters without
-    /// one.
+    /// Updates every parameter from its gradient. [`Rule::missing_gradients`] decides about parameters without one.
     ///
     /// Gradients may have another float dtype than their parameters, and any layout.
     ///
@@ -138,64 +131,63 @@ impl AdamW {
     /// another shape, on another device, or that is not a float; an invalid learning rate. All of this is checked
     /// before anything changes.
     pub fn step(&mut self, gradients: &GradStore) -> Result<()> {
-        let range = probe::op(Kind::Op, "adamw", probe::op_path("adamw"));
         // All paths are chosen before the first update: an error must leave everything unchanged.
         #[cfg(feature = "cuda")]
         let mut on_gpu = super::cuda::Batch::default();
-        for (_, parameter) in self.parameters() {
-            match (choose(&STEP_INFO, parameter)?, parameter.device()) {
+        for entry in self.entries() {
+            match (choose(entry.rule.info(), entry.var)?, entry.var.device()) {
                 #[cfg(feature = "cuda")]
                 (Path::Kernel, candle_core::Device::Cuda(gpu)) => on_gpu.prepare(gpu)?,
                 _ => {}
             }
         }
-        self.step_by(gradients, |parameter, gradient, slot, update| {
-            match (choose(&STEP_INFO, parameter)?, parameter.device()) {
-                #[cfg(feature = "cuda")]
-                (Path::Kernel, candle_core::Device::Cuda(_)) => {
-                    on_gpu.add(parameter, gradient, slot, update);
-                    Ok(())
+        let gradients = self.begin_step(gradients)?;
+        let mut names: Vec<&str> = self.groups.iter().map(|group| group.rule.name()).collect();
+        names.dedup();
+        let mut done = HashSet::new();
+        for name in names.into_iter().filter(|name| done.insert(*name)) {
+            let range = probe::op(Kind::Op, name, probe::op_path(name));
+            let of_rule = |entry: &Entry<'_>| entry.rule.name() == name;
+            let updates = self.updates(&gradients);
+            for (entry, gradient, slot) in updates.filter(|(entry, ..)| of_rule(entry)) {
+                let (var, update) = (entry.var, entry.update(self.steps));
+                match (choose(entry.rule.info(), var)?, var.device()) {
+                    #[cfg(feature = "cuda")]
+                    (Path::Kernel, candle_core::Device::Cuda(_)) => {
+                        on_gpu.add(var, gradient, slot, &update);
+                    }
+                    (Path::Kernel, _) => {
+                        step_cpu(var, gradient, slot, entry.rule, &update)?;
+                    }
+                    (Path::Reference, _) => step_reference(var, gradient, slot, &update)?,
                 }
-                (Path::Kernel, _) => step_cpu(parameter, gradient, slot, update),
-                (Path::Reference, _) => step_reference(parameter, gradient, slot, update),
             }
-        })?;
-        #[cfg(feature = "cuda")]
-        on_gpu.step()?;
-        self.gather_weights()?;
-        let first = self
-            .entries()
-            .find_map(|entry| Some((entry.var, entry.slot?)));
-        if let (true, Some((first, slot))) = (probe::is_listening(), first) {
-            let slots = self.slots.iter().flatten();
-            let dims = [slots.map(|slot| slot.exp_avg.elem_count()).sum()];
-            let [own, moments] =
-                [first.dtype(), slot.exp_avg.dtype()].map(|dtype| Operand { dims: &dims, dtype });
-            range.leave(Operands {
-                inputs: &[own, moments],
-                output: own,
-            });
+            #[cfg(feature = "cuda")]
+            std::mem::take(&mut on_gpu).step()?;
+            if probe::is_listening() {
+                leave(range, self.entries().filter(of_rule));
+            }
         }
-        Ok(())
-    }
-
-    /// Updates every parameter with candle's own ops, on any device. It is slower than [`AdamW::step`] and allocates
-    /// temporaries.
-    ///
-    /// # Errors
-    /// Those of [`AdamW::step`].
-    pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
-        self.step_by(gradients, step_reference)?;
         self.gather_weights()
     }
 
-    fn step_by(
-        &mut self,
-        gradients: &GradStore,
-        mut step: impl FnMut(&Var, &Tensor, &Slot, &Update) -> Result<()>,
-    ) -> Result<()> {
+    /// Updates every parameter with candle's own ops, on any device. It is slower than [`Optimizer::step`] and
+    /// allocates temporaries.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::step`].
+    pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
+        let gradients = self.begin_step(gradients)?;
+        for (entry, gradient, slot) in self.updates(&gradients) {
+            step_reference(entry.var, gradient, slot, &entry.update(self.steps))?;
+        }
+        self.gather_weights()
+    }
+
+    /// Checks everything, then counts the step. Returns the gradients.
+    fn begin_step(&mut self, gradients: &GradStore) -> Result<Vec<Gradient>> {
         for group in &self.groups {
-            group.config.validate()?;
+            group.rule.validate()?;
         }
         let gradients = self.readable_gradients(gradients)?;
         self.steps += 1;
@@ -203,12 +195,19 @@ impl AdamW {
         for (skipped, gradient) in self.skipped.iter_mut().zip(&gradients) {
             *skipped += usize::from(matches!(gradient, Gradient::Skipped));
         }
-        for (entry, gradient) in self.entries().zip(&gradients) {
-            if let (Gradient::Given(gradient), Some(slot)) = (gradient, entry.slot) {
-                step(entry.var, gradient, slot, &entry.update(self.steps))?;
-            }
-        }
-        Ok(())
+        Ok(gradients)
+    }
+
+    /// Yields the parameters that this rank updates, with gradient and state.
+    fn updates<'o>(
+        &'o self,
+        gradients: &'o [Gradient],
+    ) -> impl Iterator<Item = (Entry<'o>, &'o Tensor, &'o Slot)> {
+        let entries = self.entries().zip(gradients);
+        entries.filter_map(|(entry, gradient)| match (gradient, entry.slot) {
+            (Gradient::Given(gradient), Some(slot)) => Some((entry, gradient, slot)),
+            _ => None,
+        })
     }
 
     /// Returns the gradients as kernels read them: contiguous, of a dtype that the kernel accepts, and on storage that
@@ -216,12 +215,13 @@ impl AdamW {
     fn readable_gradients(&self, gradients: &GradStore) -> Result<Vec<Gradient>> {
         let parameters = self.parameters().map(|(_, var)| var);
         let state = self.slots.iter().flatten().flat_map(Slot::vars);
+        let state = state.map(|(_, var)| var);
         let written = parameters.chain(state).map(|var| storage_address(var));
         let written: HashSet<usize> = written.collect();
         let readable = self.entries().map(|entry| {
             let var = entry.var;
             let found = find_gradient(STEP, gradients, entry.name, var)?;
-            match (found, entry.config.missing_gradients) {
+            match (found, entry.rule.missing_gradients()) {
                 (None, MissingGradients::Error) => return Err(missing(STEP, entry.name)),
                 (None, MissingGradients::Skip) => return Ok(Gradient::Skipped),
                 _ if entry.slot.is_none() => return Ok(Gradient::Elsewhere),
@@ -268,7 +268,7 @@ impl AdamW {
     ) -> Result<Vec<(String, Var)>> {
         let mut present = Vec::new();
         for group in &self.groups {
-            let policy = group.config.missing_gradients;
+            let policy = group.rule.missing_gradients();
             present.extend(policy.present(op, gradients, &group.parameters)?);
         }
         match (present.is_empty(), self.parameters().next()) {
@@ -287,15 +287,15 @@ impl AdamW {
         let groups = self.groups.iter();
         let parameters = groups.flat_map(|group| {
             let parameters = group.parameters.iter();
-            parameters.map(|(name, var)| (name, var, &group.config))
+            parameters.map(|(name, var)| (name, var, &group.rule))
         });
         let parameters = parameters.zip(self.slots.iter().zip(&self.skipped));
         let numbered = parameters.enumerate();
-        numbered.map(|(number, ((name, var, config), (slot, skipped)))| Entry {
+        numbered.map(|(number, ((name, var, rule), (slot, skipped)))| Entry {
             number,
             name,
             var,
-            config,
+            rule,
             slot: slot.as_ref(),
             skipped: *skipped,
         })
@@ -303,13 +303,13 @@ impl AdamW {
 
     /// Returns the learning rate of the first group (0 if there is none).
     pub fn learning_rate(&self) -> f64 {
-        self.groups.first().map_or(0.0, |group| group.config.lr)
+        self.groups.first().map_or(0.0, |group| group.rule.lr())
     }
 
     /// Sets the learning rate of every group. The next step returns an error if it is invalid.
     pub fn set_learning_rate(&mut self, lr: f64) {
         for group in &mut self.groups {
-            group.config.lr = lr;
+            group.rule = group.rule.with_lr(lr);
         }
     }
 
@@ -320,14 +320,14 @@ impl AdamW {
     pub fn set_learning_rate_of(&mut self, group: usize, lr: f64) -> Result<()> {
         let count = self.groups.len();
         let Some(group) = self.groups.get_mut(group) else {
-            return Err(Error::config("AdamW", "group", group).must_be(
+            return Err(Error::config("Optimizer", "group", group).must_be(
                 format!("under the number of groups, {count}"),
                 "groups count from 0, in the order they were given",
             ));
         };
-        let config = AdamWConfig { lr, ..group.config };
-        config.validate()?;
-        group.config = config;
+        let rule = group.rule.with_lr(lr);
+        rule.validate()?;
+        group.rule = rule;
         Ok(())
     }
 
@@ -336,10 +336,28 @@ impl AdamW {
         self.steps
     }
 
-    /// Returns the groups of parameters with their configurations, in order.
+    /// Returns the groups of parameters with their rules, in order.
     pub fn groups(&self) -> &[ParameterGroup] {
         &self.groups
     }
+}
+
+/// Ends a profiling range over the updates of these parameters.
+fn leave<'o>(range: probe::RangeGuard, entries: impl Iterator<Item = Entry<'o>>) {
+    let entries: Vec<_> = entries.filter(|entry| entry.slot.is_some()).collect();
+    let Some(first) = entries.first() else {
+        return;
+    };
+    let dims = [entries.iter().map(|entry| entry.var.elem_count()).sum()];
+    let states = first.rule.states(first.var.dtype()).into_iter();
+    let dtypes = [first.var.dtype()]
+        .into_iter()
+        .chain(states.map(|state| state.dtype));
+    let operands: Vec<_> = dtypes.map(|dtype| Operand { dims: &dims, dtype }).collect();
+    range.leave(Operands {
+        inputs: &operands,
+        output: operands[0],
+    });
 }
 
 /// A parameter with its group and state.
@@ -347,7 +365,7 @@ pub(super) struct Entry<'o> {
     number: usize,
     pub name: &'o str,
     pub var: &'o Var,
-    pub config: &'o AdamWConfig,
+    pub rule: &'o Rule,
     /// The state; `None` if another rank has it.
     pub slot: Option<&'o Slot>,
     skipped: usize,
@@ -356,7 +374,8 @@ pub(super) struct Entry<'o> {
 impl Entry<'_> {
     /// Returns the coefficients of its update in step `step`.
     pub fn update(&self, step: usize) -> Update {
-        self.config.update(step - self.skipped, self.number)
+        self.rule
+            .update(step - self.skipped, self.number, self.var.dims())
     }
 }
 
@@ -371,7 +390,7 @@ enum Gradient {
 
 fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
     let refuse = |got: String, hint: &str| {
-        Err(Error::config("AdamW", "parameters", got)
+        Err(Error::config("Optimizer", "parameters", got)
             .must_be("every variable and every name once", hint))
     };
     let mut by_id = HashMap::new();
@@ -395,14 +414,14 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
 
 /// The update of a parameter in a planned step.
 pub(crate) struct PlannedUpdate {
-    /// exp_avg and exp_avg_sq; `None` if another rank updates the parameter.
-    pub moments: Option<[Tensor; 2]>,
+    /// The rule's tensors of state; `None` if another rank updates the parameter.
+    pub states: Option<Vec<Tensor>>,
     pub update: Update,
-    /// The treatment of a missing gradient, by its group.
-    pub missing: MissingGradients,
+    /// The rule of its group.
+    pub rule: Rule,
 }
 
-impl AdamW {
+impl Optimizer {
     /// Returns the updates of `parameters` in the next step, in order, without applying them.
     ///
     /// # Errors
@@ -413,7 +432,7 @@ impl AdamW {
         parameters: &[(String, Var)],
     ) -> Result<Vec<PlannedUpdate>> {
         for group in &self.groups {
-            group.config.validate()?;
+            group.rule.validate()?;
         }
         let entries = self.entries().map(|entry| (entry.var.id(), entry));
         let mut found: HashMap<_, _> = entries.collect();
@@ -426,11 +445,12 @@ impl AdamW {
             let Some(entry) = found.remove(&var.id()) else {
                 return Err(refuse(name, "the model", "the optimizer"));
             };
-            let moments = entry.slot.map(|slot| [&slot.exp_avg, &slot.exp_avg_sq]);
+            let states = entry.slot.map(|slot| slot.states.iter());
             Ok(PlannedUpdate {
-                moments: moments.map(|vars| vars.map(|var| var.as_tensor().clone())),
+                states: states
+                    .map(|states| states.map(|(_, var)| var.as_tensor().clone()).collect()),
                 update: entry.update(self.steps + 1),
-                missing: entry.config.missing_gradients,
+                rule: *entry.rule,
             })
         });
         let updates = updates.collect::<Result<Vec<_>>>()?;
@@ -454,12 +474,12 @@ impl AdamW {
 }
 
 /// For training loops that are generic over the trait.
-impl candle_nn::Optimizer for AdamW {
-    type Config = AdamWConfig;
+impl candle_nn::Optimizer for Optimizer {
+    type Config = Rule;
 
     /// Creates an optimizer of the variables that are floats; the others are ignored, as by candle's optimizers. A name
     /// consists of index and shape: `#3 [512, 1344]`.
-    fn new(vars: Vec<Var>, config: AdamWConfig) -> candle_core::Result<Self> {
+    fn new(vars: Vec<Var>, rule: Rule) -> candle_core::Result<Self> {
         let parameters = vars
             .into_iter()
             .enumerate()
@@ -469,19 +489,19 @@ impl candle_nn::Optimizer for AdamW {
         // The trait's `empty` passes no variables.
         Ok(Self::of_any_groups(vec![ParameterGroup {
             parameters,
-            config,
+            rule,
         }])?)
     }
 
     fn step(&mut self, gradients: &GradStore) -> candle_core::Result<()> {
-        Ok(AdamW::step(self, gradients)?)
+        Ok(Optimizer::step(self, gradients)?)
     }
 
     fn learning_rate(&self) -> f64 {
-        AdamW::learning_rate(self)
+        Optimizer::learning_rate(self)
     }
 
     fn set_learning_rate(&mut self, lr: f64) {
-        AdamW::set_learning_rate(self, lr);
+        Optimizer::set_learning_rate(self, lr);
     }
 }

@@ -9,8 +9,7 @@ const int CHUNK = 8192; // elements per block
 struct Tensor {
     float* parameter; // (n); the master weight of a parameter in half precision
     void* gradient;   // (n)
-    void* first;      // (n), exp_avg
-    void* second;     // (n), exp_avg_sq
+    void* states[2];  // (n) each, or null
     void* copy;       // (n), the parameter rounded to half precision, or null
     long long n;
     int group;       // the index of the Update
@@ -23,15 +22,15 @@ struct Chunk {
 };
 
 struct Update {
-    float decay, one_minus_beta1, beta2, one_minus_beta2, step_size, second_correction, eps;
-    unsigned rounding; // the key of the stochastic rounding of moments in bf16
-    float clip_value;  // the bound of each gradient element
+    float coefficients[7]; // those of the rule, in the order of its struct
+    unsigned rounding;     // the key of the stochastic rounding of moments in bf16
+    float clip_value;      // the bound of each gradient element
 };
 
 struct Clip {
     double norm;    // of all gradients
     double factor;  // the factor of all gradients
-    int skip;       // 1: a gradient or the norm is not finite, and AdamW changes nothing
+    int skip;       // 1: a gradient or the norm is not finite, and the update changes nothing
     int non_finite; // the first tensor with an infinite or NaN gradient, or -1
 };
 
