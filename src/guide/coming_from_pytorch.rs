@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `nn.Module`, `state_dict()`, `parameters()` | [`Layer`], [`Layer::weights`], [`Layer::parameters`] |
 //! | `nn.Parameter`, `nn.Linear`, `nn.RMSNorm`, ... | [`nn::Parameter`](crate::nn::Parameter), [`nn`](crate::nn) |
-//! | `nn.MultiheadAttention` | [`nn::Attention`](crate::nn::Attention), for cross-attention [`cross`](crate::nn::Attention::cross) |
+//! | `nn.MultiheadAttention` | [`nn::Attention`](crate::nn::Attention): `forward`, and `cross` for cross-attention |
 //! | `requires_grad_(False)` | [`nn::freeze`](crate::nn::freeze()), [`TransformerLM::freeze`] |
 //! | `torch.nn.functional` | [`ops`](crate::ops), [`attention`](crate::attention) |
 //! | `sum(dim)`, `mean(dim, keepdim=True)` | [`ops::sum_over`], [`ops::mean_keepdim`] |
