@@ -77,7 +77,7 @@
 //! | save and load a model of my own | [`nn::save`](nn::save()), [`nn::load`](nn::load()), [`Optimizer::save`][adamw] |
 //! | generate text | [`TransformerLM::generate`](model::TransformerLM::generate) |
 //! | write a layer or a model of my own | [`nn::Layer`], [`nn::Parameter`], `examples/custom_model/model.rs` |
-//! | freeze or tie weights, add a LoRA | [`nn::freeze`](nn::freeze()), [`nn::from_weights`](nn::from_weights()), [`nn::Parameter`] |
+//! | freeze or tie weights, add a LoRA | [`nn::freeze()`], [`nn::from_weights()`], [`nn::Parameter`] |
 //! | use only flash attention | [`attention::flash()`] |
 //! | use only some ops | [`ops`] |
 //! | pack documents into one sequence | [`attention::FirstKeys`], [`TrainConfig::separator`][separator] |

@@ -187,8 +187,8 @@ impl TransformerLM {
         self.origin.as_deref()
     }
 
-    /// Freezes the weights that `is_frozen` selects by name, as [`nn::freeze`] does. The trained ones are shared. A tied
-    /// head is frozen with the embedding.
+    /// Freezes the weights that `is_frozen` selects by name, as [`nn::freeze()`] does. The trained ones are shared. A
+    /// tied head is frozen with the embedding.
     ///
     /// ```
     /// use tallow::model::{TransformerConfig, TransformerLM};
@@ -275,8 +275,8 @@ impl TransformerLM {
         &self.device
     }
 
-    /// Returns every trained weight with its name, in a fixed order: embeddings, blocks, final norm, head. A tied weight
-    /// is listed once, under its first name.
+    /// Returns every trained weight with its name, in a fixed order: embeddings, blocks, final norm, head. A tied
+    /// weight is listed once, under its first name.
     pub fn parameters(&self) -> Vec<(String, Var)> {
         Layer::parameters(self)
     }

@@ -95,8 +95,8 @@ impl Linear {
     }
 }
 
-/// Shares the weights of a `candle_nn::Linear`; variables stay variables. Unlike candle's layer, this one can be planned
-/// and runs in [autocast](crate::autocast()) regions.
+/// Shares the weights of a `candle_nn::Linear`; variables stay variables. Unlike candle's layer, this one can be
+/// planned, and it runs in [autocast](crate::autocast()) regions.
 ///
 /// ```
 /// use candle_core::{DType, Device};

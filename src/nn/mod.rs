@@ -25,10 +25,10 @@
 //!
 //! A layer holds its weights as tensors, which [`Layer::weights`] lists by name. A weight is trained if it is the
 //! tensor of a variable ([`Layer::parameters`] lists it as a candle [`Var`]), frozen if it is a plain tensor, and tied
-//! if another layer holds the same tensor. Builders create variables; [`from_weights`] is a builder of any tensors, and
-//! [`freeze`] freezes weights of any builder by name. A layer of `candle_nn` is converted with `try_from`, which shares
-//! its weights. [`Parameter`] is a weight outside of a layer. With feature `files`, `save` and `load` write and read the weights of any layer or
-//! model.
+//! if another layer holds the same tensor. Builders create variables; [`from_weights()`] is a builder of any tensors,
+//! and [`freeze()`] freezes weights of any builder by name. A layer of `candle_nn` is converted with `try_from`, which
+//! shares its weights. [`Parameter`] is a weight outside of a layer. With feature `files`, `save` and `load` write and
+//! read the weights of any layer or model.
 
 mod architecture;
 mod attention;
@@ -142,8 +142,8 @@ pub fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// Gets a weight from a builder: as a variable, the builder's own if it returns variables (a `VarMap`, [`seeded`]), else
-/// a new one; or as the builder's tensor, if the builder [freezes](keeps_frozen) it.
+/// Gets a weight from a builder: as a variable, the builder's own if it returns variables (a `VarMap`, [`seeded`]),
+/// else a new one; or as the builder's tensor, if the builder [freezes](keeps_frozen) it.
 fn variable(
     vb: &VarBuilder<'_>,
     name: &str,

@@ -46,8 +46,8 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// Those of [`Autocast::enter`] and of `f`. [`Error::DType`](crate::Error::DType) replaces candle's error for operands of
-/// different dtypes, and names the op or layer to use: a `candle_nn::Linear` has a weight in f32 and gets x in bf16.
+/// Those of [`Autocast::enter`] and of `f`. [`Error::DType`](crate::Error::DType) replaces candle's error for operands
+/// of different dtypes, and names the op or layer to use: a `candle_nn::Linear` has a weight in f32 and gets x in bf16.
 /// (With the guard of [`Autocast::enter`] the error is candle's.)
 pub fn autocast<T>(policy: impl Borrow<Autocast>, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let _guard = policy.borrow().enter()?;
