@@ -55,6 +55,7 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
         ..Default::default()
     };
     let heads = attention::naive(&heads, &heads, &heads, &config)?;
+    let heads = attention::flash(&heads, &heads, &heads, &config)?;
     h = ops::merge_heads(&heads)?.narrow(2, 0, 8)?; // (2, 3, 8)
     let scores = ops::matmul_transposed(&h, &h)?;
     let p = ops::softmax(&scores, 1.0, Mask::Causal)?;
@@ -92,7 +93,7 @@ fn gpus_have_kernels_for_every_op() {
             }
         }
     }
-    // On a GPU, attention with a key mask is composed of other ops than masked_softmax.
+    // On a GPU, naive attention with a key mask is composed of other ops than masked_softmax.
     let beside = [
         "copy",
         "checkpoint",
