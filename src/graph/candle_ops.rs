@@ -1,6 +1,7 @@
 //! Errors of candle's own ops on meta tensors: which op it was, and what to call instead.
 
 use crate::Error;
+use crate::error::innermost;
 use candle_core::DType;
 use candle_core::Error as Candle;
 
@@ -126,16 +127,3 @@ const READ: &str = "to_vec";
 
 /// The hint for an op that is not in [`OPS`].
 const ANY: &str = "views such as narrow and transpose may be candle's";
-
-/// Returns the error inside candle's context, paths and backtraces.
-fn innermost(error: &Candle) -> &Candle {
-    match error {
-        Candle::WithBacktrace { inner, .. }
-        | Candle::Context { inner, .. }
-        | Candle::WithPath { inner, .. } => innermost(inner),
-        Candle::WrappedContext { wrapped, .. } => {
-            wrapped.downcast_ref::<Candle>().map_or(error, innermost)
-        }
-        _ => error,
-    }
-}
