@@ -26,7 +26,7 @@ const fn op(
     }
 }
 
-const OPS: [CandleOp; 21] = [
+const OPS: [CandleOp; 22] = [
     op(&["add"], "`+` or broadcast_add", "call ops::add"),
     op(&["sub"], "`-` or broadcast_sub", "call ops::sub"),
     op(&["mul"], "`*` or broadcast_mul", "call ops::mul"),
@@ -44,7 +44,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["map1any"],
         "max, min or softmax",
-        "call ops::max_over, ops::min_over, ops::softmax, ops::log_softmax or ops::logsumexp",
+        "call ops::max_over, ops::min_over, ops::argmax, ops::softmax, ops::log_softmax or ops::logsumexp",
     ),
     op(
         &["softmax"],
@@ -67,7 +67,12 @@ const OPS: [CandleOp; 21] = [
     op(
         &["cmp"],
         "a comparison",
-        "compare before the trace and pass the result as an input",
+        "call ops::eq, ne, lt, le, gt or ge",
+    ),
+    op(
+        &["where-cond"],
+        "where_cond",
+        "call ops::where_cond or ops::masked_fill",
     ),
     op(&["to_dtype"], "to_dtype", "call ops::cast"),
     op(
@@ -75,11 +80,15 @@ const OPS: [CandleOp; 21] = [
         "contiguous, or reshape of a view",
         "call ops::contiguous before reshape",
     ),
-    op(&["copy2d"], "cat, stack or pad", "call ops::concat"),
+    op(
+        &["copy2d"],
+        "cat, stack or pad",
+        "call ops::concat or ops::stack",
+    ),
     op(
         &["index-select", "gather", "index-add", "scatter-add"],
         "a lookup by index",
-        "call ops::embedding, or look up before the trace and pass the result as an input",
+        "call ops::embedding, index_select, gather, index_add or scatter_add",
     ),
     op(
         &["rmsnorm"],
@@ -89,7 +98,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["argsort"],
         "a sort",
-        "sort before the trace and pass the result as an input",
+        "call ops::topk, or sort before the trace and pass the result as an input",
     ),
     op(
         &[READ],

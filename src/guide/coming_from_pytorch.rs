@@ -10,6 +10,11 @@
 //! | `sum(dim)`, `mean(dim, keepdim=True)` | [`ops::sum_over`], [`ops::mean_keepdim`] |
 //! | `max(dim).values`, `logsumexp(dim)`, `var(dim)` | [`ops::max_over`], [`ops::logsumexp`], [`ops::var`] |
 //! | `2 * x + 1`, `sqrt`, `abs`, `clamp` | [`ops::affine`], [`ops::sqrt`], [`ops::abs`], [`ops::clamp`] |
+//! | `x > 0`, `torch.where`, `masked_fill` | [`ops::gt`], [`ops::where_cond`], [`ops::masked_fill`] |
+//! | `topk`, `argmax`, `gather`, `scatter_add` | [`ops::topk`], [`ops::argmax`], [`ops::gather`], [`ops::scatter_add`] |
+//! | `index_select`, `index_add`, `one_hot`, `stack` | [`ops::index_select`], [`ops::index_add`], [`ops::one_hot`], [`ops::stack`] |
+//! | `cross_entropy(label_smoothing=...)` | [`ops::cross_entropy_with`] |
+//! | `mse_loss`, `binary_cross_entropy_with_logits` | [`ops::mse_loss`], [`ops::bce_with_logits`] |
 //! | `loss.backward()`, `.grad` | [`backward`](crate::backward()), which returns the gradients |
 //! | `tensor.backward(gradient)` | [`backward_from`](crate::backward_from) |
 //! | `torch.no_grad()` | [`no_grad`](crate::no_grad()) |
@@ -173,6 +178,20 @@
 //! [`ops::sqrt`]: crate::ops::sqrt
 //! [`ops::abs`]: crate::ops::abs
 //! [`ops::clamp`]: crate::ops::clamp
+//! [`ops::gt`]: crate::ops::gt
+//! [`ops::where_cond`]: crate::ops::where_cond
+//! [`ops::masked_fill`]: crate::ops::masked_fill
+//! [`ops::topk`]: crate::ops::topk()
+//! [`ops::argmax`]: crate::ops::argmax
+//! [`ops::gather`]: crate::ops::gather
+//! [`ops::scatter_add`]: crate::ops::scatter_add
+//! [`ops::index_select`]: crate::ops::index_select
+//! [`ops::index_add`]: crate::ops::index_add
+//! [`ops::one_hot`]: crate::ops::one_hot
+//! [`ops::stack`]: crate::ops::stack
+//! [`ops::cross_entropy_with`]: crate::ops::cross_entropy_with
+//! [`ops::mse_loss`]: crate::ops::mse_loss
+//! [`ops::bce_with_logits`]: crate::ops::bce_with_logits
 //! [`attention::flash`]: crate::attention::flash()
 //! [`attention::naive`]: crate::attention::naive()
 //! [`profile::Profiler`]: crate::profile::Profiler

@@ -25,7 +25,7 @@ use candle_core::{DType, Tensor};
 /// `dims` are those of [`sum_over`](super::sum_over). The following also holds for [`max_keepdim`], [`min_over`] and
 /// [`min_keepdim`]. A result is NaN if one of its elements is. Backward: the first of equal extremes gets dy, and so
 /// does the first NaN; all others get 0. That is PyTorch's `max(dim)`; its `amax` divides dy among equal ones. The
-/// indices are candle's `x.argmax(dim)`, which has no gradient. Saved for backward: x, y. Autocast: follows x.
+/// indices are [`argmax`](super::argmax)'s, which has no gradient. Saved for backward: x, y. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Var};
