@@ -324,14 +324,18 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
 
     let logits: Vec<T> = values(TOKENS * V);
     let target = |row: usize| Some(row * 7 % V);
+    let terms = cross_entropy::Terms {
+        smoothing: 0.0,
+        z_loss: 0.0,
+    };
     let (mut loss, mut lse) = (vec![0f32; TOKENS], vec![0f32; TOKENS]);
     let mut dlogits = vec![T::zero(); TOKENS * V];
     // Each row is read twice, for its maximum and for its sum, but the second time from cache.
     bench.memory::<T>("cross_entropy forward", TOKENS * V, || {
-        cross_entropy::forward(&logits, V, target, &mut loss, &mut lse);
+        cross_entropy::forward(&logits, V, target, terms, &mut loss, &mut lse);
     });
     bench.memory::<T>("cross_entropy backward", 2 * TOKENS * V, || {
-        cross_entropy::backward(&logits, V, target, &lse, 1e-3, &mut dlogits);
+        cross_entropy::backward(&logits, V, target, terms, &lse, |_| 1e-3, &mut dlogits);
     });
 
     let ids: Vec<u32> = (0..TOKENS).map(|i| (i * 37 % V) as u32).collect();

@@ -393,6 +393,20 @@ impl From<candle_core::Error> for Error {
     }
 }
 
+/// Returns the error inside candle's context, paths and backtraces.
+pub(crate) fn innermost(error: &candle_core::Error) -> &candle_core::Error {
+    use candle_core::Error as Candle;
+    match error {
+        Candle::WithBacktrace { inner, .. }
+        | Candle::Context { inner, .. }
+        | Candle::WithPath { inner, .. } => innermost(inner),
+        Candle::WrappedContext { wrapped, .. } => {
+            wrapped.downcast_ref::<Candle>().map_or(error, innermost)
+        }
+        _ => error,
+    }
+}
+
 /// Returns the error of this crate inside candle's, or candle's unchanged.
 fn unwrapped(error: candle_core::Error) -> std::result::Result<Error, candle_core::Error> {
     use candle_core::Error as Candle;

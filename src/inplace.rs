@@ -42,6 +42,28 @@ macro_rules! for_stored {
 }
 pub(crate) use for_stored;
 
+/// Runs `$body` like [`for_stored`], also for u8, u32 and i64.
+macro_rules! for_any {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::U8 => {
+                type $T = u8;
+                $body
+            }
+            candle_core::DType::U32 => {
+                type $T = u32;
+                $body
+            }
+            candle_core::DType::I64 => {
+                type $T = i64;
+                $body
+            }
+            other => $crate::inplace::for_stored!(other, $T => $body),
+        }
+    };
+}
+pub(crate) use for_any;
+
 /// Evaluates `$body` with the elements of a CPU storage of any of the kernels' dtypes as `$x`.
 macro_rules! for_elements {
     ($storage:expr, $x:ident => $body:expr) => {

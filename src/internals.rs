@@ -30,7 +30,7 @@ some_of! {
     => rope: rotate;
     => sums: backward, forward;
     => update: AdamW, Lion, Sgd, step;
-    ::rows => cross_entropy: backward, forward;
+    ::rows => cross_entropy: Terms, backward, forward;
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;
     ::rows => softmax: backward, backward_from_scores, forward;

@@ -7,10 +7,11 @@ use super::lower::{Lowered, TableOf};
 use super::plan::Plan;
 use super::traced::{TracedFunction, check_device};
 use crate::attention::first_keys;
-use crate::graph::{self, Graph, Source, ValueId, View};
+use crate::graph::{self, Attribute, Graph, Source, ValueId, View};
 use crate::inplace::storage_address;
 use crate::ops::cpu::{ids, narrow_id};
 use crate::ops::lowering::Check;
+use crate::ops::topk::IDS_BELOW;
 use crate::ops::{self, check_size};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -386,11 +387,8 @@ fn checks(
     for (id, check) in &lowered.checks {
         let id = &origin(graph, *id);
         if graph.value(*id).source == Source::Node {
-            return Err(Error::order(
-                op,
-                "token ids, or first keys, that an op makes are not checked before a run",
-                "make them an input, or a constant",
-            ));
+            check_made(op, graph, *id, *check)?;
+            continue;
         }
         let here = lowered.arguments.iter().zip(arguments);
         for (_, argument) in here.filter(|((other, _), _)| other == id) {
@@ -408,6 +406,26 @@ fn checks(
         }
     }
     Ok(inputs)
+}
+
+/// Checks what an op makes before it runs: indices such as [`topk`](ops::topk)'s are under a known bound.
+fn check_made(op: &'static str, graph: &Graph, id: ValueId, check: Check) -> Result<()> {
+    let mut nodes = graph.nodes();
+    let maker = nodes.find(|node| node.output == id);
+    let below = maker.and_then(|node| node.attribute(IDS_BELOW));
+    match (check, below) {
+        (Check::Ids { bound, .. }, Some(Attribute::Count(below))) if below <= bound => Ok(()),
+        (Check::Ids { bound, .. }, Some(Attribute::Count(below))) => Err(Error::order(
+            op,
+            format!("ids that an op makes are under {below}, and are read as ids under {bound}"),
+            "the largest index must be one of what it is used for",
+        )),
+        _ => Err(Error::order(
+            op,
+            "token ids, or first keys, that an op makes are not checked before a run",
+            "make them an input, or a constant",
+        )),
+    }
 }
 
 /// Returns the value that a value is a contiguous copy of, or the value itself.

@@ -8,7 +8,7 @@ use crate::attention::FirstKeys;
 use crate::graph::{self, Target};
 use crate::model::{TransformerConfig, TransformerLM};
 use crate::nn::{Architecture, Checkpointing, ForwardContext};
-use crate::ops::cross_entropy::Reduction;
+use crate::ops::Reduction;
 use crate::ops::{KernelPolicy, with_kernel_policy};
 use crate::precision::Autocast;
 use crate::{Error, Result, autocast, nn};

@@ -5,8 +5,8 @@ use super::lower::{self, LowerRequest, Lowered};
 use super::program::Recompute;
 use crate::graph::{self, Graph, Source, Target, Traced, ValueId, ValueRef, View};
 use crate::inplace::{for_elements, storage_address};
+use crate::ops::Reduction;
 use crate::ops::cpu::cpu_storage;
-use crate::ops::cross_entropy::Reduction;
 use crate::ops::strided;
 use crate::optim::Rule;
 use crate::{Error, Result};
@@ -40,7 +40,8 @@ pub(super) struct TracedFunction {
     pub parameters: Vec<Parameter>,
     /// The parameter index of values that are parameters.
     pub numbers: HashMap<ValueId, usize>,
-    /// The reduction of a loss over the micro-batch's targets. For a sum, each run is passed the divisor.
+    /// The reduction of a loss over the micro-batch's targets, the mean or the sum. For a sum, each run is passed the
+    /// divisor.
     pub reduction: Reduction,
 }
 
@@ -261,7 +262,7 @@ fn narrow_ids(op: &'static str, graph: &mut Graph) -> Result<()> {
     }
     let numbers = graph.nodes().find(|node| {
         let takes_wide = node.inputs.iter().any(|x| is_wide(graph, x.value));
-        takes_wide && !graph.value(node.output).dtype.is_int()
+        takes_wide && graph.value(node.output).dtype != DType::I64 // not a copy
     });
     if let Some(node) = numbers {
         return Err(Error::Order {

@@ -3,6 +3,7 @@
 //! [`guide::names`](crate::guide::names) has the same table; a test compares them.
 
 use crate::Error;
+use crate::error::innermost;
 use candle_core::DType;
 use candle_core::Error as Candle;
 
@@ -27,7 +28,7 @@ const fn op(
     }
 }
 
-const OPS: [CandleOp; 21] = [
+const OPS: [CandleOp; 22] = [
     op(&["add"], "`+` or broadcast_add", "call ops::add"),
     op(&["sub"], "`-` or broadcast_sub", "call ops::sub"),
     op(&["mul"], "`*` or broadcast_mul", "call ops::mul"),
@@ -46,7 +47,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["map1any"],
         "max, min or softmax",
-        "call ops::max_over, ops::min_over, ops::softmax, ops::log_softmax or ops::logsumexp",
+        "call ops::max_over, ops::min_over, ops::argmax, ops::softmax, ops::log_softmax or ops::logsumexp",
     ),
     op(
         &["softmax"],
@@ -69,7 +70,12 @@ const OPS: [CandleOp; 21] = [
     op(
         &["cmp"],
         "a comparison",
-        "compare before the trace and pass the result as an input",
+        "call ops::eq, ne, lt, le, gt or ge",
+    ),
+    op(
+        &["where-cond"],
+        "where_cond",
+        "call ops::where_cond or ops::masked_fill",
     ),
     op(&["to_dtype"], "to_dtype", "call ops::cast"),
     op(
@@ -77,11 +83,15 @@ const OPS: [CandleOp; 21] = [
         "contiguous, or reshape of a view",
         "call ops::contiguous before reshape",
     ),
-    op(&["copy2d"], "cat, stack or pad", "call ops::concat"),
+    op(
+        &["copy2d"],
+        "cat, stack or pad",
+        "call ops::concat or ops::stack",
+    ),
     op(
         &["index-select", "gather", "index-add", "scatter-add"],
         "a lookup by index",
-        "call ops::embedding, or look up before the trace and pass the result as an input",
+        "call ops::embedding, index_select, gather, index_add or scatter_add",
     ),
     op(
         &["rmsnorm"],
@@ -92,7 +102,7 @@ const OPS: [CandleOp; 21] = [
     op(
         &["argsort"],
         "a sort",
-        "sort before the trace and pass the result as an input",
+        "call ops::topk, or sort before the trace and pass the result as an input",
     ),
     op(
         &[READ],
@@ -159,19 +169,6 @@ const READ: &str = "to_vec";
 
 /// The hint for an op that is not in [`OPS`].
 const ANY: &str = "views such as narrow and transpose may be candle's";
-
-/// Returns the error inside candle's context, paths and backtraces.
-fn innermost(error: &Candle) -> &Candle {
-    match error {
-        Candle::WithBacktrace { inner, .. }
-        | Candle::Context { inner, .. }
-        | Candle::WithPath { inner, .. } => innermost(inner),
-        Candle::WrappedContext { wrapped, .. } => {
-            wrapped.downcast_ref::<Candle>().map_or(error, innermost)
-        }
-        _ => error,
-    }
-}
 
 #[cfg(test)]
 mod tests {

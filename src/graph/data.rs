@@ -119,6 +119,12 @@ impl Node {
         let mut read = self.inputs.iter().chain(&self.extra_inputs);
         read.any(|operand| operand.value == id)
     }
+
+    /// Returns the attribute `name`, if the node has it.
+    pub(crate) fn attribute(&self, name: &str) -> Option<Attribute> {
+        let mut attributes = self.attributes.iter();
+        attributes.find_map(|(other, value)| (*other == name).then_some(*value))
+    }
 }
 
 /// A value that an op saves for backward.

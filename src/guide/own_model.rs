@@ -115,3 +115,63 @@
 //! is then
 //! [`autocast`](crate::autocast()). An eager loss takes tensors instead of [`Inputs`](crate::compile::Inputs). The
 //! example `examples/custom_model.rs` of the repository runs one loss both ways.
+//!
+//! # Mixtures of experts
+//!
+//! A step is planned for fixed shapes, so the number of tokens that an expert computes must not depend on the data. There
+//! are two ways. Each expert computes every token and a mask drops what was not chosen: exact, but with the FLOPs of all
+//! experts. Or each expert computes a fixed number of tokens, its capacity: those that give it the largest weights.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use tallow::attention::Mask;
+//! use tallow::ops::{self, Gelu};
+//! use tallow::Result;
+//!
+//! const EXPERTS: usize = 4;
+//!
+//! /// The weights (N, E) of the two experts that each token chooses; 0 for the others.
+//! fn weights(x: &Tensor, router: &Tensor) -> Result<Tensor> {
+//!     let scores = ops::softmax(&ops::linear(x, router)?, 1.0, Mask::Full)?;
+//!     let (_, chosen) = ops::topk(&scores, 2)?; // (N, 2)
+//!     let mask = ops::sum_over(&ops::one_hot(&chosen, EXPERTS, x.dtype())?, 1)?;
+//!     let weights = ops::mul(&scores, &mask)?;
+//!     ops::div(&weights, &ops::sum_keepdim(&weights, 1)?)
+//! }
+//!
+//! /// x (N, D) and the experts' outputs; w1 (E, F, D), w2 (E, D, F). Every expert computes every token.
+//! fn dense(x: &Tensor, router: &Tensor, w1: &Tensor, w2: &Tensor) -> Result<Tensor> {
+//!     let weights = weights(x, router)?;
+//!     let mut y = x.clone();
+//!     for expert in 0..EXPERTS {
+//!         let of = |w: &Tensor| w.narrow(0, expert, 1)?.squeeze(0);
+//!         let h = ops::gelu(&ops::linear(x, &of(w1)?)?, Gelu::Tanh)?;
+//!         let h = ops::linear(&h, &of(w2)?)?;
+//!         y = ops::add(&y, &ops::mul(&h, &weights.narrow(1, expert, 1)?)?)?;
+//!     }
+//!     Ok(y)
+//! }
+//!
+//! /// The same, but each expert computes the `capacity` tokens of the largest weights.
+//! fn routed(x: &Tensor, router: &Tensor, w1: &Tensor, w2: &Tensor, capacity: usize) -> Result<Tensor> {
+//!     let (gates, tokens) = ops::topk(&weights(x, router)?.t()?, capacity)?; // (E, C)
+//!     let (tokens, width) = (tokens.flatten_all()?, x.dims()[1]);
+//!     let rows = ops::index_select(x, 0, &tokens)?.reshape((EXPERTS, capacity, width))?;
+//!     let h = ops::gelu(&ops::matmul_transposed(&rows, w1)?, Gelu::Tanh)?;
+//!     let h = ops::mul(&ops::matmul_transposed(&h, w2)?, &gates.unsqueeze(2)?)?;
+//!     ops::index_add(x, 0, &tokens, &h.reshape((EXPERTS * capacity, width))?)
+//! }
+//!
+//! let random = |dims: &[usize]| Tensor::randn(0f32, 0.5, dims, &Device::Cpu);
+//! let (x, router) = (random(&[12, 8])?, random(&[EXPERTS, 8])?);
+//! let (w1, w2) = (random(&[EXPERTS, 16, 8])?, random(&[EXPERTS, 8, 16])?);
+//! let all = dense(&x, &router, &w1, &w2)?;
+//! let off = (routed(&x, &router, &w1, &w2, 12)? - &all)?; // every expert has room for every token
+//! assert!(off.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+//! assert_eq!(routed(&x, &router, &w1, &w2, 6)?.dims(), all.dims());
+//! # Ok::<(), tallow::Error>(())
+//! ```
+//!
+//! A token that no expert has room for keeps its residual x. The choice has no gradient; the weights have one.
+//! [`topk`](crate::ops::topk()) makes ids that are known to be valid, so that [`index_select`](crate::ops::index_select)
+//! needs no check in a step.

@@ -7,6 +7,8 @@ pub enum Activation {
     Tanh,
     /// 1 / (1 + exp(-x)).
     Sigmoid,
+    /// log(sigmoid(x)).
+    LogSigmoid,
     /// x sigmoid(x).
     Silu,
     /// `x Phi(x)`, where Phi is the standard normal distribution function.

@@ -3,7 +3,7 @@
 use super::TransformerLM;
 use crate::attention::FirstKeys;
 use crate::nn::ForwardContext;
-use crate::ops::cross_entropy::Reduction;
+use crate::ops::{CrossEntropyConfig, Reduction};
 use crate::ops::{DropoutKey, inside_storage};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -111,6 +111,11 @@ impl TransformerLM {
         targets: &Tensor,
         context: &ForwardContext,
     ) -> Result<Tensor> {
-        self.reduced_loss(tokens, targets, context, Some(IGNORED), Reduction::Sum)
+        let config = CrossEntropyConfig {
+            reduction: Reduction::Sum,
+            ignore_index: Some(IGNORED),
+            ..Default::default()
+        };
+        self.reduced_loss(tokens, targets, context, &config)
     }
 }

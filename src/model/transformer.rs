@@ -6,7 +6,7 @@ use crate::nn::{
     self, Architecture, Checkpointing, DropoutRates, Embedding, ForwardContext, Layer, Linear,
     Norm, RotaryConfig, RotaryEmbedding, TransformerBlock, join,
 };
-use crate::ops::cross_entropy::Reduction;
+use crate::ops::CrossEntropyConfig;
 use crate::probe::{self, in_module};
 use crate::{Error, Result, graph, hardware, ops};
 use candle_core::{DType, Device, Tensor, Var};
@@ -396,25 +396,26 @@ impl TransformerLM {
         context: &ForwardContext,
         ignore: Option<i64>,
     ) -> Result<Tensor> {
-        self.reduced_loss(tokens, targets, context, ignore, Reduction::Mean)
+        let config = CrossEntropyConfig {
+            ignore_index: ignore,
+            ..Default::default()
+        };
+        self.reduced_loss(tokens, targets, context, &config)
     }
 
-    /// The mean or the sum of the losses of targets other than `ignore`.
+    /// Computes the loss with options.
     pub(super) fn reduced_loss(
         &self,
         tokens: &Tensor,
         targets: &Tensor,
         context: &ForwardContext,
-        ignore: Option<i64>,
-        reduction: Reduction,
+        config: &CrossEntropyConfig,
     ) -> Result<Tensor> {
         let hidden = self.hidden(tokens, context)?; // (B, T, D)
         let head = self.lm_head.weight();
         in_module(HEAD, || match self.config.logit_soft_cap {
-            None => ops::linear_cross_entropy::reduced(&hidden, head, targets, ignore, reduction),
-            Some(_) => {
-                ops::cross_entropy::reduced(&self.logits(&hidden)?, targets, ignore, reduction)
-            }
+            None => ops::linear_cross_entropy_with(&hidden, head, targets, config),
+            Some(_) => ops::cross_entropy_with(&self.logits(&hidden)?, targets, config),
         })
     }
 

@@ -32,7 +32,9 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
         0.0,
         9.0,
     )?;
-    h = ops::relu(&ops::tanh(&ops::sigmoid(&ops::silu(&h)?)?)?)?;
+    h = ops::relu(&ops::tanh(&ops::sigmoid(&ops::log_sigmoid(&ops::silu(
+        &h,
+    )?)?)?)?)?;
     let key = ops::DropoutKey::input("dropout")?;
     let probability = 0.1;
     h = ops::dropout(&h, &ops::Dropout { probability, key })?;
@@ -63,6 +65,30 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     h = ops::concat(&[&h, &ops::log_softmax(&h)?], 1)?.narrow(1, 0, 3)?;
     let h = ops::sub(&ops::max_keepdim(&h, 1)?, &ops::min_keepdim(&h, 2)?)?; // (2, 3, 8)
     let h = ops::contiguous(&h)?;
+    let mut comparisons = [ops::eq, ops::ne, ops::lt, ops::le, ops::gt, ops::ge].into_iter();
+    let h = comparisons.try_fold(h, |h, compare| {
+        ops::where_cond(
+            &compare(&h, &x)?,
+            &ops::masked_fill(&h, &compare(&x, &h)?, 0.5)?,
+            &x,
+        )
+    })?;
+    let (largest, indices) = ops::topk(&h, 2)?; // (2, 3, 2)
+    let h = ops::scatter_add(
+        &h,
+        2,
+        &indices,
+        &ops::gather(&largest, 2, &ids_of(&indices)?)?,
+    )?;
+    let rows = ops::index_select(&h, 1, &ops::argmax(&h, 1)?.narrow(0, 0, 1)?.flatten_all()?)?; // (2, 8, 8)
+    let rows = ops::index_add(
+        &rows,
+        1,
+        &ops::argmin(&rows, 1)?.narrow(0, 0, 1)?.flatten_all()?,
+        &rows,
+    )?;
+    let h = ops::add(&h, &ops::one_hot(&ids, 8, dtype)?)?;
+    let h = ops::add(&h, &rows.narrow(1, 0, 3)?)?;
     let losses = [
         ops::linear_cross_entropy(&h, &w1, &ids)?,
         ops::cross_entropy(&h, &ids)?,
@@ -73,6 +99,12 @@ fn of_every_op(dtype: DType) -> crate::Result<Tensor> {
     let half = ops::cast(&losses[0], DType::BF16)?;
     let mut losses = losses.into_iter();
     losses.try_fold(half, |sum, loss| ops::add(&sum, &loss))
+}
+
+/// Returns indices under 2, of the shape of these.
+fn ids_of(indices: &Tensor) -> crate::Result<Tensor> {
+    let x = input("of ids", [indices.dims(), &[2]].concat(), DType::F32)?;
+    ops::argmax(&x, 3)
 }
 
 #[test]
@@ -134,6 +166,7 @@ fn what_is_cast_stands_on_a_list() {
         "contiguous",
         "copy",
         "mask",
+        "one_hot",
         "scale",
         "to_dtype",
         WEIGHT_CAST,

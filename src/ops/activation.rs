@@ -64,6 +64,16 @@ pub(super) fn formula(f: Activation, wide: &Tensor) -> candle_core::Result<Tenso
             wide.detach().tanh()? + (&sloped - sloped.detach())?
         }
         Activation::Sigmoid => sigmoid(wide),
+        Activation::LogSigmoid => {
+            // min(x, 0) - log(1 + e) with e = exp(-|x|): the logarithm by its value, with the slope 1 / (1 + e).
+            let is_above = wide.gt(0.0)?;
+            let ones = wide.ones_like()?;
+            let e = (wide * is_above.where_cond(&ones.neg()?, &ones)?)?.exp()?;
+            let slope = (e.detach() + 1.0)?.recip()?;
+            let sloped = (&e * slope)?;
+            let log = (log_1p(&e.detach())? + (&sloped - sloped.detach())?)?;
+            is_above.where_cond(&wide.zeros_like()?, wide)? - log
+        }
         Activation::Silu => wide * sigmoid(wide)?,
         Activation::Gelu => {
             let erf = (wide * std::f64::consts::FRAC_1_SQRT_2)?.erf()?;
@@ -75,6 +85,15 @@ pub(super) fn formula(f: Activation, wide: &Tensor) -> candle_core::Result<Tenso
             wide * sigmoid(&(u * 2.0)?)?
         }
     }
+}
+
+/// Computes log(1 + e) for e from 0 to 1. The rounding error of 1 + e cancels in the quotient.
+fn log_1p(e: &Tensor) -> candle_core::Result<Tensor> {
+    let sum = (e + 1.0)?;
+    let rounded = (&sum - 1.0)?;
+    let is_lost = rounded.eq(0.0)?;
+    let rounded = is_lost.where_cond(&rounded.ones_like()?, &rounded)?;
+    is_lost.where_cond(e, &(sum.log()? * (e / rounded)?)?)
 }
 
 /// Computes `1 / (1 + exp(-x))` from `e = exp(-|x|)`, which is at most 1: 1 / (1 + e), or e / (1 + e) for negative x.
@@ -100,6 +119,15 @@ const SIGMOID: OpInfo = per_element!(
         .on_gpu(),
     4,
     6,
+    BYTES
+);
+
+const LOG_SIGMOID: OpInfo = per_element!(
+    OpInfo::new("log_sigmoid")
+        .planned_composed(lowering!("log_sigmoid", "log_sigmoid_backward", LogSigmoid))
+        .on_gpu(),
+    6,
+    5,
     BYTES
 );
 
@@ -130,13 +158,14 @@ const GELU_TANH: OpInfo = per_element!(
     BYTES
 );
 
-pub(super) const INFOS: &[OpInfo] = &[TANH, SIGMOID, SILU, GELU, GELU_TANH];
+pub(super) const INFOS: &[OpInfo] = &[TANH, SIGMOID, LOG_SIGMOID, SILU, GELU, GELU_TANH];
 const BYTES: &str = "x, y; backward x, dy, dx";
 
 fn info(f: Activation) -> &'static OpInfo {
     match f {
         Activation::Tanh => &TANH,
         Activation::Sigmoid => &SIGMOID,
+        Activation::LogSigmoid => &LOG_SIGMOID,
         Activation::Silu => &SILU,
         Activation::Gelu => &GELU,
         Activation::GeluTanh => &GELU_TANH,

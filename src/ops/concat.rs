@@ -70,6 +70,38 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
     })
 }
 
+/// Joins tensors of one shape along a new dimension `dim`: (T, D) three times along 0 is (3, T, D). PyTorch's `stack`.
+///
+/// It is [`concat`] of the tensors with a dimension of size 1.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// let (a, b) = (Tensor::new(&[1f32, 2.0], &Device::Cpu)?, Tensor::new(&[3f32, 4.0], &Device::Cpu)?);
+/// assert_eq!(tallow::ops::stack(&[&a, &b], 0)?.to_vec2::<f32>()?, [[1.0, 2.0], [3.0, 4.0]]);
+/// assert_eq!(tallow::ops::stack(&[&a, &b], 1)?.to_vec2::<f32>()?, [[1.0, 3.0], [2.0, 4.0]]);
+/// # Ok::<(), tallow::Error>(())
+/// ```
+///
+/// # Errors
+/// No tensor; shapes that differ; a dimension above the rank; mixed devices; mixed dtypes, unless a region casts them.
+pub fn stack(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
+    let shapes = || tensors.iter().map(|x| x.dims()).collect::<Vec<_>>();
+    let rank = tensors.first().map_or(0, |x| x.rank());
+    if tensors.is_empty() || dim > rank || shapes().iter().any(|shape| *shape != shapes()[0]) {
+        return Err(
+            Error::shape("stack", format!("{:?} along {dim}", shapes())).must_be(
+                "at least one tensor, all of one shape, and a dimension up to their rank",
+                "concat joins tensors along a dimension that they have",
+            ),
+        );
+    }
+    let tensors = tensors
+        .iter()
+        .map(|x| Ok(operand("stack", x)?.unsqueeze(dim)?));
+    let tensors = tensors.collect::<Result<Vec<_>>>()?;
+    concat(&tensors.iter().collect::<Vec<_>>(), dim)
+}
+
 fn shape_of(inputs: &[&Tensor], dim: usize) -> Result<Vec<usize>> {
     let shapes = || inputs.iter().map(|x| x.dims());
     let refuse = |expected: String| {

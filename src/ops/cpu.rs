@@ -10,7 +10,7 @@ use candle_core::{
 };
 use std::ops::Range;
 
-pub(crate) use crate::inplace::{for_real, for_stored};
+pub(crate) use crate::inplace::{for_any, for_real, for_stored};
 
 fn contiguous_range(layout: &Layout) -> Result<Range<usize>> {
     if layout.dims().contains(&0) {
@@ -43,11 +43,7 @@ pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &'a Layout) -> Result<S
             _ => Ok(slice(view::<T>(storage, layout)?)),
         }
     }
-    match storage.dtype() {
-        DType::U8 => of::<u8>(storage, layout),
-        DType::U32 => of::<u32>(storage, layout),
-        dtype => for_stored!(dtype, T => of::<T>(storage, layout)),
-    }
+    for_any!(storage.dtype(), T => of::<T>(storage, layout))
 }
 
 /// Allocates an output that a kernel writes completely before it is read.
@@ -58,7 +54,7 @@ pub(super) unsafe fn alloc_output<'a>(
     dims: &[usize],
     dtype: DType,
 ) -> Result<(CpuStorage, Slice<'a>)> {
-    for_stored!(dtype, T => {
+    for_any!(dtype, T => {
         let (mut start, mut elements) = (std::ptr::null_mut(), 0);
         let (storage, _) = output::<T>(dims, |all| {
             (start, elements) = (all.as_mut_ptr(), all.len());

@@ -66,6 +66,7 @@ pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result
     // SAFETY: the kernels write every element before it is read.
     let slice = unsafe {
         match dtype {
+            DType::U8 => Slice::U8(gpu.alloc(len)?),
             DType::U32 => Slice::U32(gpu.alloc(len)?),
             DType::F16 => Slice::F16(gpu.alloc(len)?),
             DType::BF16 => Slice::BF16(gpu.alloc(len)?),
@@ -81,6 +82,7 @@ pub(crate) fn alloc_uninit(gpu: &CudaDevice, dtype: DType, len: usize) -> Result
 /// Returns a view of all that [`alloc_uninit`] allocated.
 pub(crate) fn whole(storage: &CudaStorage) -> Result<View<'_>> {
     let len = match &storage.slice {
+        Slice::U8(slice) => slice.len(),
         Slice::U32(slice) => slice.len(),
         Slice::F16(slice) => slice.len(),
         Slice::BF16(slice) => slice.len(),

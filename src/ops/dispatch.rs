@@ -1,7 +1,7 @@
 //! The choice between an op's kernel and its reference, and the record of fallbacks.
 
 use super::info::OpInfo;
-use super::operand::{check_float, check_size, is_half, is_supported_float};
+use super::operand::{check_float, check_size, is_half, is_supported_float, is_supported_integer};
 use crate::grad::with_value;
 use crate::graph::{self, Target};
 use crate::hardware::device_name;
@@ -91,27 +91,40 @@ pub(crate) fn choose(op: &OpInfo, x: &Tensor) -> Result<Path> {
 
 /// Returns whether `op` has a kernel for a tensor like `x`, on its device or on the target of the trace.
 pub(super) fn has_kernel(op: &OpInfo, x: &Tensor) -> bool {
+    has_kernel_for(op, x, x.dtype())
+}
+
+/// Returns whether `op` has a kernel that computes in `dtype` on the device of `x` or on the target of the trace.
+pub(super) fn has_kernel_for(op: &OpInfo, x: &Tensor, dtype: DType) -> bool {
     match (graph::target(), x.device()) {
-        (Some(Target::Cuda), _) => has_cuda_kernel(op, x),
-        (Some(Target::Cpu), _) | (None, Device::Cpu) => is_supported_float(x.dtype()),
+        (Some(Target::Cuda), _) => has_cuda_kernel(op, x, dtype),
+        (Some(Target::Cpu), _) | (None, Device::Cpu) => {
+            is_supported_float(dtype) || is_supported_integer(dtype)
+        }
         #[cfg(feature = "cuda")]
         (None, Device::Cuda(gpu)) => {
-            has_cuda_kernel(op, x) && crate::kernels::cuda::source::is_supported(gpu)
+            has_cuda_kernel(op, x, dtype) && crate::kernels::cuda::source::is_supported(gpu)
         }
         _ => false,
     }
 }
 
-/// Returns whether `op` has a kernel for NVIDIA GPUs that supports a tensor like `x`.
-pub(super) fn has_cuda_kernel(op: &OpInfo, x: &Tensor) -> bool {
+/// Returns whether `op` has a kernel for NVIDIA GPUs that supports a tensor like `x` and computes in `dtype`.
+pub(super) fn has_cuda_kernel(op: &OpInfo, x: &Tensor, dtype: DType) -> bool {
     let width = x.dims().last().copied().unwrap_or(0);
-    let stored = matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
-    stored && x.elem_count() > 0 && op.gpu_width.is_some_and(|widest| width <= widest)
+    let is_stored =
+        is_supported_integer(dtype) || matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    is_stored && x.elem_count() > 0 && op.gpu_width.is_some_and(|widest| width <= widest)
 }
 
 /// Decides like [`choose`], for an op that determines itself whether it has a kernel for `x`.
 pub(crate) fn choose_where(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
     check_float(op, x)?; // before the path is chosen: candle's ops would compute with integers
+    choose_of_any(op, x, has_kernel)
+}
+
+/// Decides like [`choose_where`], for an op that takes integers too.
+pub(super) fn choose_of_any(op: &'static str, x: &Tensor, has_kernel: bool) -> Result<Path> {
     match (POLICY.get(), has_kernel) {
         (KernelPolicy::Reference, _) => Ok(Path::Reference),
         (_, true) => Ok(Path::Kernel),
@@ -168,15 +181,25 @@ fn check_operands(
                 hint: "convert one with to_dtype".into(),
             });
         }
-        if !graph::are_on_one_device(tensor, first) {
-            return Err(Error::placement(op, device_name(tensor.device())).must_be(
-                format!(
-                    "{name} on {}, where {first_name} is",
-                    device_name(first.device())
-                ),
-                "move one with to_device",
-            ));
-        }
+        check_one_device(op, (first_name, first), (name, tensor))?;
     }
     Ok(())
+}
+
+/// Refuses a tensor on another device than the first.
+pub(super) fn check_one_device(
+    op: &'static str,
+    (first_name, first): (&str, &Tensor),
+    (name, tensor): (&str, &Tensor),
+) -> Result<()> {
+    if graph::are_on_one_device(tensor, first) {
+        return Ok(());
+    }
+    Err(Error::placement(op, device_name(tensor.device())).must_be(
+        format!(
+            "{name} on {}, where {first_name} is",
+            device_name(first.device())
+        ),
+        "move one with to_device",
+    ))
 }

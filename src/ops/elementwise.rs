@@ -277,50 +277,29 @@ const POW: Lowering = Lowering {
     },
 };
 
-const RSQRT: Lowering = Lowering {
-    forward: |_| {
-        forward(kernel!("rsqrt", |T, _, s| kernel::rsqrt(
-            s.x::<T>("x")?,
-            s.y("y")?
-        )))
-    },
-    backward: |_| {
-        let kernel = kernel!("rsqrt_backward", |T, _, s| {
-            kernel::rsqrt_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
-        });
-        backward(kernel, ("x", Slot::Input(0)))
-    },
-};
+/// The lowering of a function of x whose backward reads dy and x.
+macro_rules! of_x {
+    ($name:literal, $forward:path, $backward:path) => {
+        Lowering {
+            forward: |_| {
+                forward(kernel!($name, |T, _, s| $forward(
+                    s.x::<T>("x")?,
+                    s.y("y")?
+                )))
+            },
+            backward: |_| {
+                let kernel = kernel!(concat!($name, "_backward"), |T, _, s| {
+                    $backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
+                });
+                backward(kernel, ("x", Slot::Input(0)))
+            },
+        }
+    };
+}
 
-const SQRT: Lowering = Lowering {
-    forward: |_| {
-        forward(kernel!("sqrt", |T, _, s| kernel::sqrt(
-            s.x::<T>("x")?,
-            s.y("y")?
-        )))
-    },
-    backward: |_| {
-        let kernel = kernel!("sqrt_backward", |T, _, s| {
-            kernel::sqrt_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
-        });
-        backward(kernel, ("x", Slot::Input(0)))
-    },
-};
-
-const ABS: Lowering = Lowering {
-    forward: |_| {
-        forward(kernel!("abs", |T, _, s| kernel::abs(
-            s.x::<T>("x")?,
-            s.y("y")?
-        )))
-    },
-    backward: |_| {
-        let kernel = kernel!("abs_backward", |T, _, s| {
-            kernel::abs_backward(s.x::<T>("dy")?, s.x("x")?, s.y("dx")?)
-        });
-        backward(kernel, ("x", Slot::Input(0)))
-    },
-};
+const RSQRT: Lowering = of_x!("rsqrt", kernel::rsqrt, kernel::rsqrt_backward);
+const SQRT: Lowering = of_x!("sqrt", kernel::sqrt, kernel::sqrt_backward);
+const ABS: Lowering = of_x!("abs", kernel::abs, kernel::abs_backward);
 
 const CLAMP: Lowering = Lowering {
     forward: |signature| {

@@ -11,7 +11,7 @@
 //! ```
 
 use super::info::OpInfo;
-use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
+use super::lowering::{Calls, Lowering, Signature, Slot, kernel, on_gpu};
 use super::reduce::{Reduction, sizes};
 use crate::Result;
 use crate::kernels::cpu::extremes as kernel;
@@ -25,7 +25,7 @@ use candle_core::{DType, Tensor};
 /// `dims` are those of [`sum_over`](super::sum_over). The following also holds for [`max_keepdim`], [`min_over`] and
 /// [`min_keepdim`]. A result is NaN if one of its elements is. Backward: the first of equal extremes gets dy, and so
 /// does the first NaN; all others get 0. That is PyTorch's `max(dim)`; its `amax` divides dy among equal ones. The
-/// indices are candle's `x.argmax(dim)`, which has no gradient. Saved for backward: x, y. Autocast: follows x.
+/// indices are [`argmax`](super::argmax)'s, which has no gradient. Saved for backward: x, y. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -138,36 +138,24 @@ const fn info(op: &'static str, lowering: Lowering) -> OpInfo {
 pub(super) const INFOS: &[OpInfo] = &[MAX_INFO, MIN_INFO];
 
 const MAX: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = kernel!("max", |T, k, s| {
-            let sizes = [k.count("n")?, k.count("inner")?];
-            kernel::forward::<T, true>(s.x("x")?, sizes, s.y("y")?);
-        });
-        let kernel = on_gpu!(kernel, |k, l| {
-            let sizes = [k.count("n")?, k.count("inner")?];
-            cuda_kernel::forward(l.gpu, l.x("x")?, sizes, true, l.y("y")?)
-        });
-        forward(kernel, signature)
-    },
+    forward: forward::<true>,
     backward,
 };
 
 const MIN: Lowering = Lowering {
-    forward: |signature| {
-        let kernel = kernel!("min", |T, k, s| {
-            let sizes = [k.count("n")?, k.count("inner")?];
-            kernel::forward::<T, false>(s.x("x")?, sizes, s.y("y")?);
-        });
-        let kernel = on_gpu!(kernel, |k, l| {
-            let sizes = [k.count("n")?, k.count("inner")?];
-            cuda_kernel::forward(l.gpu, l.x("x")?, sizes, false, l.y("y")?)
-        });
-        forward(kernel, signature)
-    },
+    forward: forward::<false>,
     backward,
 };
 
-fn forward(kernel: Kernel, signature: &Signature<'_>) -> Calls {
+fn forward<const LARGEST: bool>(signature: &Signature<'_>) -> Calls {
+    let kernel = kernel!(if LARGEST { "max" } else { "min" }, |T, k, s| {
+        let sizes = [k.count("n")?, k.count("inner")?];
+        kernel::forward::<T, LARGEST>(s.x("x")?, sizes, s.y("y")?);
+    });
+    let kernel = on_gpu!(kernel, |k, l| {
+        let sizes = [k.count("n")?, k.count("inner")?];
+        cuda_kernel::forward(l.gpu, l.x("x")?, sizes, LARGEST, l.y("y")?)
+    });
     let [n, inner] = sizes(signature);
     let kernel = kernel.sized([("n", n), ("inner", inner)]);
     Calls::default().call(kernel, [("x", Slot::Input(0))], [("y", Slot::Output)])

@@ -1,8 +1,9 @@
 //! The head and the loss of a training step, in chunks of rows. Each chunk's gradients are computed right after its
 //! loss, so the logits of all rows never exist and none are saved.
 
-use super::cross_entropy::Reduction;
+use super::cross_entropy::LossTerms;
 use super::cross_entropy::lowering::{gradient_of_counted, in_place, mean_of};
+use super::loss::Reduction;
 use super::lowering::{Accumulate, Calls, Check, Named, Signature, Slot};
 use super::matmul_kernel::{Factor, matmul, matmul_into};
 use super::weight::read_weight;
@@ -29,7 +30,9 @@ const CHUNK_ROWS: usize = 64;
 pub(crate) struct HeadLoss {
     /// The target that is ignored.
     pub ignore: Option<i64>,
+    /// The mean or the sum.
     pub reduction: Reduction,
+    pub terms: LossTerms,
     /// The number of micro-batches whose mean the loss is.
     pub micro_batches: usize,
 }
@@ -63,7 +66,7 @@ impl HeadLoss {
         let losses = calls.temporary("losses", &[all_rows], wide);
         // How many ids are ignored is only known in a run.
         let (divisor, dloss) = match (self.reduction, self.ignore) {
-            (Reduction::Sum, _) => (1, None), // the run's loss gradient has the divisor
+            (Reduction::Sum | Reduction::None, _) => (1, None), // the run's loss gradient has the divisor
             (Reduction::Mean, None) => (all_rows * self.micro_batches, None),
             (Reduction::Mean, Some(ignore)) => {
                 let dloss = calls.temporary("dloss", &[1], wide);
@@ -104,7 +107,12 @@ impl HeadLoss {
             let reads = Named::from([("targets", some(&mut calls, targets, 1))]);
             let reads = reads.with_some("dloss", dloss);
             let writes = [("logits", logits), ("losses", some(&mut calls, losses, 1))];
-            let kernel = in_place([rows, classes, row_stride], divisor, self.ignore);
+            let kernel = in_place(
+                [rows, classes, row_stride],
+                divisor,
+                self.ignore,
+                self.terms,
+            );
             calls.push(kernel, reads, writes);
             if dx_is_wanted {
                 let mut accumulate = Accumulate::Never;

@@ -14,7 +14,7 @@
 //! ```
 
 use super::cross_entropy::lowering::{PlannedLoss, planned_gradient, planned_loss};
-use super::cross_entropy::{Reduction, Targets, composed_loss, output_of};
+use super::cross_entropy::{CrossEntropyConfig, Targets, composed_loss, cross_entropy_with};
 use super::dispatch::{Path, check_same, choose};
 use super::info::OpInfo;
 use super::linear::{Linear, factors};
@@ -54,7 +54,7 @@ use candle_core::{DType, Shape, Tensor};
 /// # Errors
 /// As [`linear`](linear()) and [`cross_entropy`](super::cross_entropy()).
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
-    reduced(x, weight, targets, None, Reduction::Mean)
+    linear_cross_entropy_with(x, weight, targets, &CrossEntropyConfig::default())
 }
 
 /// Computes [`linear_cross_entropy()`] without the targets that equal `ignore_index`: the mean is over the others, as
@@ -81,22 +81,45 @@ pub fn linear_cross_entropy_ignoring(
     targets: &Tensor,
     ignore_index: i64,
 ) -> Result<Tensor> {
-    reduced(x, weight, targets, Some(ignore_index), Reduction::Mean)
+    let config = CrossEntropyConfig {
+        ignore_index: Some(ignore_index),
+        ..Default::default()
+    };
+    linear_cross_entropy_with(x, weight, targets, &config)
 }
 
-/// Computes the mean or the sum of the losses of targets other than `ignore`.
+/// Computes [`linear_cross_entropy()`] with the options of [`cross_entropy_with`].
+///
+/// Class weights and targets that are probabilities are computed by the two ops.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use tallow::ops::{self, CrossEntropyConfig};
+///
+/// let x = Tensor::randn(0f32, 1.0, (3, 4), &Device::Cpu)?; // (..., D)
+/// let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
+/// let targets = Tensor::new(&[1u32, 0, 9], &Device::Cpu)?;
+/// let config = CrossEntropyConfig { label_smoothing: 0.1, z_loss: 1e-4, ..Default::default() };
+/// let loss = ops::linear_cross_entropy_with(&x, &weight, &targets, &config)?;
+/// let by_two = ops::cross_entropy_with(&ops::linear(&x, &weight)?, &targets, &config)?;
+/// assert!((loss - by_two)?.to_scalar::<f32>()?.abs() < 1e-5);
+/// # Ok::<(), tallow::Error>(())
+/// ```
 ///
 /// # Errors
-/// As [`linear_cross_entropy_ignoring`]; a sum of no targets is allowed.
-pub(crate) fn reduced(
+/// Those of [`linear`](linear()) and [`cross_entropy_with`].
+pub fn linear_cross_entropy_with(
     x: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    ignore: Option<i64>,
-    reduction: Reduction,
+    config: &CrossEntropyConfig,
 ) -> Result<Tensor> {
+    if config.class_weights.is_some() || targets.dtype().is_float() {
+        return cross_entropy_with(&super::linear(x, weight)?, targets, config);
+    }
+    config.validate()?;
     let (x, [weight], copies) = with_copies(&INFO, x, [weight])?;
-    let targets = check(&x, &copies[0].of(&weight), targets, ignore, reduction)?;
+    let targets = check(&x, &copies[0].of(&weight), targets, config)?;
     match choose(&INFO, &x)? {
         Path::Kernel => {
             let product = Linear { copies };
@@ -116,7 +139,7 @@ pub(crate) fn reduced(
             composed(
                 &super::cross_entropy::INFO,
                 &[&logits],
-                output_of(&logits),
+                (targets.shape(), Operand::from(&logits).wide_dtype()),
                 || composed_loss(&logits, &targets),
             )
         }
@@ -133,17 +156,19 @@ pub fn reference(
     targets: &Tensor,
     ignore_index: Option<i64>,
 ) -> Result<Tensor> {
-    check(x, weight, targets, ignore_index, Reduction::Mean)?;
-    let logits = super::linear(x, weight)?;
-    super::cross_entropy::reduced(&logits, targets, ignore_index, Reduction::Mean)
+    let config = CrossEntropyConfig {
+        ignore_index,
+        ..Default::default()
+    };
+    check(x, weight, targets, &config)?;
+    cross_entropy_with(&super::linear(x, weight)?, targets, &config)
 }
 
 fn check(
     x: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    ignore: Option<i64>,
-    reduction: Reduction,
+    config: &CrossEntropyConfig,
 ) -> Result<Targets> {
     check_same(NAME, &[("x", x), ("weight", weight)])?;
     match (x.dims(), weight.dims()) {
@@ -154,7 +179,7 @@ fn check(
                 x.dtype(),
                 x.device(),
             )?;
-            Targets::check(NAME, leading, *classes, targets, ignore, reduction)
+            Targets::check(NAME, leading, *classes, targets, config)
         }
         _ => Err(Error::Shape {
             op: NAME,
@@ -236,7 +261,7 @@ struct LinearCrossEntropy {
 
 impl Spec for LinearCrossEntropy {
     fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
-        (().into(), inputs[0].wide_dtype())
+        (self.targets.shape(), inputs[0].wide_dtype())
     }
 
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {

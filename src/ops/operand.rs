@@ -14,6 +14,11 @@ pub(crate) fn is_supported_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
+/// Returns whether comparisons and indices may be in this dtype.
+pub(super) fn is_supported_integer(dtype: DType) -> bool {
+    matches!(dtype, DType::U8 | DType::U32 | DType::I64)
+}
+
 pub(super) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }

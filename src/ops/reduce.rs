@@ -4,6 +4,7 @@ use super::elementwise::{in_f32, with_attributes};
 use super::info::{OpInfo, per_element};
 use super::lowering::{Calls, Kernel, Lowering, Signature, Slot, kernel, on_gpu};
 use super::operand::{check_size, check_supported, zeros_of};
+use crate::error::innermost;
 use crate::graph::Attribute;
 use crate::kernels::cpu::{rows::log_softmax as log_softmax_kernel, sums as kernel};
 #[cfg(feature = "cuda")]
@@ -269,17 +270,9 @@ pub(super) fn some_dims(op: &'static str, x: &Tensor, dims: impl Dims) -> Result
         ),
         Ok(dims) => Ok(dims),
         Err(error) => refuse(
-            innermost(&error),
+            innermost(&error).to_string(),
             "they are counted from 0; D::Minus1 is the last one",
         ),
-    }
-}
-
-/// Returns the text of candle's error without its backtrace.
-fn innermost(error: &candle_core::Error) -> String {
-    match error {
-        candle_core::Error::WithBacktrace { inner, .. } => innermost(inner),
-        error => error.to_string(),
     }
 }
 

@@ -21,6 +21,7 @@ pub use super::layer_norm::reference as layer_norm;
 pub use super::linear::reference as linear;
 pub use super::linear_bias::reference as linear_bias;
 pub use super::linear_cross_entropy::reference as linear_cross_entropy;
+pub use super::log_sigmoid::reference as log_sigmoid;
 pub use super::matmul::reference as matmul;
 pub use super::relu::reference as relu;
 pub use super::repeat_heads::reference as repeat_heads;

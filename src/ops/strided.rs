@@ -1,6 +1,6 @@
 //! Strided views: copies of their elements, and gradients.
 
-use super::cpu::for_stored;
+use super::cpu::{for_any, for_stored};
 use super::lowering::{Kernel, on_gpu};
 use crate::graph::View;
 use crate::kernels::cpu::parallel;
@@ -100,12 +100,10 @@ fn rows(view: &View) -> (usize, usize, usize) {
 
 /// Copies a view. Reads x; writes y, the elements of x at the offsets of `view`, in order.
 pub(crate) fn gather(view: View) -> Kernel {
-    let kernel = Kernel::new("contiguous", |k, s| match s.dtype()? {
-        DType::U32 => gathered::<u32>(k.view()?, s.x("x")?, s.y("y")?),
-        DType::U8 => gathered::<u8>(k.view()?, s.x("x")?, s.y("y")?),
-        DType::I64 => gathered::<i64>(k.view()?, s.x("x")?, s.y("y")?),
-        dtype => for_stored!(dtype, T => gathered::<T>(k.view()?, s.x("x")?, s.y("y")?)),
-    });
+    let kernel = Kernel::new(
+        "contiguous",
+        |k, s| for_any!(s.dtype()?, T => gathered::<T>(k.view()?, s.x("x")?, s.y("y")?)),
+    );
     let is_on_gpu = gather_dims(&view).len() <= RANK;
     let kernel = kernel.viewing(view);
     match is_on_gpu {

@@ -16,6 +16,9 @@ pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
         super::elementwise::INFOS,
         super::reduce::INFOS,
         super::extremes::INFOS,
+        super::compare::INFOS,
+        super::select::INFOS,
+        super::index::INFOS,
         super::record::INFOS,
     ];
     let single = [
@@ -33,6 +36,7 @@ pub(crate) fn infos() -> impl Iterator<Item = &'static OpInfo> {
         &super::relu::INFO,
         &super::repeat_heads::INFO,
         &super::concat::INFO,
+        &super::topk::INFO,
     ];
     single.into_iter().chain(several.into_iter().flatten())
 }

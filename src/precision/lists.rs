@@ -45,10 +45,11 @@ pub(super) const CPU_WIDEST: &str = "\
     cat index_copy stack";
 
 /// This crate's ops with other names on the lists. A fused op has the class of its matmuls.
-const OWN_AS: [(&str, &str); 13] = [
+const OWN_AS: [(&str, &str); 14] = [
     ("add_scaled", "add"),
     ("attention::flash", "scaled_dot_product_attention"),
     ("attention::naive", "scaled_dot_product_attention"),
+    ("bce_with_logits", "binary_cross_entropy_with_logits"),
     ("concat", "cat"),
     ("cross_entropy", "cross_entropy_loss"),
     ("geglu_linear", "linear"),
@@ -63,8 +64,9 @@ const OWN_AS: [(&str, &str); 13] = [
 
 /// This crate's ops that are looked up by their own names.
 const OWN: &str = "\
-    abs add affine clamp div dropout embedding exp geglu gelu layer_norm linear log log_softmax matmul max mean merge_heads min mul pow \
-    relu repeat_heads rms_norm rope rsqrt sigmoid silu soft_cap softmax split_heads sqrt sub sum swiglu tanh";
+    abs add affine clamp div dropout embedding eq exp gather ge geglu gelu gt index_add layer_norm le linear log \
+    log_sigmoid log_softmax lt masked_fill matmul max mean merge_heads min mul ne pow relu repeat_heads rms_norm rope rsqrt \
+    scatter_add sigmoid silu soft_cap softmax split_heads sqrt sub sum swiglu tanh topk where_cond";
 
 /// Returns this crate's ops with their names on the lists.
 pub(super) fn own() -> impl Iterator<Item = (&'static str, &'static str)> {

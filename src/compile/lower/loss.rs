@@ -5,8 +5,8 @@ use super::super::config::PlanKind;
 use super::super::op::{BufferRange, Phase};
 use super::super::traced::Parameter;
 use super::Lower;
+use crate::ops::Reduction;
 use crate::ops::arithmetic::lowering::zeros;
-use crate::ops::cross_entropy::Reduction;
 use crate::ops::cross_entropy::lowering::{gradient_of_mean, mean_of};
 use crate::ops::lowering::{Accumulate, converted};
 use crate::optim::MissingGradients;
@@ -92,7 +92,7 @@ impl Lower<'_> {
         let loss = self.read(&output);
         let divisor = match self.request.function.reduction {
             Reduction::Mean => self.request.config.accumulation,
-            Reduction::Sum => 1, // the run's loss gradient includes the divisor
+            Reduction::Sum | Reduction::None => 1, // the run's loss gradient includes the divisor
         };
         let mean = self.step_loss();
         let kernel = mean_of(divisor, None, Accumulate::AfterFirst);

@@ -3,8 +3,9 @@
 use super::{Kind, Program};
 use crate::compile::config::PlanKind;
 use crate::graph::Attribute;
+use crate::ops::Reduction;
 use crate::ops::cost::Cost;
-use crate::ops::cross_entropy::Reduction;
+use crate::ops::cross_entropy::{LossTerms, PER_ROW};
 use crate::ops::head_loss::HeadLoss;
 use crate::ops::linear_cross_entropy;
 use candle_core::DType;
@@ -36,6 +37,7 @@ pub(super) fn rewrite(program: &mut Program) {
         || is_empty(weight)
         || !sums
         || !node.segments.is_empty()
+        || node.attribute(PER_ROW).is_some()
     {
         return;
     }
@@ -48,6 +50,7 @@ pub(super) fn rewrite(program: &mut Program) {
             Some(_) => Reduction::Sum,
             None => Reduction::Mean,
         },
+        terms: LossTerms::of(|name| node.attribute(name)),
         micro_batches: program.micro_batches,
     };
     let node = &mut program.nodes[i];

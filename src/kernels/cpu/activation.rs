@@ -21,6 +21,16 @@ pub fn forward<T: Stored>(f: Activation, x: &[T], y: &mut [T]) {
             #[inline(always)]
             |[x]| sigmoids(x).0,
         ),
+        Activation::LogSigmoid => each(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| {
+                let e = (if x < T::Wide::ZERO { x } else { -x }).exponential();
+                let below = if x > T::Wide::ZERO { T::Wide::ZERO } else { x };
+                below - log_1p(e)
+            },
+        ),
         Activation::Silu => each(
             [x],
             y,
@@ -63,6 +73,12 @@ pub fn backward<T: Stored>(f: Activation, dy: &[T], x: &[T], dx: &mut [T]) {
                 dy * s * rest
             },
         ),
+        Activation::LogSigmoid => each(
+            [dy, x],
+            dx,
+            #[inline(always)]
+            |[dy, x]| dy * sigmoids(x).1,
+        ),
         Activation::Silu => each(
             [dy, x],
             dx,
@@ -103,6 +119,18 @@ pub(super) fn sigmoids<T: Real>(x: T) -> (T, T) {
         (small, large)
     } else {
         (large, small)
+    }
+}
+
+/// Returns log(1 + e) for e from 0 to 1. The rounding error of 1 + e cancels in the quotient.
+#[inline(always)]
+fn log_1p<T: Real>(e: T) -> T {
+    let sum = T::ONE + e;
+    let rounded = sum - T::ONE;
+    if rounded == T::ZERO {
+        e
+    } else {
+        sum.logarithm() * (e / rounded)
     }
 }
 

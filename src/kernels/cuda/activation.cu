@@ -1,7 +1,7 @@
 // Elementwise activations: y = f(x), and dx = dy f'(x) from x alone. All buffers (n). An output may be the buffer of an
 // input.
 //
-// tanh; sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution function; gelu_tanh: x
+// tanh; sigmoid; log_sigmoid; silu: x sigmoid(x); gelu: x Phi(x) with Phi the standard normal distribution function; gelu_tanh: x
 // sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3); soft_cap: cap tanh(scale x / cap).
 //
 // Grid ceil(packs / 512), block 256, with packs = ceil(n / N), N = 16 / size of T. Any n; 16-byte alignment only for
@@ -33,6 +33,11 @@ struct Sigmoid {
         Sigmoids s = sigmoids(x);
         return s.above * s.below;
     }
+};
+
+struct LogSigmoid {
+    static __device__ __forceinline__ float value(float x) { return (x > 0.f ? 0.f : x) - log1pf(expf(-fabsf(x))); }
+    static __device__ __forceinline__ float slope(float x) { return sigmoids(x).below; }
 };
 
 struct Silu {
@@ -123,6 +128,7 @@ __device__ __forceinline__ void backward(Op op, const T* dy, const T* x, T* dx, 
 #define ACTIVATIONS(NAME)                                                                                              \
     ACTIVATION(tanh, Tanh, NAME)                                                                                       \
     ACTIVATION(sigmoid, Sigmoid, NAME)                                                                                 \
+    ACTIVATION(log_sigmoid, LogSigmoid, NAME)                                                                          \
     ACTIVATION(silu, Silu, NAME)                                                                                       \
     ACTIVATION(gelu, Gelu, NAME)                                                                                       \
     ACTIVATION(gelu_tanh, GeluTanh, NAME)                                                                              \

@@ -17,6 +17,7 @@ pub(crate) fn forward(gpu: &CudaDevice, f: Activation, x: View, y: View) -> Resu
     let stem = match f {
         Activation::Tanh => "tanh_forward",
         Activation::Sigmoid => "sigmoid_forward",
+        Activation::LogSigmoid => "log_sigmoid_forward",
         Activation::Silu => "silu_forward",
         Activation::Gelu => "gelu_forward",
         Activation::GeluTanh => "gelu_tanh_forward",
@@ -34,6 +35,7 @@ pub(crate) fn backward(
     let stem = match f {
         Activation::Tanh => "tanh_backward",
         Activation::Sigmoid => "sigmoid_backward",
+        Activation::LogSigmoid => "log_sigmoid_backward",
         Activation::Silu => "silu_backward",
         Activation::Gelu => "gelu_backward",
         Activation::GeluTanh => "gelu_tanh_backward",

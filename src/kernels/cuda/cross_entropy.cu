@@ -8,6 +8,9 @@
 // ln(total), and its softmax is exp(x - top) / total. top + ln(total) is never formed: as one number it would lose the
 // digits of ln(total) where logits are large.
 //
+// With Terms the loss of a row is (1 - smoothing) nll + smoothing (mean of top - x + ln(total)) + z_loss lse^2. The
+// gradient is factor softmax - spread - share onehot(target). Smoothing reads a row once more.
+//
 // packs = ceil(classes / N), one more if rows do not begin at 16 bytes, N = 16 / size of T. Any number of classes. Rows
 // are read in vectors wherever they begin, from their first full vector on.
 //   Forward:  grid ceil(rows / y), block (x, y) = (min(512, 32 ceil(packs / 128)), max(1, 128 / x))
@@ -32,6 +35,43 @@ template <int N> __device__ __forceinline__ void take_target(float (&p)[N], int 
 struct Statistics {
     float top, total;
 };
+
+struct Terms {
+    float smoothing, z_loss;
+};
+
+// The loss of a row; mean_above is the mean of top - x, for smoothing.
+__device__ __forceinline__ float loss_of(Terms terms, Statistics seen, float wanted, float mean_above) {
+    float log_total = logf(seen.total), loss = (seen.top - wanted) + log_total;
+    if (terms.smoothing > 0.f) {
+        loss = (1.f - terms.smoothing) * loss + terms.smoothing * (mean_above + log_total);
+    }
+    if (terms.z_loss > 0.f) {
+        float lse = seen.top + log_total;
+        loss += terms.z_loss * lse * lse;
+    }
+    return loss;
+}
+
+// The mean of top - x over a row, in every thread of the row; 0 without smoothing.
+template <class T>
+__device__ __forceinline__ float mean_above(Terms terms, const T* x, int classes, float top, int slot) {
+    if (!(terms.smoothing > 0.f)) return 0.f; // the same in all threads
+    float sum = 0.f;
+    for (int i = threadIdx.x; i < classes; i += blockDim.x) sum += top - widen(x[i]);
+    return reduce_row<Sum>(sum, slot) / (float)classes;
+}
+
+// The parts of a row's gradient; factor is that of exp(x - top).
+struct Slopes {
+    float factor, spread, share;
+};
+__device__ __forceinline__ Slopes slopes_of(Terms terms, Statistics seen, float weight, int classes) {
+    float factor = weight;
+    if (terms.z_loss > 0.f) factor *= 1.f + 2.f * terms.z_loss * (seen.top + logf(seen.total));
+    Slopes slopes = {factor / seen.total, weight * terms.smoothing / (float)classes, weight * (1.f - terms.smoothing)};
+    return slopes;
+}
 
 // Adds the packs of a row, from pack `begin` on, to `seen`.
 template <class T, bool WHOLE>
@@ -71,8 +111,8 @@ template <class T> __device__ __forceinline__ void fill_zero(T* row, int width) 
 }
 
 template <class T, bool WHOLE>
-__device__ __forceinline__ void forward(const T* logits, const unsigned* targets, long long ignore, float* losses,
-                                        Statistics* statistics, long long rows, int classes) {
+__device__ __forceinline__ void forward(const T* logits, const unsigned* targets, long long ignore, Terms terms,
+                                        float* losses, Statistics* statistics, long long rows, int classes) {
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     const T* x = logits + row * classes;
@@ -83,16 +123,18 @@ __device__ __forceinline__ void forward(const T* logits, const unsigned* targets
     take_row<T, WHOLE>(&seen, x, classes, 0);
     float top = reduce_row<Largest>(seen.top, 0);
     float total = reduce_row<Sum>(seen.total * exp_fast(seen.top - top), 1);
+    float above = mean_above(terms, x, classes, top, 2);
     if (threadIdx.x > 0) return;
-    statistics[row] = {top, total};
-    losses[row] = counts ? (top - wanted) + logf(total) : 0.f;
+    seen = {top, total};
+    statistics[row] = seen;
+    losses[row] = counts ? loss_of(terms, seen, wanted, above) : 0.f;
 }
 
-// dloss (1) is the gradient of the mean over `counted` targets.
-template <class T, bool WHOLE> __device__ __forceinline__ void backward(const T* logits, const unsigned* targets,
-                                                                        long long ignore, const Statistics* statistics,
-                                                                        const float* dloss, long long counted,
-                                                                        T* dlogits, long long rows, int classes) {
+// dloss is the gradient of the mean over `counted` targets: (1) and of_row 0, or (rows) and of_row 1.
+template <class T, bool WHOLE>
+__device__ __forceinline__ void backward(const T* logits, const unsigned* targets, long long ignore, Terms terms,
+                                         const Statistics* statistics, const float* dloss, int of_row,
+                                         long long counted, T* dlogits, long long rows, int classes) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
@@ -109,7 +151,8 @@ template <class T, bool WHOLE> __device__ __forceinline__ void backward(const T*
     unsigned target = targets[row];
     bool counts = (long long)target != ignore;
     Statistics seen = statistics[row];
-    float share = (float)((double)*dloss / (double)counted), factor = share / seen.total;
+    float weight = (float)((double)dloss[row * of_row] / (double)counted);
+    Slopes slopes = slopes_of(terms, seen, weight, classes);
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         int first = begin + u * stride;
@@ -118,19 +161,19 @@ template <class T, bool WHOLE> __device__ __forceinline__ void backward(const T*
         unpack(of_x[u], p);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            p[i] = exp_fast(p[i] - seen.top) * factor;
+            p[i] = exp_fast(p[i] - seen.top) * slopes.factor - slopes.spread;
             if (!counts) p[i] = 0.f; // whatever the logits are
         }
-        if (counts) take_target(p, (int)target - first, share);
+        if (counts) take_target(p, (int)target - first, slopes.share);
         store<WHOLE>(dx, first, classes, p);
     }
 }
 
 // Overwrites logits with their gradient. Rows are `row_stride` elements apart.
-template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logits, const unsigned* targets,
-                                                                        long long ignore, const float* dloss,
-                                                                        long long counted, float* losses,
-                                                                        long long rows, int classes, int row_stride) {
+template <class T, bool WHOLE>
+__device__ __forceinline__ void in_place(T* logits, const unsigned* targets, long long ignore, Terms terms,
+                                         const float* dloss, long long counted, float* losses, long long rows,
+                                         int classes, int row_stride) {
     const int N = InVector<T>::COUNT;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
@@ -166,9 +209,11 @@ template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logit
         for (int i = 0; i < N; i++) total += exp_fast(e[i] - top);
     }
     total = reduce_row<Sum>(total, 1);
+    float above = mean_above(terms, x, classes, top, 2);
     __syncwarp(); // a row of one warp has no other barrier between reading x[target] and writing it
-    if (threadIdx.x == 0) losses[row] = (top - wanted) + logf(total);
-    float share = (float)((double)*dloss / (double)counted), factor = share / total;
+    seen = {top, total};
+    if (threadIdx.x == 0) losses[row] = loss_of(terms, seen, wanted, above);
+    Slopes slopes = slopes_of(terms, seen, (float)((double)*dloss / (double)counted), classes);
     for (int start = begin; start < classes; start += KEPT * stride) {
         if (start != begin) { // these packs are not in registers
 #pragma unroll
@@ -184,39 +229,45 @@ template <class T, bool WHOLE> __device__ __forceinline__ void in_place(T* logit
             float p[N];
             unpack(of_x[k], p);
 #pragma unroll
-            for (int i = 0; i < N; i++) p[i] = exp_fast(p[i] - top) * factor;
-            take_target(p, (int)target - first, share);
+            for (int i = 0; i < N; i++) p[i] = exp_fast(p[i] - top) * slopes.factor - slopes.spread;
+            take_target(p, (int)target - first, slopes.share);
             store<WHOLE>(x, first, classes, p);
         }
     }
 }
 
 #define CROSS_ENTROPY(NAME)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(512, 3)                                                               \
-        cross_entropy_forward_##NAME(const NAME* logits, const unsigned* targets, long long ignore, float* losses,     \
-                                     Statistics* statistics, long long rows, int classes) {                            \
+    extern "C" __global__ void __launch_bounds__(512, 3) cross_entropy_forward_##NAME(                                 \
+        const NAME* logits, const unsigned* targets, long long ignore, float smoothing, float z_loss, float* losses,   \
+        Statistics* statistics, long long rows, int classes) {                                                         \
+        Terms terms = {smoothing, z_loss};                                                                             \
         if (whole_packs<InVector<NAME>::COUNT>(classes, logits, nullptr, nullptr)) {                                   \
-            forward<NAME, true>(logits, targets, ignore, losses, statistics, rows, classes);                           \
+            forward<NAME, true>(logits, targets, ignore, terms, losses, statistics, rows, classes);                    \
         } else {                                                                                                       \
-            forward<NAME, false>(logits, targets, ignore, losses, statistics, rows, classes);                          \
+            forward<NAME, false>(logits, targets, ignore, terms, losses, statistics, rows, classes);                   \
         }                                                                                                              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256) cross_entropy_backward_##NAME(                                   \
-        const NAME* logits, const unsigned* targets, long long ignore, const Statistics* statistics,                   \
-        const float* dloss, long long counted, NAME* dlogits, long long rows, int classes) {                           \
+        const NAME* logits, const unsigned* targets, long long ignore, float smoothing, float z_loss,                  \
+        const Statistics* statistics, const float* dloss, int of_row, long long counted, NAME* dlogits,                \
+        long long rows, int classes) {                                                                                 \
+        Terms terms = {smoothing, z_loss};                                                                             \
         if (whole_packs<InVector<NAME>::COUNT>(classes, logits, dlogits, nullptr)) {                                   \
-            backward<NAME, true>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);         \
+            backward<NAME, true>(logits, targets, ignore, terms, statistics, dloss, of_row, counted, dlogits, rows,    \
+                                 classes);                                                                             \
         } else {                                                                                                       \
-            backward<NAME, false>(logits, targets, ignore, statistics, dloss, counted, dlogits, rows, classes);        \
+            backward<NAME, false>(logits, targets, ignore, terms, statistics, dloss, of_row, counted, dlogits, rows,   \
+                                  classes);                                                                            \
         }                                                                                                              \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
-        cross_entropy_in_place_##NAME(NAME* logits, const unsigned* targets, long long ignore, const float* dloss,     \
-                                      long long counted, float* losses, long long rows, int classes, int row_stride) { \
+    extern "C" __global__ void __launch_bounds__(1024) cross_entropy_in_place_##NAME(                                  \
+        NAME* logits, const unsigned* targets, long long ignore, float smoothing, float z_loss, const float* dloss,    \
+        long long counted, float* losses, long long rows, int classes, int row_stride) {                               \
+        Terms terms = {smoothing, z_loss};                                                                             \
         if (whole_packs<InVector<NAME>::COUNT>(classes | row_stride, logits, nullptr, nullptr)) {                      \
-            in_place<NAME, true>(logits, targets, ignore, dloss, counted, losses, rows, classes, row_stride);          \
+            in_place<NAME, true>(logits, targets, ignore, terms, dloss, counted, losses, rows, classes, row_stride);   \
         } else {                                                                                                       \
-            in_place<NAME, false>(logits, targets, ignore, dloss, counted, losses, rows, classes, row_stride);         \
+            in_place<NAME, false>(logits, targets, ignore, terms, dloss, counted, losses, rows, classes, row_stride);  \
         }                                                                                                              \
     }
 

@@ -20,6 +20,8 @@ pub(crate) struct Targets<'a> {
     pub ignore: Option<u32>,
     /// The divisor of the sum of the losses: for a mean, the number of targets that count.
     pub divisor: usize,
+    /// Label smoothing and the coefficient of the z-loss; 0 for none.
+    pub terms: [f32; 2],
 }
 
 impl Targets<'_> {
@@ -55,9 +57,11 @@ pub(crate) fn rows(
     let kernel = SOURCE.kernel(gpu, "cross_entropy_forward", suffix(logits.dtype))?;
     let (x, y) = block(classes, logits, 512);
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
+    let [smoothing, z_loss] = targets.terms;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
+    launch.arg(&smoothing).arg(&z_loss);
     launch.arg(&losses.pointer).arg(&statistics.pointer);
     launch.arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
@@ -83,8 +87,8 @@ pub(crate) fn divide_by_counted(
     Ok(())
 }
 
-/// Computes the gradient of the logits (rows, classes) from dloss (1) f32, the gradient of the mean, and [`forward`]'s
-/// statistics.
+/// Computes the gradient of the logits (rows, classes) from dloss f32 and [`forward`]'s statistics. dloss is the
+/// gradient of the mean (1), or of each loss (rows).
 pub(crate) fn backward(
     gpu: &CudaDevice,
     logits: View,
@@ -100,12 +104,14 @@ pub(crate) fn backward(
     let parts = packs(classes, logits).div_ceil(4 * x);
     let config = launch_config((rows.div_ceil(y), parts), (x, y));
     let (count, ignore, width) = (rows as i64, targets.ignored(), classes as i32);
-    let divisor = targets.divisor as i64;
+    let (divisor, of_row) = (targets.divisor as i64, i32::from(dloss.len > 1));
+    let [smoothing, z_loss] = targets.terms;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
+    launch.arg(&smoothing).arg(&z_loss);
     launch.arg(&statistics.pointer).arg(&dloss.pointer);
-    launch.arg(&divisor);
+    launch.arg(&of_row).arg(&divisor);
     launch.arg(&dlogits.pointer).arg(&count).arg(&width);
     // SAFETY: the arguments are those of the kernel, and the buffers have the sizes that they say.
     unsafe { launch.launch(config) }.w()?;
@@ -131,9 +137,11 @@ pub(crate) fn in_place(
     let (count, ignore) = (rows as i64, targets.ignored());
     let [width, row_stride] = [classes, row_stride].map(|elements| elements as i32);
     let divisor = targets.divisor as i64;
+    let [smoothing, z_loss] = targets.terms;
     let mut launch = kernel.builder();
     launch.arg(&logits.pointer);
     launch.arg(&targets.ids.pointer).arg(&ignore);
+    launch.arg(&smoothing).arg(&z_loss);
     launch.arg(&dloss.pointer).arg(&divisor);
     launch.arg(&losses.pointer).arg(&count);
     launch.arg(&width).arg(&row_stride);

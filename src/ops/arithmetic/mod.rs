@@ -191,26 +191,8 @@ fn apply_binary(
 ) -> Result<Tensor> {
     let op = info.op;
     let (a, b) = (unrepeated(op, a)?, unrepeated(op, b)?);
-    let Some(dtype) = result_dtype(op, &a.view, &b.view) else {
-        return Err(Error::DType {
-            op,
-            expected: "f16, bf16, f32 or f64, in one operand at least".into(),
-            got: format!(
-                "{} and {}",
-                a.view.dtype().as_str(),
-                b.view.dtype().as_str()
-            ),
-            hint: "candle's own operators take integers".into(),
-        });
-    };
-    let Ok(shape) = a.shape.broadcast_shape_binary_op(&b.shape, op) else {
-        return Err(Error::Shape {
-            op,
-            expected: "shapes that broadcast to each other".into(),
-            got: format!("{:?} and {:?}", a.shape.dims(), b.shape.dims()),
-            hint: "counted from the last, dimensions must be equal or 1".into(),
-        });
-    };
+    let dtype = result_dtype(op, &a.view, &b.view)?;
+    let shape = broadcast_shape(op, &a.shape, &b.shape)?;
     check_size(op, shape.dims(), dtype, a.view.device())?;
     // The gradient of a broadcast is a sum, for which candle's half precision has too few digits. Its division rounds
     // three times in backward. So both are computed in f32.
@@ -256,12 +238,31 @@ fn unrepeated(op: &'static str, x: &Tensor) -> Result<Unrepeated> {
 }
 
 /// Returns PyTorch's result dtype, after the casts of an autocast policy.
-fn result_dtype(op: &str, a: &Tensor, b: &Tensor) -> Option<DType> {
+///
+/// # Errors
+/// Two integers.
+pub(super) fn result_dtype(op: &'static str, a: &Tensor, b: &Tensor) -> Result<DType> {
     let mut operands = [Operand::from(a), Operand::from(b)];
     if let Some(target) = precision::decide(op, &operands) {
         for x in operands.iter_mut().filter(|x| is_castable(x.dtype)) {
             x.dtype = target;
         }
     }
-    precision::promoted(&operands)
+    let got = || format!("{} and {}", a.dtype().as_str(), b.dtype().as_str());
+    precision::promoted(&operands).ok_or_else(|| {
+        Error::dtype(op, got()).must_be(
+            "f16, bf16, f32 or f64, in one operand at least",
+            "candle's own operators take integers",
+        )
+    })
+}
+
+/// Returns the shape that two shapes broadcast to.
+pub(super) fn broadcast_shape(op: &'static str, a: &Shape, b: &Shape) -> Result<Shape> {
+    a.broadcast_shape_binary_op(b, op).map_err(|_| {
+        Error::shape(op, format!("{:?} and {:?}", a.dims(), b.dims())).must_be(
+            "shapes that broadcast to each other",
+            "counted from the last, dimensions must be equal or 1",
+        )
+    })
 }

@@ -2,12 +2,14 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda_kernel;
-use super::nothing_counts;
+use super::{LABEL_SMOOTHING, PER_ROW, Z_LOSS, nothing_counts};
 use crate::graph::{Attribute, Target};
-use crate::kernels::cpu::{Real, Stored, rows::cross_entropy as kernel};
+use crate::kernels::cpu::rows::cross_entropy::{self as kernel, Terms};
+use crate::kernels::cpu::{Real, Stored};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::{View, elementwise};
 use crate::ops::cpu::narrow_id;
+use crate::ops::cross_entropy::LossTerms;
 use crate::ops::lowering::{
     Accumulate, Calls, Check, Kernel, Lowering, Signature, Slot, kernel, on_gpu,
 };
@@ -41,11 +43,11 @@ pub(in crate::ops) struct PlannedLoss {
     pub targets: usize,
     /// (top, total) of each row, (N, 2).
     pub statistics: Slot,
-    /// The loss, (1).
+    /// The loss, (1), or the losses of the rows.
     pub loss: Slot,
 }
 
-/// Plans the mean loss of the rows of `logits`, and their statistics.
+/// Plans the mean loss of the rows of `logits`, or the losses of the rows, and their statistics.
 pub(in crate::ops) fn planned_loss(
     signature: &Signature<'_>,
     operands: PlannedLoss,
@@ -57,20 +59,25 @@ pub(in crate::ops) fn planned_loss(
         ignore: planned_ignore(signature),
     };
     let rows = signature.extra_inputs[read].dims.iter().product();
-    let losses = calls.scratch(&[rows], signature.output.dtype);
     let kernel = kernel!("cross_entropy", |T, k, s| {
         let (logits, statistics) = (s.x::<T>("logits")?, s.y("statistics")?);
         let (targets, losses) = (CheckedIds::of(k, s.x("targets")?)?, s.y("losses")?);
         let target = |row| targets.get(row);
-        kernel::forward(logits, k.count("classes")?, target, losses, statistics);
-        s.y::<<T as Stored>::Wide>("loss")?[0] = targets.mean(losses);
+        let (classes, terms) = (k.count("classes")?, terms_of(k));
+        kernel::forward(logits, classes, target, terms, losses, statistics);
+        if let Some(loss) = s.some_y::<<T as Stored>::Wide>("loss")? {
+            loss[0] = targets.mean(losses);
+        }
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let (logits, targets) = (l.x("logits")?, targets_on_gpu(k, l.x("targets")?));
-        let (mean, losses, statistics) = (l.y("loss")?, l.y("losses")?, l.y("statistics")?);
-        match l.some_y("sum") {
-            None => cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean),
-            Some(sum) => {
+        let (losses, statistics) = (l.y("losses")?, l.y("statistics")?);
+        match (l.some_y("loss"), l.some_y("sum")) {
+            (None, _) => cuda_kernel::rows(l.gpu, logits, targets, losses, statistics),
+            (Some(mean), None) => {
+                cuda_kernel::forward(l.gpu, logits, targets, losses, statistics, mean)
+            }
+            (Some(mean), Some(sum)) => {
                 cuda_kernel::rows(l.gpu, logits, targets, losses, statistics)?;
                 cuda_kernel::mean(l.gpu, losses, None, 1, sum, false)?;
                 cuda_kernel::divide_by_counted(l.gpu, targets, sum, mean)
@@ -78,11 +85,14 @@ pub(in crate::ops) fn planned_loss(
         }
     });
     let kernel = with_classes(signature, kernel);
-    let mut writes = vec![
-        ("loss", operands.loss),
-        ("losses", losses),
-        ("statistics", operands.statistics),
-    ];
+    let mut writes = match is_per_row(signature) {
+        true => vec![("losses", operands.loss)],
+        false => {
+            let losses = calls.scratch(&[rows], signature.output.dtype);
+            vec![("loss", operands.loss), ("losses", losses)]
+        }
+    };
+    writes.push(("statistics", operands.statistics));
     if counts_on_gpu(signature) {
         writes.push(("sum", calls.scratch(&[1], DType::F64))); // the sum of all losses
     }
@@ -91,6 +101,10 @@ pub(in crate::ops) fn planned_loss(
         ("targets", Slot::ExtraInput(read)),
     ];
     calls.checked(read, ids).call(kernel, reads, writes)
+}
+
+fn is_per_row(signature: &Signature<'_>) -> bool {
+    signature.attribute(PER_ROW).is_some()
 }
 
 /// Returns whether a GPU counts the targets in each run. Those of an eager call are counted on the host, and a sum
@@ -111,10 +125,19 @@ pub(in crate::ops) fn planned_gradient(
     let kernel = kernel!("cross_entropy_backward", |T, k, s| {
         let targets = CheckedIds::of(k, s.x("targets")?)?;
         let target = |row| targets.get(row);
-        let weight = targets.divide_by_divisor(s.x::<<T as Stored>::Wide>("dloss")?[0]);
+        let dloss = s.x::<<T as Stored>::Wide>("dloss")?; // (1), or of each row
+        let weight = |row: usize| targets.divide_by_divisor(dloss[row.min(dloss.len() - 1)]);
         let (logits, statistics) = (s.x::<T>("logits")?, s.x("statistics")?);
         let (classes, dlogits) = (k.count("classes")?, s.y("dlogits")?);
-        kernel::backward(logits, classes, target, statistics, weight, dlogits);
+        kernel::backward(
+            logits,
+            classes,
+            target,
+            terms_of(k),
+            statistics,
+            weight,
+            dlogits,
+        );
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let dlogits = l.y("dlogits")?;
@@ -146,6 +169,15 @@ fn targets_on_gpu<'a>(k: &Kernel, ids: View<'a>) -> cuda_kernel::Targets<'a> {
         ids,
         ignore: k.some_integer("ignore").map(narrow_id),
         divisor: k.some_count("divisor").unwrap_or(ids.len),
+        terms: [LABEL_SMOOTHING, Z_LOSS].map(|name| k.some_number(name).unwrap_or(0.0) as f32),
+    }
+}
+
+fn terms_of<R: Real>(k: &Kernel) -> Terms<R> {
+    let number = |name| R::real(k.some_number(name).unwrap_or(0.0));
+    Terms {
+        smoothing: number(LABEL_SMOOTHING),
+        z_loss: number(Z_LOSS),
     }
 }
 
@@ -256,6 +288,7 @@ pub(crate) fn in_place(
     [rows, classes, row_stride]: [usize; 3],
     divisor: usize,
     ignore: Option<i64>,
+    terms: LossTerms,
 ) -> Kernel {
     let kernel = kernel!("cross_entropy", of "logits", |T, k, s| {
         let targets = s.x::<u32>("targets")?;
@@ -270,8 +303,8 @@ pub(crate) fn in_place(
             (Some(id) != ignore).then_some(id as usize)
         };
         let (logits, losses) = (s.y::<T>("logits")?, s.y("losses")?);
-        let (dims, weight) = (dims_in_place(k)?, Real::real(weight));
-        kernel::forward_backward_in_place(logits, dims, target, weight, losses);
+        let (dims, terms, weight) = (dims_in_place(k)?, terms_of(k), Real::real(weight));
+        kernel::forward_backward_in_place(logits, dims, target, terms, weight, losses);
     });
     let kernel = on_gpu!(kernel, |k, l| {
         let (logits, dims) = (l.y("logits")?, dims_in_place(k)?);
@@ -284,6 +317,8 @@ pub(crate) fn in_place(
         true => kernel,
         false => kernel.sized([("row_stride", row_stride)]),
     };
+    let terms: Vec<_> = terms.attributes().collect();
+    let kernel = kernel.with_all(&terms);
     with_ignored(kernel.in_place(), ignore)
 }
 

@@ -4,7 +4,7 @@ use super::{Calls, Kernel, Lowering, Slices, Slot, on_gpu};
 use crate::kernels::cpu::{Stored, cast as kernel};
 #[cfg(feature = "cuda")]
 use crate::kernels::cuda::cast as cuda_kernel;
-use crate::ops::cpu::for_stored;
+use crate::ops::cpu::{for_any, for_stored};
 use candle_core::{DType, WithDType};
 
 /// The lowering of a cast: the input in the output's dtype.
@@ -41,10 +41,7 @@ pub(crate) fn converted() -> Kernel {
         DType::F32 => half_or_f32::<f32>(s),
         DType::F16 => half_or_f32::<half::f16>(s),
         DType::BF16 => half_or_f32::<half::bf16>(s),
-        DType::U8 => from::<u8>(s),
-        DType::U32 => from::<u32>(s),
-        DType::I64 => from::<i64>(s),
-        dtype => for_stored!(dtype, T => from::<T>(s)),
+        dtype => for_any!(dtype, T => from::<T>(s)),
     });
     on_gpu!(kernel, |_, l| cuda_kernel::cast(
         l.gpu,

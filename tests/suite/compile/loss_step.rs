@@ -33,7 +33,7 @@ fn in_half<T>(half: Option<DType>, f: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// The loss of these inputs, with autograd's graph.
-type Loss<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Tensor> + Sync);
+pub type Loss<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Tensor> + Sync);
 
 /// Returns the meta tensors of these inputs, in their order.
 pub fn meta(inputs: &Inputs, of: &[(&str, Tensor)]) -> Result<Vec<Tensor>> {
@@ -59,7 +59,7 @@ fn assert_near(step: &Step, loss: f32, parameters: &[(String, Var)], eager: &Ten
 
 /// Checks planned loss and gradients against eager ones, within `bound`, and also the weights after three steps. The
 /// step must update the same tensors.
-fn assert_as_eager(
+pub fn assert_as_eager(
     parameters: &[(String, Var)],
     inputs: &[(&str, Tensor)],
     loss: Loss,
@@ -142,14 +142,14 @@ fn a_transformer(
     assert_as_eager(&model.parameters(), &inputs, &loss, bound);
 }
 
-fn weight(name: &str, shape: &[usize], seed: u32) -> (String, Var) {
+pub fn weight(name: &str, shape: &[usize], seed: u32) -> (String, Var) {
     (
         name.into(),
         Var::from_tensor(&numbers(shape, seed)).unwrap(),
     )
 }
 
-fn numbers(shape: &[usize], seed: u32) -> Tensor {
+pub fn numbers(shape: &[usize], seed: u32) -> Tensor {
     let count: usize = shape.iter().product();
     let numbers = (0..count as u32).map(|i| {
         let mixed = (i + seed).wrapping_mul(2_654_435_761) >> 8;

@@ -7,7 +7,7 @@ type Ours = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 type Candles = fn(&Tensor, &Tensor, &Tensor) -> candle_core::Result<Tensor>;
 
 /// A call of candle's, the words that the error has for it, the counterpart that the hint names, and a call of that.
-const CASES: [(Candles, &str, &str, Ours); 18] = [
+const CASES: [(Candles, &str, &str, Ours); 22] = [
     (|x, y, _| x + y, "`+`", "ops::add", |x, y, _| ops::add(x, y)),
     (
         |x, y, _| x.broadcast_sub(y),
@@ -100,6 +100,30 @@ const CASES: [(Candles, &str, &str, Ours); 18] = [
         "a lookup by index",
         "ops::embedding",
         |x, _, i| ops::embedding(i, x),
+    ),
+    (
+        |x, y, _| x.gt(y),
+        "a comparison",
+        "ops::eq, ne, lt, le, gt or ge",
+        |x, y, _| ops::gt(x, y),
+    ),
+    (
+        |x, y, i| i.unsqueeze(1)?.broadcast_as((2, 6))?.where_cond(x, y),
+        "where_cond",
+        "ops::where_cond",
+        |x, y, _| ops::where_cond(&ops::eq(x, y)?, x, y),
+    ),
+    (
+        |x, _, i| x.gather(&i.unsqueeze(1)?, 1),
+        "a lookup by index",
+        "gather",
+        |x, _, i| ops::gather(x, 1, &i.unsqueeze(1)?),
+    ),
+    (
+        |x, _, _| x.arg_sort_last_dim(false),
+        "a sort",
+        "ops::topk",
+        |x, _, _| Ok(ops::topk(x, 2)?.0),
     ),
 ];
 

@@ -1,10 +1,10 @@
 //! PyTorch's operators expressed by this crate's ops.
 
 use super::fixture::{Settings, dtype};
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Tensor};
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Gelu};
+use tallow::ops::{self, BceWeights, CrossEntropyConfig, Gelu, KlTarget, Reduction};
 
 /// A call of one of PyTorch's operators.
 pub struct Call<'a> {
@@ -52,6 +52,34 @@ pub fn implementations(operator: &str) -> Vec<(&'static str, Implementation)> {
             let dim = dim.rem_euclid(c.out.len() as i64) as usize;
             ops::concat(&c.operands.iter().collect::<Vec<_>>(), dim)
         })],
+        "stack" => vec![("stack", |c| {
+            let dim = c.settings.dim.expect("a dimension");
+            let dim = dim.rem_euclid(c.out.len() as i64) as usize;
+            ops::stack(&c.operands.iter().collect::<Vec<_>>(), dim)
+        })],
+        "where_cond" => vec![("where_cond", |c| {
+            let condition = c.operands[1].to_dtype(DType::U8)?;
+            ops::where_cond(&condition, &c.operands[0], &c.operands[2])
+        })],
+        "masked_fill" => vec![("masked_fill", |c| {
+            let mask = c.operands[1].to_dtype(DType::U8)?;
+            let value = c.settings.exponent.expect("a value");
+            ops::masked_fill(&c.operands[0], &mask, value)
+        })],
+        "gather" => vec![("gather", |c| {
+            ops::gather(&c.operands[0], dim(c), &c.operands[1])
+        })],
+        "scatter_add" => vec![("scatter_add", |c| {
+            ops::scatter_add(&c.operands[0], dim(c), &c.operands[1], &c.operands[2])
+        })],
+        "index_select" => vec![("index_select", |c| {
+            ops::index_select(&c.operands[0], dim(c), &c.operands[1])
+        })],
+        "index_add" => vec![("index_add", |c| {
+            ops::index_add(&c.operands[0], dim(c), &c.operands[1], &c.operands[2])
+        })],
+        "topk" => vec![("topk", |c| Ok(ops::topk(&c.operands[0], c.settings.k)?.0))],
+        "log_sigmoid" => vec![("log_sigmoid", |c| ops::log_sigmoid(&c.operands[0]))],
         "swiglu" => vec![("swiglu", |c| ops::swiglu(&c.operands[0], &c.operands[1]))],
         "softmax" | "softmax_with_dtype" => vec![("softmax", |c| {
             along(c, |x| ops::softmax(x, 1.0, Mask::Full))
@@ -100,7 +128,30 @@ pub fn implementations(operator: &str) -> Vec<(&'static str, Implementation)> {
         })],
         "cross_entropy" => vec![("cross_entropy", cross_entropy)],
         "linear_cross_entropy" => vec![("linear_cross_entropy", |c| {
-            ops::linear_cross_entropy(&c.operands[0], &c.operands[1], &c.operands[2])
+            let [x, weight, targets, ..] = c.operands else {
+                panic!("three operands");
+            };
+            ops::linear_cross_entropy_with(x, weight, targets, &loss_config(c, 3))
+        })],
+        "mse_loss" => vec![("mse_loss", |c| {
+            ops::mse_loss(&c.operands[0], &c.operands[1], reduction(c))
+        })],
+        "l1_loss" => vec![("l1_loss", |c| {
+            ops::l1_loss(&c.operands[0], &c.operands[1], reduction(c))
+        })],
+        "bce_with_logits" => vec![("bce_with_logits", |c| {
+            let weights = BceWeights {
+                weight: parameter(c, "weight", 2),
+                pos_weight: parameter(c, "pos_weight", 2),
+            };
+            ops::bce_with_logits(&c.operands[0], &c.operands[1], weights, reduction(c))
+        })],
+        "kl_div" => vec![("kl_div", |c| {
+            let form = match c.settings.log_target {
+                true => KlTarget::Logarithms,
+                false => KlTarget::Probabilities,
+            };
+            ops::kl_div(&c.operands[0], &c.operands[1], form, reduction(c))
         })],
         "scaled_dot_product_attention" => vec![
             ("naive", |c| attend(c, attention::naive)),
@@ -238,11 +289,41 @@ fn cross_entropy(call: &Call) -> Result<Tensor> {
     let mut order: Vec<usize> = (0..logits.rank()).collect();
     let classes = order.remove(usize::from(logits.rank() > 1));
     order.push(classes);
-    let logits = logits.permute(order)?;
-    match call.settings.ignore_index {
-        Some(ignored) => ops::cross_entropy_ignoring(&logits, targets, ignored),
-        None => ops::cross_entropy(&logits, targets),
+    let targets = match targets.dtype().is_float() {
+        true => targets.permute(order.as_slice())?,
+        false => targets.clone(),
+    };
+    ops::cross_entropy_with(&logits.permute(order)?, &targets, &loss_config(call, 2))
+}
+
+/// Returns the options of a cross-entropy; the operands from `first` on are the settings' parameters.
+fn loss_config(call: &Call, first: usize) -> CrossEntropyConfig {
+    CrossEntropyConfig {
+        reduction: reduction(call),
+        ignore_index: call.settings.ignore_index,
+        label_smoothing: call.settings.label_smoothing,
+        class_weights: parameter(call, "weight", first).cloned(),
+        ..Default::default()
     }
+}
+
+fn reduction(call: &Call) -> Reduction {
+    match call.settings.reduction.as_deref() {
+        Some("none") => Reduction::None,
+        Some("sum") => Reduction::Sum,
+        _ => Reduction::Mean,
+    }
+}
+
+/// Returns a parameter of the settings; the operands from `first` on are these parameters.
+fn parameter<'a>(call: &'a Call, name: &str, first: usize) -> Option<&'a Tensor> {
+    let mut names = call.settings.parameters.iter();
+    let at = names.position(|other| other == name)?;
+    call.operands.get(first + at)
+}
+
+fn dim(call: &Call) -> usize {
+    call.settings.dim.expect("a dimension") as usize
 }
 
 type Attend = fn(&Tensor, &Tensor, &Tensor, &AttentionConfig) -> Result<Tensor>;

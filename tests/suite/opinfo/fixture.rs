@@ -61,6 +61,8 @@ struct Place {
     number: bool,
     #[serde(default)]
     ids: bool,
+    #[serde(default)]
+    fixed: bool,
     step: Option<usize>,
     order: Option<Vec<usize>>,
     expanded: Option<Vec<usize>>,
@@ -90,6 +92,10 @@ pub struct Settings {
     pub eps: Option<f64>,
     pub parameters: Vec<String>,
     pub ignore_index: Option<i64>,
+    pub reduction: Option<String>,
+    pub label_smoothing: f64,
+    pub log_target: bool,
+    pub k: usize,
     pub is_causal: bool,
     pub scale: Option<f64>,
 }
@@ -207,7 +213,7 @@ impl Place {
 
 impl Operand {
     pub fn differentiable(&self) -> bool {
-        !self.place.number && !self.place.ids
+        !self.place.number && !self.place.ids && !self.place.fixed
     }
 
     /// Returns the stored tensor for a run in `run`. Elements between those of the sample are NaN.

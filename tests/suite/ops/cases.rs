@@ -6,7 +6,10 @@ use candle_core::{D, DType, Device, Tensor};
 use std::num::NonZeroUsize;
 use tallow::Result;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, Dropout, DropoutKey, Gelu, RotaryPairs};
+use tallow::ops::{
+    self, BceWeights, CrossEntropyConfig, Dropout, DropoutKey, Gelu, KlTarget, Reduction,
+    RotaryPairs,
+};
 
 pub const MASKS: [Mask; 4] = [
     Mask::Full,
@@ -76,9 +79,10 @@ pub fn soft_cap(dims: &[usize], cap: f64, seed: u64) -> Case {
 type Activation = fn(&Tensor) -> Result<Tensor>;
 
 /// Smooth activations of one input.
-pub const ACTIVATIONS: [(&str, Activation); 5] = [
+pub const ACTIVATIONS: [(&str, Activation); 6] = [
     ("tanh", ops::tanh),
     ("sigmoid", ops::sigmoid),
+    ("log_sigmoid", ops::log_sigmoid),
     ("silu", ops::silu),
     ("gelu", |x| ops::gelu(x, Gelu::Erf)),
     ("gelu_tanh", |x| ops::gelu(x, Gelu::Tanh)),
@@ -114,10 +118,10 @@ pub fn maps(dims: &[usize], seed: u64) -> Vec<Case> {
         .collect()
 }
 
-type Reduction = fn(&Tensor, Vec<usize>) -> Result<Tensor>;
+type Reduce = fn(&Tensor, Vec<usize>) -> Result<Tensor>;
 
 /// Reductions of dimensions, removed or kept.
-pub const REDUCTIONS: [(&str, Reduction); 10] = [
+pub const REDUCTIONS: [(&str, Reduce); 10] = [
     ("sum_over", |x, over| ops::sum_over(x, over)),
     ("sum_keepdim", |x, over| ops::sum_keepdim(x, over)),
     ("mean_over", |x, over| ops::mean_over(x, over)),
@@ -140,6 +144,69 @@ pub fn reductions(dims: &[usize], over: &[usize], seed: u64) -> Vec<Case> {
         Case::new(name, inputs, move |x| apply(&x[0], over.clone()))
     })
     .collect()
+}
+
+/// Returns a mask of these dimensions, of about a half.
+pub fn mask(dims: &[usize], seed: u64) -> Tensor {
+    normal(dims, seed).gt(0.0).unwrap()
+}
+
+/// Selections by masks and by indices, along every dimension of x (a, b, c).
+pub fn selections([a, b, c]: [usize; 3], seed: u64) -> Vec<Case> {
+    let dims = [a, b, c];
+    let x = || Input::new("x", normal(&dims, seed));
+    let other = |dims: &[usize]| Input::new("other", normal(dims, seed + 1));
+    let (full, rows) = (mask(&dims, seed + 2), mask(&[b, 1], seed + 3));
+    let here = |mask: &Tensor, x: &Tensor| mask.to_device(x.device());
+    let of_rows = rows.clone();
+    // Distinct numbers, so that none overtakes another in differences.
+    let spread = (0..a * b * c).map(|i| (i * 7919 % (a * b * c)) as f64 / 8.0);
+    let spread = Tensor::from_iter(spread, &Device::Cpu).unwrap();
+    let spread = Input::new("x", spread.reshape(&dims).unwrap());
+    let mut cases = vec![
+        Case::new("where_cond", vec![x(), other(&dims)], move |x| {
+            ops::where_cond(&here(&full, &x[0])?, &x[0], &x[1])
+        }),
+        Case::new(
+            "where_cond of broadcasts",
+            vec![x(), other(&[c])],
+            move |x| ops::where_cond(&here(&of_rows, &x[0])?, &x[1], &x[0]),
+        ),
+        Case::new("masked_fill", vec![x()], move |x| {
+            ops::masked_fill(&x[0], &here(&rows, &x[0])?, -3.5)
+        }),
+        Case::new("topk", vec![spread], move |x| {
+            Ok(ops::topk(&x[0], c.div_ceil(2))?.0)
+        }),
+        Case::new("stack", vec![x(), other(&dims)], |x| {
+            ops::stack(&[&x[0], &x[1]], 1)
+        }),
+    ];
+    for (dim, n) in dims.into_iter().enumerate() {
+        let mut some = dims;
+        some[dim] = n + 2; // more indices than elements: some repeat
+        let ids = ids(&some, n, seed + 4);
+        let index = ids.clone();
+        cases.push(Case::new(format!("gather {dim}"), vec![x()], move |x| {
+            ops::gather(&x[0], dim, &index)
+        }));
+        let inputs = vec![x(), other(&some)];
+        cases.push(Case::new(format!("scatter_add {dim}"), inputs, move |x| {
+            ops::scatter_add(&x[0], dim, &ids, &x[1])
+        }));
+        let ids = self::ids(&[n + 2], n, seed + 5);
+        let rows = ids.clone();
+        cases.push(Case::new(
+            format!("index_select {dim}"),
+            vec![x()],
+            move |x| ops::index_select(&x[0], dim, &rows),
+        ));
+        let inputs = vec![x(), other(&some)];
+        cases.push(Case::new(format!("index_add {dim}"), inputs, move |x| {
+            ops::index_add(&x[0], dim, &ids, &x[1])
+        }));
+    }
+    cases
 }
 
 pub fn add_scaled(dims: &[usize], other: &[usize], scale: f64, seed: u64) -> Case {
@@ -415,6 +482,164 @@ pub fn cross_entropy(
         largest_score,
         ..case
     }
+}
+
+/// Cross-entropy with options, of logits and with a head. A third of the targets is ignored where any is.
+pub fn cross_entropy_options(rows: usize, classes: usize, seed: u64) -> Vec<Case> {
+    let logits = (normal(&[rows, classes], seed) * 2.0).unwrap();
+    let targets = ids(&[rows], classes, seed + 1);
+    let mut some: Vec<u32> = targets.to_vec1().unwrap();
+    some.iter_mut().skip(1).step_by(3).for_each(|x| *x = IGNORE);
+    let some = Tensor::new(some, &Device::Cpu).unwrap();
+    let weights = positive(&[classes], seed + 2);
+    let ignore_index = Some(i64::from(IGNORE));
+    let plain = CrossEntropyConfig::default;
+    let configs = [
+        (
+            "smoothing",
+            &targets,
+            CrossEntropyConfig {
+                label_smoothing: 0.2,
+                ..plain()
+            },
+        ),
+        (
+            "z-loss",
+            &targets,
+            CrossEntropyConfig {
+                z_loss: 0.03,
+                ..plain()
+            },
+        ),
+        (
+            "sum",
+            &some,
+            CrossEntropyConfig {
+                reduction: Reduction::Sum,
+                label_smoothing: 0.2,
+                z_loss: 0.03,
+                ignore_index,
+                ..plain()
+            },
+        ),
+        (
+            "losses",
+            &some,
+            CrossEntropyConfig {
+                reduction: Reduction::None,
+                label_smoothing: 0.2,
+                z_loss: 0.03,
+                ignore_index,
+                ..plain()
+            },
+        ),
+        (
+            "weights",
+            &some,
+            CrossEntropyConfig {
+                class_weights: Some(weights.clone()),
+                ignore_index,
+                ..plain()
+            },
+        ),
+        (
+            "all",
+            &some,
+            CrossEntropyConfig {
+                reduction: Reduction::None,
+                class_weights: Some(weights),
+                label_smoothing: 0.2,
+                z_loss: 0.03,
+                ignore_index,
+            },
+        ),
+    ];
+    let here = |config: &CrossEntropyConfig, x: &Tensor| -> Result<CrossEntropyConfig> {
+        let weights = config
+            .class_weights
+            .as_ref()
+            .map(|w| w.to_device(x.device()));
+        let class_weights = weights.transpose()?;
+        Ok(CrossEntropyConfig {
+            class_weights,
+            ..config.clone()
+        })
+    };
+    let mut cases = Vec::new();
+    for (name, targets, config) in configs {
+        let (of_logits, of_head) = (targets.clone(), targets.clone());
+        let given = config.clone();
+        let inputs = vec![Input::new("logits", logits.clone())];
+        cases.push(Case::new(
+            format!("cross_entropy {name}"),
+            inputs,
+            move |x| ops::cross_entropy_with(&x[0], &of_logits, &here(&given, &x[0])?),
+        ));
+        let Case { inputs, .. } = linear(&[rows], 5, classes, seed + 3);
+        cases.push(Case::new(
+            format!("linear_cross_entropy {name}"),
+            inputs,
+            move |x| ops::linear_cross_entropy_with(&x[0], &x[1], &of_head, &here(&config, &x[0])?),
+        ));
+    }
+    let config = CrossEntropyConfig {
+        label_smoothing: 0.2,
+        z_loss: 0.03,
+        ..plain()
+    };
+    let inputs = vec![
+        Input::new("logits", logits),
+        Input::new("targets", positive(&[rows, classes], seed + 4)),
+    ];
+    cases.push(Case::new(
+        "cross_entropy of probabilities",
+        inputs,
+        move |x| ops::cross_entropy_with(&x[0], &x[1], &config),
+    ));
+    cases
+}
+
+/// Losses of predictions and targets of one shape. Their differences keep away from 0.
+pub fn losses(dims: &[usize], seed: u64) -> Vec<Case> {
+    let x = normal(dims, seed);
+    let far = (&x + (normal(dims, seed + 1).sign().unwrap() * 0.5).unwrap()).unwrap();
+    let inputs = |target: &Tensor| {
+        vec![
+            Input::new("x", x.clone()),
+            Input::new("target", target.clone()),
+        ]
+    };
+    let share = (positive(dims, seed + 2) * 0.5).unwrap();
+    let (weight, pos_weight) = (
+        positive(&dims[1..], seed + 3),
+        positive(&dims[1..], seed + 4),
+    );
+    vec![
+        Case::new("mse_loss", inputs(&far), |x| {
+            ops::mse_loss(&x[0], &x[1], Reduction::Mean)
+        }),
+        Case::new("l1_loss", inputs(&far), |x| {
+            ops::l1_loss(&x[0], &x[1], Reduction::None)
+        }),
+        Case::new("bce_with_logits", inputs(&share), |x| {
+            ops::bce_with_logits(&x[0], &x[1], BceWeights::default(), Reduction::Mean)
+        }),
+        Case::new("bce_with_logits of weights", inputs(&share), move |x| {
+            let cast = |w: &Tensor| w.to_device(x[0].device());
+            let (weight, pos_weight) = (cast(&weight)?, cast(&pos_weight)?);
+            let weights = BceWeights {
+                weight: Some(&weight),
+                pos_weight: Some(&pos_weight),
+            };
+            ops::bce_with_logits(&x[0], &x[1], weights, Reduction::None)
+        }),
+        Case::new("kl_div", inputs(&share), |x| {
+            ops::kl_div(&x[0], &x[1], KlTarget::Probabilities, Reduction::Sum)
+        }),
+        Case::new("kl_div of logarithms", inputs(&far), |x| {
+            ops::kl_div(&x[0], &x[1], KlTarget::Logarithms, Reduction::None)
+        }),
+    ]
 }
 
 /// Repeats each head of k or v (..., Hkv, Tk, Dh) to match `heads` of q: (..., H, Tk, Dh).

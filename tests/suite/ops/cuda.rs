@@ -85,6 +85,15 @@ fn with_kernels() -> Vec<Case> {
             cases.push(cases::cross_entropy(&[rows], width, 2.0, ignoring, 12));
         }
     }
+    for dims in [[1, 1, 1], [33, 41, 65], [3, 5, 1031], [1000, 8, 1]] {
+        cases.extend(cases::selections(dims, 41));
+    }
+    for (rows, width) in [(1, 2), (33, 65), (3, 50_257)] {
+        let mut options = cases::cross_entropy_options(rows, width, 42);
+        options.retain(|case| case.name.starts_with("cross_entropy"));
+        cases.extend(options);
+    }
+    cases.extend(cases::losses(&[33, 65], 43));
     for (dims, over) in [
         (&[3, 1031][..], &[1][..]),
         (&[40_001, 7], &[1]),

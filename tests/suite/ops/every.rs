@@ -89,6 +89,7 @@ pub fn large() -> Vec<Case> {
     ];
     cases.extend(cases::activations(&[257, 323], 25));
     cases.extend(cases::maps(&[257, 323], 29));
+    cases.extend(cases::selections([7, 123, 65], 30));
     for over in [&[0][..], &[1], &[2], &[0, 1], &[2, 0]] {
         cases.extend(cases::reductions(&[7, 123, 257], over, 26));
     }

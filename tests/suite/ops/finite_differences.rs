@@ -79,12 +79,15 @@ fn scaled_sums_and_copies(#[case] policy: KernelPolicy) {
     cases.iter().for_each(|case| check(case, policy));
 }
 
-/// Reductions of some dimensions, and functions without a reference of their own.
+/// Reductions of some dimensions, selections, and functions without a reference of their own.
 #[rstest]
 #[case::kernel(KERNEL)]
 #[case::reference(REFERENCE)]
 fn reductions_and_functions(#[case] policy: KernelPolicy) {
     let mut cases = cases::maps(&[2, 3, 5], 5);
+    cases.extend(cases::selections([2, 3, 5], 7));
+    cases.extend(cases::cross_entropy_options(5, 7, 8));
+    cases.extend(cases::losses(&[3, 5], 9));
     for over in [&[0][..], &[1], &[2], &[0, 1], &[2, 0]] {
         cases.extend(cases::reductions(&[2, 3, 5], over, 6));
     }

@@ -5,7 +5,9 @@ use super::cases::angles;
 use super::every;
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{self, KernelPolicy, with_kernel_policy};
+use tallow::ops::{
+    self, BceWeights, CrossEntropyConfig, KernelPolicy, Reduction, with_kernel_policy,
+};
 use tallow::{Error, Result};
 
 const POLICIES: [KernelPolicy; 3] = [
@@ -198,6 +200,117 @@ fn shapes_of_the_rest() {
     shape("cross_entropy", &["a scalar"], || {
         ops::cross_entropy(&x(&[]), &ids(&[0]))
     });
+}
+
+#[test]
+fn selections() {
+    let mask = Tensor::zeros((2, 3), DType::U8, &Device::Cpu).unwrap();
+    let columns = |values: &[u32]| ids(values).unsqueeze(0).unwrap();
+    shape("eq", &["[2, 3]", "[2, 4]"], || {
+        ops::eq(&x(&[2, 3]), &x(&[2, 4]))
+    });
+    dtype("lt", &["u32 and u8", "one dtype"], || {
+        ops::lt(&ids(&[1]), &mask)
+    });
+    dtype("where_cond", &["u32", "u8"], || {
+        ops::where_cond(&ids(&[0, 1]), &x(&[2]), &x(&[2]))
+    });
+    shape("masked_fill", &["[2, 4]", "[2, 3]"], || {
+        ops::masked_fill(&x(&[2, 4]), &mask, 0.0)
+    });
+    refused(
+        |e| matches!(e, Error::Config { .. }),
+        &["masked_fill", "65504", "f16"],
+        || {
+            let half = x(&[2, 3]).to_dtype(DType::F16)?;
+            ops::masked_fill(&half, &mask, -1e9)
+        },
+    );
+    for k in [0, 4] {
+        shape("topk", &[&format!("{k} of [2, 3]"), "at most"], || {
+            Ok(ops::topk(&x(&[2, 3]), k)?.0)
+        });
+    }
+    shape("argmax", &["[2, 3]"], || ops::argmax(&x(&[2, 3]), 2));
+    shape("gather", &["index [1, 2]", "x [3]"], || {
+        ops::gather(&x(&[3]), 0, &columns(&[0, 1]))
+    });
+    shape("scatter_add", &["index [1, 2]", "x [2, 3]"], || {
+        ops::scatter_add(&x(&[2, 3]), 1, &columns(&[0, 1]), &x(&[1, 2]))
+    });
+    shape("index_select", &["ids [1, 2]", "one dimension"], || {
+        ops::index_select(&x(&[3, 2]), 0, &columns(&[0, 1]))
+    });
+    shape("index_add", &["src [3, 2]", "src [2, 2]"], || {
+        ops::index_add(&x(&[3, 2]), 0, &ids(&[0, 1]), &x(&[3, 2]))
+    });
+    shape("stack", &["[[2], [3]]"], || {
+        ops::stack(&[&x(&[2]), &x(&[3])], 0)
+    });
+    let outside = |e: &Error| matches!(e, Error::TokenId { .. });
+    refused(outside, &["gather", "3"], || {
+        ops::gather(&x(&[1, 3]), 1, &columns(&[0, 3]))
+    });
+    refused(outside, &["index_select", "3"], || {
+        ops::index_select(&x(&[3, 2]), 0, &ids(&[3]))
+    });
+    refused(outside, &["one_hot", "3"], || {
+        ops::one_hot(&ids(&[3]), 3, DType::F32)
+    });
+}
+
+#[test]
+fn losses() {
+    let config = |label_smoothing, z_loss| CrossEntropyConfig {
+        label_smoothing,
+        z_loss,
+        ..Default::default()
+    };
+    let of = |config: CrossEntropyConfig| {
+        move || ops::cross_entropy_with(&x(&[2, 5]), &ids(&[0, 1]), &config)
+    };
+    let refuses = |e: &Error| matches!(e, Error::Config { .. });
+    refused(
+        refuses,
+        &["label_smoothing", "1.5", "0 to 1"],
+        of(config(1.5, 0.0)),
+    );
+    refused(
+        refuses,
+        &["z_loss", "-1", "positive"],
+        of(config(0.0, -1.0)),
+    );
+    let weights = |dims: &[usize]| CrossEntropyConfig {
+        class_weights: Some(x(dims)),
+        ..Default::default()
+    };
+    shape(
+        "cross_entropy",
+        &["class_weights [4]", "[5]"],
+        of(weights(&[4])),
+    );
+    shape("cross_entropy", &["targets [2, 4]", "[2, 5]"], || {
+        ops::cross_entropy_with(&x(&[2, 5]), &x(&[2, 4]), &CrossEntropyConfig::default())
+    });
+    refused(refuses, &["ignore_index", "probabilities"], || {
+        ops::cross_entropy_ignoring(&x(&[2, 5]), &x(&[2, 5]), 1)
+    });
+    shape("mse_loss", &["x [2, 5]", "target [5]"], || {
+        ops::mse_loss(&x(&[2, 5]), &x(&[5]), Reduction::Mean)
+    });
+    shape("bce_with_logits", &["pos_weight [2]", "[2, 5]"], || {
+        let pos_weight = x(&[2]);
+        let weights = BceWeights {
+            weight: None,
+            pos_weight: Some(&pos_weight),
+        };
+        ops::bce_with_logits(&x(&[2, 5]), &x(&[2, 5]), weights, Reduction::Mean)
+    });
+    refused(
+        |e| matches!(e, Error::Data { .. }),
+        &["l1_loss", "no losses"],
+        || ops::l1_loss(&x(&[0]), &x(&[0]), Reduction::Mean),
+    );
 }
 
 #[test]

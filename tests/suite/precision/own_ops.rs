@@ -3,7 +3,7 @@
 use super::*;
 use crate::settings::with_mask;
 use tallow::attention::{self, AttentionConfig, Mask};
-use tallow::ops::{Dropout, DropoutKey, Gelu};
+use tallow::ops::{BceWeights, Dropout, DropoutKey, Gelu, KlTarget, Reduction};
 use tallow::{Result, autocast, ops};
 
 /// The dtype of an output.
@@ -121,6 +121,42 @@ fn all() -> Vec<Op> {
         ("min_keepdim", vec![3, 6], vec![], Follow, |x, _| {
             ops::min_keepdim(x, 1)
         }),
+        (
+            "where_cond",
+            vec![3, 6],
+            vec![vec![3, 6]],
+            Promoted,
+            |x, w| ops::where_cond(&ops::gt(x, &w[0])?, x, &w[0]),
+        ),
+        ("masked_fill", vec![3, 6], vec![], Follow, |x, _| {
+            ops::masked_fill(x, &ops::gt(x, x)?, f64::NEG_INFINITY)
+        }),
+        ("topk", vec![3, 6], vec![], Follow, |x, _| {
+            Ok(ops::topk(x, 2)?.0)
+        }),
+        ("gather", vec![2, 6], vec![], Follow, |x, _| {
+            ops::gather(x, 1, &ids(&[2, 3]))
+        }),
+        (
+            "scatter_add",
+            vec![2, 6],
+            vec![vec![2, 3]],
+            Promoted,
+            |x, w| ops::scatter_add(x, 1, &ids(&[2, 3]), &w[0]),
+        ),
+        ("index_select", vec![5, 6], vec![], Follow, |x, _| {
+            ops::index_select(x, 0, &ids(&[3]))
+        }),
+        (
+            "index_add",
+            vec![5, 6],
+            vec![vec![3, 6]],
+            Promoted,
+            |x, w| ops::index_add(x, 0, &ids(&[3]), &w[0]),
+        ),
+        ("stack", vec![3, 6], vec![vec![3, 6]], Promoted, |x, w| {
+            ops::stack(&[x, &w[0]], 0)
+        }),
         ("logsumexp", vec![3, 6], vec![], F32OnCuda, |x, _| {
             ops::logsumexp(x, 1)
         }),
@@ -138,6 +174,25 @@ fn all() -> Vec<Op> {
             F32,
             |x, _| ops::cross_entropy_ignoring(x, &ids(&[2, 3]), 3),
         ),
+        ("mse_loss", vec![3, 6], vec![vec![3, 6]], F32, |x, w| {
+            ops::mse_loss(x, &w[0], Reduction::Mean)
+        }),
+        ("l1_loss", vec![3, 6], vec![vec![3, 6]], F32, |x, w| {
+            ops::l1_loss(x, &w[0], Reduction::Mean)
+        }),
+        (
+            "bce_with_logits",
+            vec![3, 6],
+            vec![vec![3, 6]],
+            F32,
+            |x, w| ops::bce_with_logits(x, &w[0], BceWeights::default(), Reduction::Mean),
+        ),
+        ("kl_div", vec![3, 6], vec![vec![3, 6]], F32, |x, w| {
+            ops::kl_div(x, &w[0], KlTarget::Logarithms, Reduction::Mean)
+        }),
+        ("log_sigmoid", vec![3, 6], vec![], Follow, |x, _| {
+            ops::log_sigmoid(x)
+        }),
         (
             "linear_cross_entropy",
             vec![2, 3, 6],
@@ -301,7 +356,19 @@ fn outside_nothing_is_cast() {
         let nested = autocast(Autocast::cuda(DType::BF16), off);
         same(&nested.unwrap(), &outside);
 
-        let promotes = ["add", "add_scaled", "sub", "mul", "div"].contains(&name);
+        let promotes = [
+            "add",
+            "add_scaled",
+            "bce_with_logits",
+            "div",
+            "kl_div",
+            "l1_loss",
+            "mse_loss",
+            "mul",
+            "sub",
+            "where_cond",
+        ]
+        .contains(&name);
         if weight_shapes.is_empty() || promotes {
             continue;
         }

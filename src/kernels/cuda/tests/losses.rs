@@ -2,6 +2,7 @@
 
 use super::super::{cross_entropy, embedding};
 use super::{Buffer, Element, assert_close, bits, gpu, numbers, wide};
+use crate::kernels::cpu::{Stored, rows::cross_entropy as on_cpu};
 use crate::kernels::workspace::embedding_backward;
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
@@ -53,6 +54,7 @@ fn loss<T: Element>(
         ids,
         ignore,
         divisor: counted,
+        terms: [0.0; 2],
     };
     let dloss = Buffer::new(gpu, &[dloss], 0);
     let losses = Buffer::<f32>::unwritten(gpu, rows, 0);
@@ -102,6 +104,80 @@ fn loss<T: Element>(
     }
 }
 
+/// Label smoothing and a z-loss, with a gradient of each row's loss.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn terms_are_the_cpus() {
+    let gpu = gpu();
+    for (rows, classes) in [(1, 2), (37, 65), (9, 1031), (2, 50_257)] {
+        for terms in [[0.1, 0.0], [0.0, 0.01], [0.2, 0.01]] {
+            terms_of::<f32>(&gpu, [rows, classes], terms);
+            terms_of::<f16>(&gpu, [rows, classes], terms);
+            terms_of::<bf16>(&gpu, [rows, classes], terms);
+        }
+    }
+}
+
+fn terms_of<T: Element + Stored<Wide = f32>>(
+    gpu: &CudaDevice,
+    [rows, classes]: [usize; 2],
+    terms: [f32; 2],
+) {
+    let logits = numbers::<T>(rows * classes, 1);
+    let dloss = numbers::<f32>(rows, 2);
+    let ids: Vec<u32> = (0..rows).map(|row| (row * 7919 % classes) as u32).collect();
+    let [smoothing, z_loss] = terms;
+    let terms_on_cpu = on_cpu::Terms { smoothing, z_loss };
+    let target = |row: usize| Some(ids[row] as usize).filter(|id| *id != 0);
+    let (mut losses, mut statistics) = (vec![0f32; rows], vec![0f32; 2 * rows]);
+    on_cpu::forward(
+        &logits,
+        classes,
+        target,
+        terms_on_cpu,
+        &mut losses,
+        &mut statistics,
+    );
+    let gradient = |weight: &(dyn Fn(usize) -> f32 + Sync)| {
+        let mut dlogits = vec![T::zero(); logits.len()];
+        on_cpu::backward(
+            &logits,
+            classes,
+            target,
+            terms_on_cpu,
+            &statistics,
+            weight,
+            &mut dlogits,
+        );
+        dlogits
+    };
+    let (of_rows, of_mean) = (
+        gradient(&|row| dloss[row] / 3.0),
+        gradient(&|_| dloss[0] / 3.0),
+    );
+
+    let [of_losses, of_dloss] = [&losses, &dloss].map(|x| Buffer::new(gpu, x, 0));
+    let (of_logits, of_ids) = (Buffer::new(gpu, &logits, 1), Buffer::new(gpu, &ids, 0));
+    let targets = cross_entropy::Targets {
+        ids: of_ids.view(gpu),
+        ignore: Some(0),
+        divisor: 3,
+        terms,
+    };
+    let of_statistics = Buffer::<f32>::unwritten(gpu, 2 * rows, 0);
+    let [of_x, saved] = [of_logits.view(gpu), of_statistics.view(gpu)];
+    cross_entropy::rows(gpu, of_x, targets, of_losses.view(gpu), saved).unwrap();
+    assert_close("losses", &of_losses.read(gpu), &wide(&losses));
+    let dlogits = Buffer::<T>::unwritten(gpu, logits.len(), 1);
+    let [dy, dx] = [of_dloss.view(gpu), dlogits.view(gpu)];
+    cross_entropy::backward(gpu, of_x, targets, saved, dy, dx).unwrap();
+    assert_close("dlogits", &dlogits.read(gpu), &wide(&of_rows));
+    let dy = dy.slice(0, 1);
+    cross_entropy::in_place(gpu, of_x, [classes; 2], targets, dy, of_losses.view(gpu)).unwrap();
+    assert_close("in place", &of_logits.read(gpu), &wide(&of_mean));
+    assert_close("losses in place", &of_losses.read(gpu), &wide(&losses));
+}
+
 /// Targets that do not count are left out of the divisor.
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -116,6 +192,7 @@ fn targets_are_counted() {
             ids: ids.view(&gpu),
             ignore,
             divisor: 0,
+            terms: [0.0; 2],
         };
         let (wide, narrow) = (Buffer::new(&gpu, &[5f64], 0), Buffer::new(&gpu, &[5f32], 0));
         for x in [wide.view(&gpu), narrow.view(&gpu)] {

@@ -10,6 +10,7 @@ mod matmuls;
 mod norm;
 mod reduce;
 mod rows;
+mod select;
 mod strided;
 
 use super::View;

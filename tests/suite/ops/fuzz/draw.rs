@@ -9,7 +9,7 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use tallow::attention::{Algorithm, AttentionConfig, FirstKeys, KeyMask, Mask};
 use tallow::nn;
-use tallow::ops::{Dropout, DropoutKey, Gelu, KernelPolicy};
+use tallow::ops::{CrossEntropyConfig, Dropout, DropoutKey, Gelu, KernelPolicy, Reduction};
 use tallow::precision::Autocast;
 
 /// Sizes of dimensions: zero, one, and small numbers.
@@ -138,6 +138,20 @@ impl Draw {
             Mask::CausalEnd,
             Mask::Window(keys),
         ])
+    }
+
+    pub fn reduction(&mut self) -> Reduction {
+        self.pick(&[Reduction::None, Reduction::Sum, Reduction::Mean])
+    }
+
+    pub fn cross_entropy(&mut self) -> CrossEntropyConfig {
+        CrossEntropyConfig {
+            reduction: self.reduction(),
+            ignore_index: self.one_in(2).then(|| self.size() as i64),
+            label_smoothing: self.pick(&[0.0, 0.1, 1.0, 2.0]),
+            z_loss: self.pick(&[0.0, 1e-2, f64::NAN]),
+            class_weights: None,
+        }
     }
 
     pub fn gelu(&mut self) -> Gelu {

@@ -6,10 +6,10 @@
 
 use super::draw::Draw;
 use crate::settings::causal;
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Tensor};
 use tallow::attention;
 use tallow::nn;
-use tallow::ops::{Gelu, RotaryPairs};
+use tallow::ops::{BceWeights, Gelu, KlTarget, RotaryPairs};
 use tallow::{Result, ops};
 
 pub struct Op {
@@ -66,6 +66,24 @@ pub const OPS: &[Op] = &[
     op("logsumexp_keepdim of any", &["."], "", |x, d| ops::logsumexp_keepdim(&x[0], d.size())),
     op("var of any", &["."], "", |x, d| ops::var(&x[0], [d.size(), d.size()], d.size())),
     op("var_keepdim", &[".ab"], ".a1", |x, _| ops::var_keepdim(&x[0], D::Minus1, 0)),
+    op("eq", &["~.ab", "~b"], "", |x, _| ops::cast(&ops::eq(&x[0], &x[1])?, DType::F32)),
+    op("lt of any", &["~.", "~."], "", |x, _| ops::cast(&ops::lt(&x[0], &x[1])?, DType::F32)),
+    op("where_cond", &[".ab", "b"], ".ab", |x, _| ops::where_cond(&ops::gt(&x[0], &x[1])?, &x[0], &x[1])),
+    op("masked_fill", &[".ab", "~b"], ".ab", |x, d| ops::masked_fill(&x[0], &ops::ge(&x[1], &x[1])?, d.number())),
+    op("topk", &[".5"], ".3", |x, _| Ok(ops::topk(&x[0], 3)?.0)),
+    op("topk of any", &["."], "", |x, d| Ok(ops::topk(&x[0], d.size())?.0)),
+    op("argmax of any", &["~."], "", |x, d| ops::cast(&ops::argmax(&x[0], d.size())?, DType::F32)),
+    op("argmin", &["~.5"], "", |x, _| ops::cast(&ops::argmin(&x[0], D::Minus1)?, DType::F32)),
+    op("gather", &["av", "#vab"], "ab", |x, _| ops::gather(&x[0], 1, &x[1])),
+    op("gather of any", &["abc", "#vabc"], "", |x, d| ops::gather(&x[0], d.size(), &x[1])),
+    op("scatter_add", &["av", "#vab", "ab"], "av", |x, _| ops::scatter_add(&x[0], 1, &x[1], &x[2])),
+    op("scatter_add of any", &["abc", "#vabd", "abd"], "", |x, d| ops::scatter_add(&x[0], d.size(), &x[1], &x[2])),
+    op("index_select", &["avb", "#vc"], "acb", |x, _| ops::index_select(&x[0], 1, &x[1])),
+    op("index_select of any", &["abc", "#vd"], "", |x, d| ops::index_select(&x[0], d.size(), &x[1])),
+    op("index_add", &["avb", "#vc", "acb"], "avb", |x, _| ops::index_add(&x[0], 1, &x[1], &x[2])),
+    op("index_add of any", &["abc", "#vd", "dbc"], "", |x, d| ops::index_add(&x[0], d.size(), &x[1], &x[2])),
+    op("one_hot", &["#v."], "", |x, d| ops::one_hot(&x[0], d.size(), DType::F32)),
+    op("stack", &[".", "."], "", |x, d| ops::stack(&[&x[0], &x[1]], d.size())),
     op("log_softmax", &["."], ".", |x, _| ops::log_softmax(&x[0])),
     op("softmax", &["."], ".", |x, d| ops::softmax(&x[0], d.number(), d.mask())),
     op("softmax::reference", &["."], ".", |x, d| ops::reference::softmax(&x[0], d.number(), d.mask())),
@@ -122,6 +140,15 @@ pub const OPS: &[Op] = &[
     op("cross_entropy", &[".v", "#v."], "-", |x, _| ops::cross_entropy(&x[0], &x[1])),
     op("cross_entropy_ignoring", &[".v", "#v."], "-", cross_entropy_ignoring),
     op("cross_entropy::reference", &[".v", "#v."], "-", |x, _| ops::reference::cross_entropy(&x[0], &x[1], None)),
+    op("cross_entropy_with", &[".v", "#v."], "", cross_entropy_with),
+    op("cross_entropy_with probabilities", &[".v", ".v"], "", cross_entropy_with),
+    op("linear_cross_entropy_with", &[".d", "vd", "#v."], "", linear_cross_entropy_with),
+    op("mse_loss", &[".", "."], "", |x, d| ops::mse_loss(&x[0], &x[1], d.reduction())),
+    op("l1_loss", &[".", "."], "", |x, d| ops::l1_loss(&x[0], &x[1], d.reduction())),
+    op("bce_with_logits", &[".a", ".a", "~a"], "", bce_with_logits),
+    op("kl_div", &[".", "."], "", |x, d| ops::kl_div(&x[0], &x[1], KlTarget::Probabilities, d.reduction())),
+    op("log_sigmoid", &["."], ".", |x, _| ops::log_sigmoid(&x[0])),
+    op("log_sigmoid::reference", &["."], ".", |x, _| ops::reference::log_sigmoid(&x[0])),
     op("linear_cross_entropy", &[".d", "vd", "#v."], "-", |x, _| ops::linear_cross_entropy(&x[0], &x[1], &x[2])),
     op("linear_cross_entropy::reference", &[".d", "vd", "#v."], "-", linear_cross_entropy_reference),
     op("attention::naive", &[".hqd", ".hkd", ".hkw"], ".hqw", naive),
@@ -175,6 +202,22 @@ fn geglu_linear_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
 
 fn cross_entropy_ignoring(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
     ops::cross_entropy_ignoring(&x[0], &x[1], d.size() as i64)
+}
+
+fn cross_entropy_with(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    ops::cross_entropy_with(&x[0], &x[1], &d.cross_entropy())
+}
+
+fn linear_cross_entropy_with(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    ops::linear_cross_entropy_with(&x[0], &x[1], &x[2], &d.cross_entropy())
+}
+
+fn bce_with_logits(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
+    let weights = BceWeights {
+        weight: Some(&x[2]),
+        pos_weight: None,
+    };
+    ops::bce_with_logits(&x[0], &x[1], weights, d.reduction())
 }
 
 fn linear_cross_entropy_reference(x: &[Tensor], _: &mut Draw) -> Result<Tensor> {
