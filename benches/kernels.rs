@@ -352,7 +352,7 @@ fn optimizer(bench: &mut Bench) {
     let gradient: Vec<f32> = values(n);
     let [mut parameter, mut exp_avg] = [values(n), values(n)];
     let mut exp_avg_sq: Vec<f32> = values::<f32>(n).iter().map(|v| v * v).collect();
-    let adamw = Update::from(Optimizer::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10));
+    let adamw = Update::from(AdamW::new(1e-3, (0.9, 0.999), 1e-8, 0.01, 10));
     bench.memory::<f32>("adamw", 7 * n, || {
         let states = [&mut exp_avg[..], &mut exp_avg_sq[..]];
         step::<AdamW, f32, f32, 2>(&mut parameter, &gradient, 1.0, states, &adamw);

@@ -42,7 +42,7 @@ impl Slot {
         rule.check(name, var)?;
         let master = master(var.dtype()).map(|dtype| {
             check_granted_on(var.device(), var.dims(), dtype)?;
-            Ok::<_, Error>(variable_of(&var.detach().to_dtype(dtype)?)?)
+            variable_of(&var.detach().to_dtype(dtype)?)
         });
         let states = rule.states(var.dtype()).into_iter().map(|state| {
             check_granted_on(var.device(), var.dims(), state.dtype)?;
@@ -91,7 +91,7 @@ pub(super) fn step_cpu(
             for ((name, tensor), bytes) in written.iter().zip(bytes) {
                 let (n, dtype) = (tensor.elem_count(), tensor.dtype());
                 // SAFETY: the bytes of n elements, borrowed exclusively.
-                writes.push(*name, unsafe { Slice::new(bytes.cast(), n, dtype) });
+                writes.push(name, unsafe { Slice::new(bytes.cast(), n, dtype) });
             }
             // SAFETY: it is read only.
             let g = unsafe { Slice::new(g.as_ptr().cast_mut().cast(), n, gradient.dtype()) };

@@ -126,7 +126,7 @@ pub fn direction<G: Stored<Wide = T>, T: Moment<Wide = T> + Real, S: Stored<Wide
     }
     let norm = T::real(reduce::sum_of_squares(direction).sqrt() + rule.eps);
     parallel::for_rows(direction, 1, |_, x| {
-        x.iter_mut().for_each(|x| *x = *x / norm);
+        x.iter_mut().for_each(|x| *x /= norm);
     });
     match S::as_wide_mut(scratch.scratch) {
         Some(scratch) => newton_schulz(rule.shape, rule.steps, direction, scratch),
