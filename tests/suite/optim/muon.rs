@@ -14,14 +14,19 @@ use tallow::optim::{
     muon_for_matrices, usual_groups,
 };
 
+/// Returns a matrix of full rank. (One of sines, such as `noise`, has rank 2, and is orthogonal in two dimensions only.)
 fn matrix(rows: usize, columns: usize, dtype: DType, seed: usize) -> Var {
-    let values = Tensor::from_vec(noise(rows * columns, seed), (rows, columns), &Device::Cpu);
+    let values = noise(rows * columns, seed).into_iter();
+    let values: Vec<f64> = values.map(|x| (x * 43_758.545_3).fract()).collect();
+    let values = Tensor::from_vec(values, (rows, columns), &Device::Cpu);
     Var::from_tensor(&values.unwrap().to_dtype(dtype).unwrap()).unwrap()
 }
 
-fn step(config: MuonConfig, weight: &Var, by_reference: bool) {
-    let gradient = matrix(weight.dims()[0], weight.dims()[1], weight.dtype(), 77);
-    let gradients = store(&[(weight, gradient.as_tensor().clone())]);
+/// Takes a step of `weight`, with a gradient that is rounded to `rounded` first.
+fn step(config: MuonConfig, weight: &Var, rounded: DType, by_reference: bool) {
+    let gradient = matrix(weight.dims()[0], weight.dims()[1], rounded, 77);
+    let gradient = gradient.to_dtype(weight.dtype()).unwrap();
+    let gradients = store(&[(weight, gradient)]);
     let mut optimizer = Optimizer::new([("w".to_string(), weight.clone())], config).unwrap();
     match by_reference {
         false => optimizer.step(&gradients).unwrap(),
@@ -29,30 +34,33 @@ fn step(config: MuonConfig, weight: &Var, by_reference: bool) {
     }
 }
 
-/// The direction in bf16 differs from that in f64 by bf16's rounding, by kernel and reference.
+/// A step in bf16 differs from that in f64 by bf16's rounding, by kernel and reference; one in f32 by f32's.
 #[rstest]
 #[case(40, 24)]
 #[case(24, 40)]
 #[case(33, 33)]
 fn the_iteration_in_bf16_is_close(#[case] rows: usize, #[case] columns: usize) {
     let zeros = |dtype| Var::zeros((rows, columns), dtype, &Device::Cpu).unwrap();
-    let exact = zeros(DType::F64);
-    step(MuonConfig::default(), &exact, false);
-    for by_reference in [false, true] {
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let exact = zeros(DType::F64);
+        step(MuonConfig::default(), &exact, dtype, false);
+        for by_reference in [false, true] {
             let wide = zeros(dtype);
-            step(MuonConfig::default(), &wide, by_reference);
-            let rounded = if dtype == DType::F32 { 1e-4 } else { 1e-2 };
+            step(MuonConfig::default(), &wide, dtype, by_reference);
+            let bound = match dtype {
+                DType::F32 => 1e-5,
+                _ => 5e-3, // the weight is rounded
+            };
             let error = relative(&elements(&wide), &elements(&exact));
-            assert!(error < rounded, "{dtype:?}: {error}");
+            assert!(error < bound, "{dtype:?}: {error}");
             let coarse = zeros(dtype);
             let config = MuonConfig {
                 dtype: IterationDType::Bf16,
                 ..Default::default()
             };
-            step(config, &coarse, by_reference);
+            step(config, &coarse, dtype, by_reference);
             let error = relative(&elements(&coarse), &elements(&exact));
-            assert!(error > 1e-4 && error < 0.05, "{dtype:?}: {error}");
+            assert!(error > 1e-3 && error < 0.05, "{dtype:?}: {error}");
         }
     }
 }
@@ -66,7 +74,7 @@ fn a_step_is_nearly_orthogonal() {
         scaling: Scaling::Moonlight,
         ..Default::default()
     };
-    step(config, &weight, false);
+    step(config, &weight, DType::F64, false);
     let norm = elements(&weight).iter().map(|x| x * x).sum::<f64>().sqrt();
     let expected = 0.2 * 30f64.sqrt() * 20f64.sqrt();
     assert!((0.7..1.2).contains(&(norm / expected)), "{norm} {expected}");
@@ -96,7 +104,7 @@ fn the_same_bits_for_any_number_of_threads() {
                     dtype,
                     ..Default::default()
                 };
-                step(config, &weight, false);
+                step(config, &weight, DType::F32, false);
                 elements(&weight)
             })
         };
