@@ -36,8 +36,7 @@ const OPS: [CandleOp; 22] = [
     op(
         &["mat_mul", "matmul"],
         "matmul or a linear layer",
-        "call ops::matmul, ops::matmul_transposed or ops::linear, or build an nn::Linear (nn::Linear::try_from takes \
-         candle_nn's)",
+        "call ops::matmul, ops::matmul_transposed, ops::linear or an nn::Linear (nn::Linear::try_from)",
     ),
     op(
         &["map1"],
@@ -47,7 +46,7 @@ const OPS: [CandleOp; 22] = [
     op(
         &["map1any"],
         "max, min or softmax",
-        "call ops::max_over, ops::min_over, ops::argmax, ops::softmax, ops::log_softmax or ops::logsumexp",
+        "call ops::max_over, ops::min_over, ops::argmax, ops::softmax or ops::logsumexp",
     ),
     op(
         &["softmax"],
@@ -96,8 +95,7 @@ const OPS: [CandleOp; 22] = [
     op(
         &["rmsnorm"],
         "a norm",
-        "call ops::rms_norm or ops::layer_norm, or build an nn::RmsNorm or nn::LayerNorm (their try_from takes \
-         candle_nn's)",
+        "call ops::rms_norm or ops::layer_norm, or build an nn::RmsNorm or nn::LayerNorm by try_from",
     ),
     op(
         &["argsort"],

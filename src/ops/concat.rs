@@ -72,7 +72,7 @@ pub fn concat(tensors: &[&Tensor], dim: usize) -> Result<Tensor> {
 
 /// Joins tensors of one shape along a new dimension `dim`: (T, D) three times along 0 is (3, T, D). PyTorch's `stack`.
 ///
-/// It is [`concat`] of the tensors with a dimension of size 1.
+/// It is [`concat()`] of the tensors with a dimension of size 1.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -370,7 +370,7 @@ fn memory_is_the_arena() {
     };
     let predicted = planned_attention_breakdown(&workload, Target::Cpu).unwrap();
     let own = predicted.terms.iter();
-    let own = own.filter(|part| part.name.starts_with("keys, values"));
+    let own = own.filter(|part| part.name.starts_with("scratch of the kernel"));
     let own: u64 = own.map(|part| part.bytes).sum();
     let transient = tracker::peak_bytes().unwrap() - settled;
     assert!(

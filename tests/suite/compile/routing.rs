@@ -10,7 +10,7 @@ use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::graph::{self, Target};
 use tallow::nn::checkpoint;
 use tallow::ops::{self, BceWeights, CrossEntropyConfig, Gelu, KlTarget, Reduction};
-use tallow::optim::{AdamW, AdamWConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::{Result, profile};
 
 const DEVICE: &Device = &Device::Cpu;
@@ -190,7 +190,7 @@ fn selections_are_as_eager(#[values(false, true)] in_half: bool) {
 fn ids_that_an_op_makes_must_fit() {
     let parameters = [weight("table", &[5, 6], 1)];
     let x = numbers(&[3, 8], 2);
-    let optimizer = AdamW::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
+    let optimizer = Optimizer::new(parameters.to_vec(), AdamWConfig::default()).unwrap();
     let plan = |width: usize| {
         let loss = |inputs: &Inputs| {
             let best = ops::argmax(&inputs.get("x")?.narrow(1, 0, width)?, 1)?; // (3)
