@@ -206,8 +206,8 @@ fn norms_clip_the_update() {
         } else {
             half.view(&gpu)
         },
-        exp_avg: m.view(&gpu),
-        exp_avg_sq: v.view(&gpu),
+        states: [Some(m.view(&gpu)), Some(v.view(&gpu))],
+        rule: "adamw",
         copy: Some(half.view(&gpu)),
         update: 0,
     });
