@@ -33,7 +33,7 @@ pub fn refused(kind: fn(&Error) -> bool, parts: &[&str], op: impl Fn() -> Result
     }
 }
 
-fn shape(op: &str, parts: &[&str], f: impl Fn() -> Result<Tensor>) {
+pub fn shape(op: &str, parts: &[&str], f: impl Fn() -> Result<Tensor>) {
     let op = format!("{op}: expected ");
     let parts = [&[op.as_str(), "got "], parts].concat();
     refused(|error| matches!(error, Error::Shape { .. }), &parts, f);

@@ -66,14 +66,14 @@ pub const OPS: &[Op] = &[
     op("logsumexp_keepdim of any", &["."], "", |x, d| ops::logsumexp_keepdim(&x[0], d.size())),
     op("var of any", &["."], "", |x, d| ops::var(&x[0], [d.size(), d.size()], d.size())),
     op("var_keepdim", &[".ab"], ".a1", |x, _| ops::var_keepdim(&x[0], D::Minus1, 0)),
-    op("eq", &["~.ab", "~b"], "", |x, _| ops::cast(&ops::eq(&x[0], &x[1])?, DType::F32)),
-    op("lt of any", &["~.", "~."], "", |x, _| ops::cast(&ops::lt(&x[0], &x[1])?, DType::F32)),
+    op("eq", &[".ab", "~b"], ".ab", |x, _| ops::where_cond(&ops::eq(&x[0], &x[1])?, &x[0], &x[0])),
+    op("lt of any", &[".", "~."], "", |x, _| ops::where_cond(&ops::lt(&x[0], &x[1])?, &x[0], &x[0])),
     op("where_cond", &[".ab", "b"], ".ab", |x, _| ops::where_cond(&ops::gt(&x[0], &x[1])?, &x[0], &x[1])),
     op("masked_fill", &[".ab", "~b"], ".ab", |x, d| ops::masked_fill(&x[0], &ops::ge(&x[1], &x[1])?, d.number())),
     op("topk", &[".5"], ".3", |x, _| Ok(ops::topk(&x[0], 3)?.0)),
     op("topk of any", &["."], "", |x, d| Ok(ops::topk(&x[0], d.size())?.0)),
-    op("argmax of any", &["~."], "", |x, d| ops::cast(&ops::argmax(&x[0], d.size())?, DType::F32)),
-    op("argmin", &["~.5"], "", |x, _| ops::cast(&ops::argmin(&x[0], D::Minus1)?, DType::F32)),
+    op("argmax of any", &["."], "", |x, d| with_indices(&x[0], ops::argmax(&x[0], d.size())?)),
+    op("argmin", &[".5"], ".5", |x, _| with_indices(&x[0], ops::argmin(&x[0], D::Minus1)?)),
     op("gather", &["av", "#vab"], "ab", |x, _| ops::gather(&x[0], 1, &x[1])),
     op("gather of any", &["abc", "#vabc"], "", |x, d| ops::gather(&x[0], d.size(), &x[1])),
     op("scatter_add", &["av", "#vab", "ab"], "av", |x, _| ops::scatter_add(&x[0], 1, &x[1], &x[2])),
@@ -82,7 +82,7 @@ pub const OPS: &[Op] = &[
     op("index_select of any", &["abc", "#vd"], "", |x, d| ops::index_select(&x[0], d.size(), &x[1])),
     op("index_add", &["avb", "#vc", "acb"], "avb", |x, _| ops::index_add(&x[0], 1, &x[1], &x[2])),
     op("index_add of any", &["abc", "#vd", "dbc"], "", |x, d| ops::index_add(&x[0], d.size(), &x[1], &x[2])),
-    op("one_hot", &["#v."], "", |x, d| ops::one_hot(&x[0], d.size(), DType::F32)),
+    op("one_hot", &["#v.", "a"], "a", |x, d| with_indices(&x[1], ops::one_hot(&x[0], d.size(), DType::F32)?)),
     op("stack", &[".", "."], "", |x, d| ops::stack(&[&x[0], &x[1]], d.size())),
     op("log_softmax", &["."], ".", |x, _| ops::log_softmax(&x[0])),
     op("softmax", &["."], ".", |x, d| ops::softmax(&x[0], d.number(), d.mask())),
@@ -178,6 +178,11 @@ pub const OPS: &[Op] = &[
 fn cast_for(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
     let [a, b] = ops::cast_for(d.name(), [&x[0], &x[1]])?;
     ops::add(&a, &b)
+}
+
+/// Adds results without a gradient to x.
+fn with_indices(x: &Tensor, indices: Tensor) -> Result<Tensor> {
+    ops::add(x, &ops::sum(&ops::cast(&indices, x.dtype())?)?)
 }
 
 fn layer_norm_reference(x: &[Tensor], d: &mut Draw) -> Result<Tensor> {
