@@ -272,7 +272,11 @@ impl MaskTensors {
         let scores = scores(q, sizes.keys);
         let visible = config.key_mask.as_ref().map(|mask| {
             let dims = mask.check(op, &scores)?;
-            Result::Ok(mask.visible.reshape(&dims)?)
+            let visible = mask.visible.reshape(&dims)?;
+            Result::Ok(match graph::is_meta(q) {
+                true => visible,
+                false => visible.to_device(q.device())?,
+            })
         });
         let bias = config.bias.as_ref().map(|bias| {
             let dims = bias.check(op, q, &scores)?;

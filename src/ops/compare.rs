@@ -7,7 +7,7 @@ use super::dispatch::{Path, check_one_device, choose_of_any, has_kernel};
 use super::info::OpInfo;
 use super::lowering::{Calls, Kernel, Lowering, Slot, on_gpu};
 use super::operand::{check_size, inside_storage, is_supported_float, is_supported_integer};
-use super::record::{CallSpec, by_kernels, composed_as};
+use super::record::{CallSpec, by_kernels, composed_as, input};
 use crate::grad::no_grad;
 use crate::kernels::cpu::select as kernel;
 #[cfg(feature = "cuda")]
@@ -150,7 +150,9 @@ fn compare(
         let call = CallSpec::new(&shape, DType::U8);
         match choose_of_any(op, a, has_kernel(info, a))? {
             Path::Kernel => by_kernels(info, call, [a, b]),
-            Path::Reference => composed_as(info, &[a, b], call, || Ok(plain(a, b)?)),
+            Path::Reference => {
+                composed_as(info, &[a, b], call, || Ok(plain(&input(a), &input(b))?))
+            }
         }
     })
 }

@@ -90,12 +90,15 @@ pub(super) fn of_probabilities(
     check_supported(OP, targets)?;
     let classes = last_dim(OP, logits)?;
     if logits.dims() != targets.dims() {
-        return Err(
-            Error::shape(OP, format!("targets {:?}", targets.dims())).must_be(
-                format!("probabilities of the logits' shape, {:?}", logits.dims()),
-                "class ids are u32 or i64, one for each row",
-            ),
+        let got = format!(
+            "targets {:?} in {}",
+            targets.dims(),
+            targets.dtype().as_str()
         );
+        return Err(Error::shape(OP, got).must_be(
+            format!("probabilities of the logits' shape, {:?}", logits.dims()),
+            "class ids are u32 or i64, one for each row",
+        ));
     }
     if let Some(id) = config.ignore_index {
         return Err(

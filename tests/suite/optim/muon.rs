@@ -34,34 +34,41 @@ fn step(config: MuonConfig, weight: &Var, rounded: DType, by_reference: bool) {
     }
 }
 
-/// A step in bf16 differs from that in f64 by bf16's rounding, by kernel and reference; one in f32 by f32's.
+/// A step in f32 differs from that in f64 by f32's rounding, by kernel and reference. With the iteration in bf16 the
+/// kernel's error is at most twice that of the reference, which is that of PyTorch's bf16 matmuls.
 #[rstest]
 #[case(40, 24)]
 #[case(24, 40)]
 #[case(33, 33)]
 fn the_iteration_in_bf16_is_close(#[case] rows: usize, #[case] columns: usize) {
-    let zeros = |dtype| Var::zeros((rows, columns), dtype, &Device::Cpu).unwrap();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        let exact = zeros(DType::F64);
-        step(MuonConfig::default(), &exact, dtype, false);
-        for by_reference in [false, true] {
-            let wide = zeros(dtype);
-            step(MuonConfig::default(), &wide, dtype, by_reference);
-            let bound = match dtype {
-                DType::F32 => 1e-5,
-                _ => 5e-3, // the weight is rounded
-            };
-            let error = relative(&elements(&wide), &elements(&exact));
-            assert!(error < bound, "{dtype:?}: {error}");
-            let coarse = zeros(dtype);
+        let error = |in_bf16: bool, by_reference: bool| {
+            let [exact, own] = [DType::F64, dtype]
+                .map(|dtype| Var::zeros((rows, columns), dtype, &Device::Cpu).unwrap());
+            step(MuonConfig::default(), &exact, dtype, false);
             let config = MuonConfig {
-                dtype: IterationDType::Bf16,
+                dtype: match in_bf16 {
+                    true => IterationDType::Bf16,
+                    false => IterationDType::Wide,
+                },
                 ..Default::default()
             };
-            step(config, &coarse, dtype, by_reference);
-            let error = relative(&elements(&coarse), &elements(&exact));
-            assert!(error > 1e-3 && error < 0.05, "{dtype:?}: {error}");
+            step(config, &own, dtype, by_reference);
+            relative(&elements(&own), &elements(&exact))
+        };
+        let bound = match dtype {
+            DType::F32 => 1e-5,
+            _ => 5e-3, // the weight is rounded
+        };
+        for by_reference in [false, true] {
+            let wide = error(false, by_reference);
+            assert!(wide < bound, "{dtype:?}: {wide}");
         }
+        let [kernel, reference] = [error(true, false), error(true, true)];
+        assert!(
+            kernel > 1e-3 && kernel <= 2.0 * reference,
+            "{dtype:?}: {kernel}, {reference}"
+        );
     }
 }
 
