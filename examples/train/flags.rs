@@ -109,7 +109,7 @@ pub struct TrainingFlags {
     #[arg(long, hide_short_help = true, value_name = "X", default_value_t = 0.1, value_parser = values::from_0)]
     pub weight_decay: f64,
 
-    /// adamw, adamw-bf16 (moments in bf16, rounded stochastically), sgd, lion or muon
+    /// adamw, adamw-bf16 (bf16 moments), sgd, lion, muon
     #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
     pub optimizer: OptimizerFlag,
 
