@@ -192,7 +192,7 @@ pub struct SampleFlags {
     pub top_p: Option<f64>,
 
     /// Text that the sample continues [default: a line break]
-    #[arg(long, value_name = "TEXT", conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
+    #[arg(long, hide_short_help = true, value_name = "TEXT", conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
     pub prompt: Option<String>,
 }
 
