@@ -237,8 +237,11 @@ impl MuonConfig {
 /// use candle_core::{DType, Device, Var};
 /// use tallow::optim::{AdamWConfig, MuonConfig, Optimizer, is_hidden_matrix, muon_for_matrices};
 ///
-/// let matrix = |name: &str| Ok((name.to_string(), Var::ones((3, 4), DType::F32, &Device::Cpu)?));
-/// let parameters = vec![matrix("token_embeddings.weight")?, matrix("layers.0.attn.q_proj.weight")?];
+/// let weight = || Var::ones((3, 4), DType::F32, &Device::Cpu);
+/// let parameters = vec![
+///     ("token_embeddings.weight".to_string(), weight()?),
+///     ("layers.0.attn.q_proj.weight".to_string(), weight()?),
+/// ];
 /// let (muon, adamw) = (MuonConfig::default(), AdamWConfig::default());
 /// let groups = muon_for_matrices(parameters, muon, adamw, is_hidden_matrix);
 /// assert_eq!(groups[0].parameters[0].0, "layers.0.attn.q_proj.weight");
