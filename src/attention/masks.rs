@@ -273,7 +273,7 @@ impl MaskTensors {
         let visible = config.key_mask.as_ref().map(|mask| {
             let dims = mask.check(op, &scores)?;
             let visible = mask.visible.reshape(&dims)?;
-            Result::Ok(match graph::is_meta(q) {
+            Result::Ok(match graph::is_meta(q) || graph::is_meta(&visible) {
                 true => visible,
                 false => visible.to_device(q.device())?,
             })

@@ -28,13 +28,12 @@ pub(super) struct OptimizerLayout {
 impl OptimizerLayout {
     pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
         let states = updates.iter().map(|planned| {
-            let states = planned.states.iter();
-            let states = states.map(|states| {
+            let states = planned.states.as_ref().map(|states| {
                 let states = states.iter();
                 let states = states.map(|state| Ok((elements(state)?.pointer, state.dtype())));
                 states.collect::<Result<Vec<_>>>()
             });
-            states.last().transpose()
+            states.transpose()
         });
         Ok(Self {
             groups: run_values::groups(controls.updates),

@@ -246,7 +246,7 @@ fn clipping_by_value_is_as_eager() {
     let gpu = crate::gpu();
     let model = |meta: &TransformerLM| model_on(meta, &gpu).0;
     for rule in super::options::rules() {
-        super::options::clipping_by_value_to_the_bit(&model, &gpu, rule);
+        super::options::clipping_by_value_to_the_bit(model, &gpu, rule);
     }
 }
 

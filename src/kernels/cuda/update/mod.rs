@@ -4,12 +4,12 @@
 //! Values that change with each step (rates, the loss scale, the largest norm) are read from device memory.
 
 mod gradients;
+mod launch;
 mod tables;
-mod update;
 
 pub(crate) use gradients::{check_overflow, clip_factor};
+pub(crate) use launch::{WORDS, prepare, step, words};
 pub(crate) use tables::{Entry, Tables};
-pub(crate) use update::{WORDS, prepare, step, words};
 
 use super::source::{PRELUDE, Source};
 
