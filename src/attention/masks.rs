@@ -116,7 +116,7 @@ impl KeyMask {
     /// shape by this name.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
+    /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
     pub fn input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::new(&graph::input(name, shape, DType::U8)?)
     }
@@ -124,7 +124,7 @@ impl KeyMask {
     /// Declares a padding mask (B, Tk) as an input of a plan.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
+    /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
     pub fn padding_input(name: &str, shape: impl Into<Shape>) -> Result<Self> {
         Self::padding(&graph::input(name, shape, DType::U8)?)
     }
@@ -232,7 +232,7 @@ impl ScoreBias {
     /// Declares terms as an input of a plan: each run passes a tensor of this shape and dtype by this name.
     ///
     /// # Errors
-    /// As [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].
+    /// Those of [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].
     pub fn input(name: &str, shape: impl Into<Shape>, dtype: DType) -> Result<Self> {
         Self::new(&graph::input(name, shape, dtype)?)
     }

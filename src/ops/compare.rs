@@ -47,7 +47,7 @@ pub fn eq(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`eq`].
+/// Those of [`eq`].
 pub fn ne(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     compare(&NE, a, b, |a, b| a.ne(b))
 }
@@ -62,7 +62,7 @@ pub fn ne(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`eq`].
+/// Those of [`eq`].
 pub fn lt(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     compare(&LT, a, b, |a, b| a.lt(b))
 }
@@ -77,7 +77,7 @@ pub fn lt(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`eq`].
+/// Those of [`eq`].
 pub fn le(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     compare(&LE, a, b, |a, b| a.le(b))
 }
@@ -92,7 +92,7 @@ pub fn le(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`eq`].
+/// Those of [`eq`].
 pub fn gt(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     compare(&GT, a, b, |a, b| a.gt(b))
 }
@@ -108,7 +108,7 @@ pub fn gt(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`eq`].
+/// Those of [`eq`].
 pub fn ge(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     compare(&GE, a, b, |a, b| a.ge(b))
 }

@@ -40,7 +40,7 @@ pub fn log_sigmoid(x: &Tensor) -> Result<Tensor> {
 /// Computes [`log_sigmoid()`] in plain candle ops.
 ///
 /// # Errors
-/// As [`log_sigmoid()`].
+/// Those of [`log_sigmoid()`].
 pub fn reference(x: &Tensor) -> Result<Tensor> {
     activation::reference(Activation::LogSigmoid, x)
 }

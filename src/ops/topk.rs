@@ -79,7 +79,7 @@ pub fn argmax(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`argmax`].
+/// Those of [`argmax`].
 pub fn argmin(x: &Tensor, dim: impl Dim) -> Result<Tensor> {
     extreme("argmin", x, dim, true)
 }

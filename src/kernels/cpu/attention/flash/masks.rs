@@ -4,7 +4,7 @@ use crate::kernels::attention::{PerScore, PerScoreOfHead};
 use crate::kernels::cpu::{Real, simd};
 use std::ops::Range;
 
-/// What a call adds to its scores (B, H, Tq, Tk) or hides of them.
+/// The terms that a call adds to its scores (B, H, Tq, Tk), and the scores that it hides.
 #[derive(Clone, Copy, Debug)]
 pub struct Masks<'a, T> {
     /// 0 for a hidden pair.
