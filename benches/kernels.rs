@@ -20,8 +20,8 @@ use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
-    Activation, Gate, KeyRanges, Norm, PerScore, Stored, Update, activation, cross_entropy, embedding, flash,
-    gated, multiply_adds, norm, relu, rope, softmax, sums,
+    Activation, Gate, KeyRanges, Norm, PerScore, Stored, Update, activation, cross_entropy,
+    embedding, flash, gated, multiply_adds, norm, relu, rope, softmax, sums,
 };
 
 const TOKENS: usize = 1024;
@@ -174,9 +174,14 @@ fn flash_attention(bench: &mut Bench) {
         };
         let [q, k, v, d_out] = [0, 1, 2, 3].map(view);
         let (mut out, mut lse) = (vec![0f32; n], vec![0f32; 2 * rows]);
-        let key = |i: usize| u8::from((i / length).is_multiple_of(2) || i % length < length / 4 * 3);
+        let key =
+            |i: usize| u8::from((i / length).is_multiple_of(2) || i % length < length / 4 * 3);
         let padding: Vec<u8> = (0..batch * length).map(key).collect();
-        let terms: Vec<f32> = values(if tensors == "bias" { length * length } else { 0 });
+        let terms: Vec<f32> = values(if tensors == "bias" {
+            length * length
+        } else {
+            0
+        });
         let masks = match tensors {
             "padding" => flash::Masks {
                 visible: Some(PerScore::new(&padding, [batch, 1, 1, length])),
