@@ -21,7 +21,7 @@ use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
     Activation, Gate, KeyRanges, Norm, Stored, Update, activation, cross_entropy, embedding, flash,
-    gated, multiply_adds, norm, relu, rope, softmax, sums,
+    gated, index, multiply_adds, norm, relu, rope, softmax, sums,
 };
 
 const TOKENS: usize = 1024;
@@ -351,6 +351,30 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     black_box((loss, lse));
 }
 
+/// Measures the choice of experts, 2 of 64 for each token, and elements by index.
+fn routing(bench: &mut Bench) {
+    let (experts, k, n) = (64, 2, TOKENS * D);
+    let (scores, x) = (values::<f32>(TOKENS * experts), values::<f32>(n));
+    let mut chosen = vec![0u32; TOKENS * k];
+    bench.memory::<f32>("topk", scores.len() + chosen.len(), || {
+        index::topk(&scores, experts, k, &mut chosen);
+    });
+    let ids: Vec<u32> = (0..n).map(|i| (i * 37 % D) as u32).collect();
+    let sizes = index::Sizes {
+        n: D,
+        k: D,
+        inner: 1,
+    };
+    let mut y = vec![0f32; n];
+    bench.memory::<f32>("gather", 3 * n, || {
+        index::gather(&x, &ids, sizes, None, &mut y);
+    });
+    // The output is set to zero, then read and written once for each value.
+    bench.memory::<f32>("scatter_add", 5 * n, || {
+        index::scatter_add(None, &x, &ids, sizes, None, &mut y);
+    });
+}
+
 fn optimizer(bench: &mut Bench) {
     let n = 1 << 24;
     let gradient: Vec<f32> = values(n);
@@ -398,6 +422,7 @@ fn memory(criterion: &mut Criterion) {
     rows::<f32>(bench);
     rows::<bf16>(bench);
     rows::<f16>(bench);
+    routing(bench);
     optimizer(bench);
 }
 

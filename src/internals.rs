@@ -26,6 +26,7 @@ some_of! {
     => gated: backward, forward;
     => gemm: Batched, MatRef, MatmulSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
     => heads: HeadSizes, split;
+    => index: Sizes, gather, scatter_add, topk;
     => relu: backward, forward;
     => rope: rotate;
     => sums: backward, forward;

@@ -177,8 +177,7 @@ impl KeyMask {
 /// capped) scores.
 ///
 /// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides a
-/// key; a query whose terms are all -inf attends to no key (with naive attention on a GPU, its output is NaN: hide keys
-/// with a [`KeyMask`] there). The tensor has a gradient if it is tracked, `dS` summed over
+/// key; a query whose terms are all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed over
 /// the dimensions in which it was broadcast.
 ///
 /// ```

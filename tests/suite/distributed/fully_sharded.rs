@@ -319,6 +319,13 @@ fn what_is_refused() {
             &["FullyShard::builder"],
         );
         refusal(sharded.full_weight("nobody"), &["nobody"]);
+        let frozen = nn::freeze(nn::seeded(1, DType::F32, &Device::Cpu), |name| {
+            name == "weight"
+        });
+        refusal(
+            Linear::new(4, 4, sharded.builder(frozen)),
+            &["weight is frozen", "freeze none"],
+        );
         let in_half = FullyShardConfig {
             dtype: Some(DType::F16),
             ..Default::default()
