@@ -136,7 +136,7 @@ impl PlannedStep {
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
     pub fn run(&mut self, optimizer: &mut Optimizer, tensors: &Tensors<'_>) -> Result<f32> {
         let ranks = self.ranks()?;
-        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
         self.run_with(optimizer, tensors, None)?;
         self.loss(tensors.loss_divisor)
     }
@@ -152,7 +152,7 @@ impl PlannedStep {
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
         let ranks = self.ranks()?;
-        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
         let loss_scale = scaler.planned_scale(self.op)?;
         if loss_scale.is_some() && !self.config.loss_scaling {
             return Err(
@@ -357,7 +357,7 @@ impl PlannedStep {
 
     fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
-        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
         parameters::check_disjoint(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,
