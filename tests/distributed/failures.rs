@@ -34,7 +34,11 @@ fn a_rank_that_is_late_for_a_step_is_named() {
         text,
         took,
     } = ranks("late", 2, &[]);
-    assert!(success && took < SOON, "{took:?}: {text}");
+    assert!(!success && took < SOON, "{took:?}: {text}");
+    assert!(
+        text.contains("rank 1, in its own work") && text.contains("has waited"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -113,7 +117,7 @@ pub fn late() -> Result<()> {
         std::thread::sleep(Duration::from_millis(20));
     };
     assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
-    Ok(())
+    Err(error)
 }
 
 /// Kills the last rank between two collectives.
