@@ -13,7 +13,7 @@ pub(super) const fn info(
     forward: Formula,
     backward: Formula,
 ) -> OpInfo {
-    let flops = "4 B H Tq Tk Dh + 6 B H Tq Tk; backward 8 B H Tq Tk Dh + 5 B H Tq Tk";
+    let flops = "B H Tq Tk (2 (Dh + Dv) + 6); backward B H Tq Tk (4 (Dh + Dv) + 5)";
     let info = OpInfo::new(op).on_gpu().planned(lowering);
     let info = info.costing(flops, bytes, forward, Some(backward));
     info.including("scores, scale, mask, softmax and values")

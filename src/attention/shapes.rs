@@ -33,7 +33,10 @@ pub(super) fn check(
             op,
             format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims()),
         )
-        .must_be("q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)", hint))
+        .must_be(
+            "q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh), v (..., Hkv, Tk, Dv)",
+            hint,
+        ))
     };
     let (Some(q_dims), Some(k_dims), Some(v_dims)) = (split(q), split(k), split(v)) else {
         return refuse("two dimensions at least: length and head dimension".into());

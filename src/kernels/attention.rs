@@ -18,7 +18,7 @@ pub struct Sizes {
     pub keys: usize,
     /// Dh: the head dimension of q and k.
     pub head_dim: usize,
-    /// Dv: the head dimension of v and the output. Flash attention requires Dv = Dh.
+    /// Dv: the head dimension of v and the output.
     pub value_dim: usize,
     /// The mask: the keys that each query attends to.
     pub mask: Mask,
@@ -45,6 +45,11 @@ impl Sizes {
     /// Returns the number of heads of q that share a head of k and v.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads.max(1)
+    }
+
+    /// Returns the larger of Dh and Dv.
+    pub fn widest(&self) -> usize {
+        self.head_dim.max(self.value_dim)
     }
 
     /// Returns B H, the number of matrices of q.

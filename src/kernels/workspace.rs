@@ -193,8 +193,8 @@ pub(crate) fn flash_backward(sizes: &Sizes, visible: Option<[usize; 4]>) -> usiz
         .saturating_mul(whole_tiles)
         .saturating_mul(MOST_QUERIES);
     let tiles = heads.saturating_mul(sizes.queries.div_ceil(FEWEST_QUERIES));
-    let most_columns = match sizes.head_dim {
-        0..=128 => sizes.head_dim.next_multiple_of(32),
+    let most_columns = match sizes.widest() {
+        widest @ 0..=128 => widest.next_multiple_of(32),
         _ => 256,
     };
     let [bits, flags] = PackedMask::bound(sizes, visible, MaskRows::Keys);

@@ -37,8 +37,10 @@ pub struct AttentionLayerConfig {
     pub num_heads: usize,
     /// Hkv, the number of heads of k and v, which divides H; `None` for H.
     pub num_kv_heads: Option<usize>,
-    /// Dh, the dimension of a head; `None` for D / H.
+    /// Dh, the dimension of a head of q and k; `None` for D / H.
     pub head_dim: Option<usize>,
+    /// Dv, the dimension of a head of v; `None` for Dh.
+    pub value_dim: Option<usize>,
     /// The positions that each attends to: all, those up to its own, or a window of them.
     pub mask: Mask,
     /// Whether the projections of q, k and v have biases.
@@ -61,6 +63,7 @@ impl Default for AttentionLayerConfig {
             num_heads: 8,
             num_kv_heads: None,
             head_dim: None,
+            value_dim: None,
             mask: Mask::Full,
             qkv_bias: false,
             output_bias: false,
@@ -72,11 +75,11 @@ impl Default for AttentionLayerConfig {
 }
 
 impl AttentionLayerConfig {
-    /// Returns Hkv and Dh.
+    /// Returns Hkv, Dh and Dv.
     ///
     /// # Errors
     /// A number of heads that is 0 or does not divide what it must; a head without elements.
-    fn heads(&self) -> Result<[usize; 2]> {
+    fn heads(&self) -> Result<[usize; 3]> {
         let refuse = |field, got: usize, expected: String, hint: &str| {
             Err(Error::config(CONFIG, field, got).must_be(expected, hint))
         };
@@ -99,15 +102,25 @@ impl AttentionLayerConfig {
             );
         }
         let head_dim = self.head_dim.unwrap_or_else(|| width / heads);
-        match heads.checked_mul(head_dim) {
-            None | Some(0) => refuse(
-                "head_dim",
-                head_dim,
-                format!("more than 0 elements for each of num_heads {heads}, which is not 0"),
-                "q has num_heads * head_dim elements a token",
+        let value_dim = self.value_dim.unwrap_or(head_dim);
+        for (field, dim, of_token) in [
+            ("head_dim", head_dim, "q has num_heads * head_dim"),
+            (
+                "value_dim",
+                value_dim,
+                "the output projection reads num_heads * value_dim",
             ),
-            Some(_) => Ok([kv_heads, head_dim]),
+        ] {
+            if let None | Some(0) = heads.checked_mul(dim) {
+                return refuse(
+                    field,
+                    dim,
+                    format!("more than 0 elements for each of num_heads {heads}, which is not 0"),
+                    &format!("{of_token} elements a token"),
+                );
+            }
         }
+        Ok([kv_heads, head_dim, value_dim])
     }
 }
 
@@ -160,10 +173,10 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Creates a layer with weights from the builder: `q_proj.weight` (H Dh, D), `k_proj.weight` and `v_proj.weight`
-    /// (Hkv Dh, Dkv), `output_proj.weight` (D, H Dh), and if configured `q_proj.bias`, `k_proj.bias`, `v_proj.bias`,
-    /// `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` positions are not encoded. The
-    /// algorithm is [`Algorithm::Naive`].
+    /// Creates a layer with weights from the builder: `q_proj.weight` (H Dh, D), `k_proj.weight` (Hkv Dh, Dkv),
+    /// `v_proj.weight` (Hkv Dv, Dkv), `output_proj.weight` (D, H Dv), and if configured `q_proj.bias`, `k_proj.bias`,
+    /// `v_proj.bias`, `output_proj.bias`, `q_norm.weight` and `k_norm.weight` (Dh). Without `rotary` positions are not
+    /// encoded. The algorithm is [`Algorithm::Naive`].
     ///
     /// # Errors
     /// A num_heads that num_kv_heads does not divide; without head_dim, a d_model that num_heads does not divide; a
@@ -173,7 +186,7 @@ impl Attention {
         rotary: Option<RotaryEmbedding>,
         vb: VarBuilder<'_>,
     ) -> Result<Self> {
-        let [kv_heads, head_dim] = config.heads()?;
+        let [kv_heads, head_dim, value_dim] = config.heads()?;
         if let Some(cap) = config.soft_cap {
             check_cap(CONFIG, "soft_cap", cap)?;
         }
@@ -187,23 +200,23 @@ impl Attention {
             true => Linear::with_bias(from, to, vb.pp(name)),
             false => Linear::new(from, to, vb.pp(name)),
         };
-        let (width, q_width) = (config.d_model, config.num_heads * head_dim);
-        let kv = |name| {
+        let (width, heads) = (config.d_model, config.num_heads);
+        let kv = |dim, name| {
             let from = config.kv_dim.unwrap_or(width);
-            map(from, kv_heads * head_dim, config.qkv_bias, name)
+            map(from, kv_heads * dim, config.qkv_bias, name)
         };
         let norm = |eps, name: &str| RmsNorm::new(head_dim, eps, vb.pp(name));
         let norms = config
             .qk_norm_eps
             .map(|eps| Result::Ok(Box::new([norm(eps, "q_norm")?, norm(eps, "k_norm")?])));
         Ok(Self {
-            q_proj: map(width, q_width, config.qkv_bias, "q_proj")?,
-            k_proj: kv("k_proj")?,
-            v_proj: kv("v_proj")?,
-            output_proj: map(q_width, width, config.output_bias, "output_proj")?,
+            q_proj: map(width, heads * head_dim, config.qkv_bias, "q_proj")?,
+            k_proj: kv(head_dim, "k_proj")?,
+            v_proj: kv(value_dim, "v_proj")?,
+            output_proj: map(heads * value_dim, width, config.output_bias, "output_proj")?,
             norms: norms.transpose()?,
             rotary,
-            num_heads: config.num_heads,
+            num_heads: heads,
             num_kv_heads: kv_heads,
             mask: config.mask,
             scale: config.scale,
@@ -228,7 +241,7 @@ impl Attention {
     ///
     /// # Errors
     /// Another rank or width; a layer whose Dkv is not D; a T beyond the rotary tables; errors of the algorithm
-    /// ([`flash`](crate::attention::flash()) has a largest Dh).
+    /// ([`flash`](crate::attention::flash()) has a largest Dh and Dv).
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.forward_with(x, &ForwardContext::default())
     }
@@ -274,7 +287,7 @@ impl Attention {
         let k = || self.rotated(heads(&self.k_proj, memory, kv_heads, k_norm)?);
         let q = in_module("q_proj", q)?; // (B, H, Tq, Dh)
         let k = in_module("k_proj", k)?; // (B, Hkv, Tk, Dh)
-        let v = in_module("v_proj", || heads(&self.v_proj, memory, kv_heads, None))?; // (B, Hkv, Tk, Dh)
+        let v = in_module("v_proj", || heads(&self.v_proj, memory, kv_heads, None))?; // (B, Hkv, Tk, Dv)
         let config = AttentionConfig {
             mask: self.mask,
             scale: self.scale,
@@ -284,7 +297,7 @@ impl Attention {
             bias: context.bias.clone(),
             dropout: context.layer_dropout(self.dropout),
         };
-        let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, Tq, Dh)
+        let out = self.attention.attend(&q, &k, &v, &config)?; // (B, H, Tq, Dv)
         let merged = ops::merge_heads(&out)?;
         in_module("output_proj", || self.output_proj.forward(&merged))
     }
@@ -298,9 +311,10 @@ impl Attention {
     }
 }
 
-/// Projects x and splits it into heads, (B, heads, T, Dh). The norm precedes the split, which plans then leave out.
+/// Projects x and splits it into heads, (B, heads, T, Dh or Dv). The norm precedes the split, which plans then leave
+/// out.
 fn heads(projection: &Linear, x: &Tensor, heads: usize, norm: Option<&RmsNorm>) -> Result<Tensor> {
-    let mut rows = projection.forward(x)?; // (B, T, heads Dh)
+    let mut rows = projection.forward(x)?; // (B, T, heads Dh or Dv)
     if let (Some(norm), &[batch, length, width]) = (norm, rows.dims()) {
         let apart = rows.reshape((batch, length, heads, width / heads))?;
         rows = norm.forward(&apart)?.reshape((batch, length, width))?;

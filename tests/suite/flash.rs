@@ -36,4 +36,5 @@ mod same_bits;
 mod strides;
 #[cfg(feature = "cuda")]
 mod tf32;
+pub mod value_width;
 mod wide_scores;

@@ -10,7 +10,7 @@ pub(super) fn has_kernel(q: &Tensor, sizes: &Sizes, tf32: bool) -> bool {
     gpu(q).is_ok_and(|gpu| kernel::supports(gpu, q.dtype(), tf32, sizes))
 }
 
-/// Returns x (B, H, T, Dh) with rows that are aligned to 16 bytes and whole multiples of them; copies x if they are
+/// Returns x (B, H, T, D) with rows that are aligned to 16 bytes and whole multiples of them; copies x if they are
 /// not.
 pub(super) fn aligned_or_copied(x: Tensor) -> Result<Tensor> {
     let layout = x.layout();

@@ -89,7 +89,7 @@ pub(in crate::attention) fn backward_kernel() -> Kernel {
 fn bias_gradient_kernel() -> Kernel {
     let kernel = kernel!("flash_attention_bias_gradient", |T, k, s| {
         let sizes = sizes(k)?;
-        let tiles = Tiles::for_head_dim(sizes.head_dim);
+        let tiles = Tiles::for_head_dim(sizes.widest());
         let inputs = backward_inputs::<T>(k, s, &sizes)?;
         kernel::bias_gradient(&sizes, &tiles, inputs, bias_dims(k)?, s.y("dbias")?);
     });
@@ -117,7 +117,7 @@ fn workspace_of(signature: &Signature<'_>, calls: &mut Calls, words: usize) -> O
 }
 
 fn forward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
-    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let tiles = Tiles::for_head_dim(sizes.widest());
     Workspace {
         what: "scratch of the kernel",
         formula: "tiles, a thread",
@@ -127,7 +127,7 @@ fn forward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
 }
 
 fn backward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
-    let (tiles, width) = (Tiles::for_head_dim(sizes.head_dim), dtype.size_in_bytes());
+    let (tiles, width) = (Tiles::for_head_dim(sizes.widest()), dtype.size_in_bytes());
     Workspace {
         what: "scratch of the kernel",
         formula: "BHT + tiles, a thread",
@@ -137,7 +137,7 @@ fn backward_workspace(sizes: &Sizes, dtype: DType, masked: bool) -> Workspace {
 }
 
 fn bias_gradient_workspace(sizes: &Sizes, dtype: DType, bias: &[usize]) -> Workspace {
-    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let tiles = Tiles::for_head_dim(sizes.widest());
     let dims = <[usize; 4]>::try_from(bias).unwrap_or([1; 4]); // refused by the op
     Workspace {
         what: "scratch of the kernel",
@@ -149,7 +149,7 @@ fn bias_gradient_workspace(sizes: &Sizes, dtype: DType, bias: &[usize]) -> Works
 
 fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let tiles = Tiles::for_head_dim(sizes.widest());
     let outputs = kernel::Outputs {
         out: s.y::<T>("out")?,
         rounding_error: s.some_y("rounding_error")?.unwrap_or_default(),
@@ -158,7 +158,7 @@ fn forward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
     let inputs = kernel::ForwardInputs {
         q: heads::<T>(s, "q", of_queries(&sizes))?,
         k: heads(s, "k", of_keys(&sizes))?,
-        v: heads(s, "v", of_keys(&sizes))?,
+        v: heads(s, "v", of_values(&sizes))?,
         first_keys: first_keys(s)?,
         masks: masks(k, s)?,
         dropout: dropout_mask(dropout_from_attributes(k.attributes()), s, sizes.keys)?,
@@ -173,16 +173,16 @@ fn backward_inputs<'a, T: Stored>(
     s: &Slices<'a>,
     sizes: &Sizes,
 ) -> Result<kernel::Inputs<'a, T>> {
-    let [queries, keys] = [of_queries(sizes), of_keys(sizes)];
+    let [out, keys] = [of_out(sizes), of_keys(sizes)];
     Ok(kernel::Inputs {
-        d_out: heads::<T>(s, "d_out", queries)?,
-        q: heads(s, "q", queries)?,
+        d_out: heads::<T>(s, "d_out", out)?,
+        q: heads(s, "q", of_queries(sizes))?,
         k: heads(s, "k", keys)?,
-        v: heads(s, "v", keys)?,
-        out: heads(s, "out", queries)?,
+        v: heads(s, "v", of_values(sizes))?,
+        out: heads(s, "out", out)?,
         lse: s.x("lse")?,
         rounding_error: match s.has_x("rounding_error") {
-            true => Some(heads(s, "rounding_error", queries)?),
+            true => Some(heads(s, "rounding_error", out)?),
             false => None,
         },
         first_keys: first_keys(s)?,
@@ -193,7 +193,7 @@ fn backward_inputs<'a, T: Stored>(
 
 fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let tiles = Tiles::for_head_dim(sizes.head_dim);
+    let tiles = Tiles::for_head_dim(sizes.widest());
     let inputs = backward_inputs::<T>(k, s, &sizes)?;
     let gradients = kernel::Gradients {
         dq: s.y("dq")?,
@@ -208,13 +208,12 @@ fn backward<T: Stored>(k: &Kernel, s: &Slices<'_>) -> Result<()> {
 #[cfg(feature = "cuda")]
 fn forward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let [of_q, of_k] = [of_queries(&sizes), of_keys(&sizes)];
     let outputs = gpu_kernel::Outputs {
-        out: as_q(k, &sizes, l.y("out")?, of_q),
+        out: as_q(k, &sizes, l.y("out")?, of_out(&sizes)),
         rounding_error: l.some_y("rounding_error"),
         lse: l.y("lse")?,
     };
-    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, [of_q, of_k, of_k]);
+    let [q, keys, v] = as_qkv(k, &sizes, &l.reads, QKV, of_qkv(&sizes));
     let inputs = gpu_kernel::ForwardInputs {
         q,
         k: keys,
@@ -234,14 +233,14 @@ fn backward_inputs_on_gpu<'a>(
     l: &Operands<'a>,
     sizes: &Sizes,
 ) -> Result<gpu_kernel::Inputs<'a>> {
-    let [of_q, of_k] = [of_queries(sizes), of_keys(sizes)];
-    let [q, keys, v] = as_qkv(k, sizes, &l.reads, QKV, [of_q, of_k, of_k]);
+    let of_out = of_out(sizes);
+    let [q, keys, v] = as_qkv(k, sizes, &l.reads, QKV, of_qkv(sizes));
     Ok(gpu_kernel::Inputs {
-        d_out: as_q(k, sizes, l.strided("d_out")?, of_q),
+        d_out: as_q(k, sizes, l.strided("d_out")?, of_out),
         q,
         k: keys,
         v,
-        out: as_q(k, sizes, l.x("out")?, of_q),
+        out: as_q(k, sizes, l.x("out")?, of_out),
         lse: l.x("lse")?,
         rounding_error: l.some_x("rounding_error"),
         first_keys: l.some_x("first_keys"),
@@ -255,9 +254,8 @@ fn backward_inputs_on_gpu<'a>(
 #[cfg(feature = "cuda")]
 fn backward_on_gpu(k: &Kernel, l: &Operands<'_>) -> Result<()> {
     let sizes = sizes(k)?;
-    let [of_q, of_k] = [of_queries(&sizes), of_keys(&sizes)];
     let inputs = backward_inputs_on_gpu(k, l, &sizes)?;
-    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, DQKV, [of_q, of_k, of_k]);
+    let [dq, dk, dv] = as_qkv(k, &sizes, &l.writes, DQKV, of_qkv(&sizes));
     let gradients = gpu_kernel::Gradients { dq, dk, dv };
     let workspace = l.y("workspace")?;
     gpu_kernel::backward(l.gpu, &sizes, l.tf32(k), inputs, gradients, workspace)
@@ -293,4 +291,20 @@ fn of_queries(sizes: &Sizes) -> [usize; 4] {
 /// Returns (B, Hkv, Tk, Dh).
 fn of_keys(sizes: &Sizes) -> [usize; 4] {
     [sizes.batch, sizes.kv_heads, sizes.keys, sizes.head_dim]
+}
+
+/// Returns (B, Hkv, Tk, Dv).
+fn of_values(sizes: &Sizes) -> [usize; 4] {
+    [sizes.batch, sizes.kv_heads, sizes.keys, sizes.value_dim]
+}
+
+/// Returns (B, H, Tq, Dv).
+fn of_out(sizes: &Sizes) -> [usize; 4] {
+    [sizes.batch, sizes.heads, sizes.queries, sizes.value_dim]
+}
+
+/// Returns the dimensions of q, k and v.
+#[cfg(feature = "cuda")]
+fn of_qkv(sizes: &Sizes) -> [[usize; 4]; 3] {
+    [of_queries(sizes), of_keys(sizes), of_values(sizes)]
 }

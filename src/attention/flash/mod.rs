@@ -22,7 +22,7 @@ use crate::ops::check_probability;
 use crate::ops::choose_where;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{Spec, by_strided_kernels};
-use crate::ops::{Dropout, Path, cast_for, choose};
+use crate::ops::{Dropout, Path, cast_for, choose, with_last_dim};
 use crate::{Error, Result, graph, hardware};
 use candle_core::Tensor;
 use op::Flash;
@@ -45,11 +45,11 @@ pub const MAX_HEAD_DIM: usize = 256;
 
 /// Computes `out = softmax(scale q k^T) v` without a tensor of scores or probabilities.
 ///
-/// Shapes: q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh), with Dh up to
-/// [`FLASH_MAX_HEAD_DIM`](super::FLASH_MAX_HEAD_DIM). B may be any number of leading dimensions, the same in all three;
-/// a tensor of two dimensions is one head. Hkv divides H: each head of k and v serves H / Hkv consecutive heads of q
-/// (grouped-query attention). Any strides are accepted. A query that attends to no key has an output and gradients of
-/// zero; so has every query if Tk is 0.
+/// Shapes: q (B, H, Tq, Dh), k (B, Hkv, Tk, Dh), v (B, Hkv, Tk, Dv), out (B, H, Tq, Dv), with Dh and Dv up to
+/// [`FLASH_MAX_HEAD_DIM`](super::FLASH_MAX_HEAD_DIM). (In latent attention Dh is 192 and Dv 128.) B may be any number
+/// of leading dimensions, the same in all three; a tensor of two dimensions is one head. Hkv divides H: each head of k
+/// and v serves H / Hkv consecutive heads of q (grouped-query attention). Any strides are accepted. A query that
+/// attends to no key has an output and gradients of zero; so has every query if Tk is 0.
 ///
 /// # Precision
 /// f32, f64, f16 and bf16. Half precision is computed in f32 and rounded once; on a GPU the probabilities and their
@@ -81,9 +81,10 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// key. The log-sum-exp is taken before dropout.
 ///
 /// # Cost
-/// 4 B H Tq Tk Dh FLOPs forward, 10 B H Tq Tk Dh backward, and 4 B H Tq Tk Dh for the gradient of a bias. 2 of the 10
-/// recompute the scores; profiles do not count these ([`Cost`](crate::probe::Cost)). Tiles that the mask, the [first
-/// keys](super::FirstKeys) or the [key mask](super::KeyMask) hide are skipped.
+/// 2 B H Tq Tk (Dh + Dv) FLOPs forward, B H Tq Tk (6 Dh + 4 Dv) backward, and 2 B H Tq Tk (Dh + Dv) for the gradient of
+/// a bias. Of backward, 2 B H Tq Tk Dh recompute the scores; profiles do not count these
+/// ([`Cost`](crate::probe::Cost)). Tiles that the mask, the [first keys](super::FirstKeys) or the [key
+/// mask](super::KeyMask) hide are skipped. A GPU multiplies heads padded to the wider of Dh and Dv.
 ///
 /// # Source
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and
@@ -102,9 +103,9 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// ```
 ///
 /// # Errors
-/// Shapes that do not match; an H that Hkv does not divide; a Dh of 0 or above the limit; mixed dtypes or devices;
-/// first keys of another shape; a key mask or a bias that does not broadcast to the scores; a soft cap that is not
-/// positive and finite; a dropout probability outside [0, 1).
+/// Shapes that do not match; an H that Hkv does not divide; a Dh of 0; a Dh or Dv above the limit; mixed dtypes or
+/// devices; first keys of another shape; a key mask or a bias that does not broadcast to the scores; a soft cap that is
+/// not positive and finite; a dropout probability outside [0, 1).
 pub fn flash(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result<Tensor> {
     Ok(flash_with_lse(q, k, v, config)?.0)
 }
@@ -178,19 +179,19 @@ pub fn flash_with_lse(
         return Err(candle_core::Error::msg("attention::flash: forward left no lse").into());
     };
     let lse = lse.narrow(0, 0, 1)?.reshape(&q.dims()[..q.rank() - 1])?;
-    Ok((out.reshape(q.shape())?, lse))
+    Ok((out.reshape(with_last_dim(q.dims(), sizes.value_dim))?, lse))
 }
 
-/// Reshapes x (..., heads, T, Dh) to (B, heads, T, Dh).
+/// Reshapes x (..., heads, T, D) to (B, heads, T, D).
 fn four_dimensions(x: &Tensor, heads: usize) -> Result<Tensor> {
     match *x.dims() {
         [_, _, _, _] => Ok(x.clone()),
-        [ref leading @ .., length, head_dim] => {
+        [ref leading @ .., length, width] => {
             let batch = match leading {
                 [rest @ .., _] => rest.iter().product(),
                 [] => 1,
             };
-            Ok(x.reshape((batch, heads, length, head_dim))?)
+            Ok(x.reshape((batch, heads, length, width))?)
         }
         _ => Ok(x.clone()), // refused by `check`
     }
@@ -202,10 +203,10 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Result
     if let Some(dropout) = &config.dropout {
         check_probability("attention::AttentionConfig", "dropout", dropout.probability)?;
     }
-    if sizes.head_dim > MAX_HEAD_DIM || sizes.head_dim != sizes.value_dim {
+    if sizes.widest() > MAX_HEAD_DIM {
         return Err(Error::Shape {
             op: NAME,
-            expected: format!("one head dimension for q, k and v, at most {MAX_HEAD_DIM}"),
+            expected: format!("head dimensions of at most {MAX_HEAD_DIM}"),
             got: format!("{} for q and k, {} for v", sizes.head_dim, sizes.value_dim),
             hint: "use attention::naive, which has no such limit".into(),
         });

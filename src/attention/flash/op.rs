@@ -25,6 +25,20 @@ pub(super) struct Flash {
     pub lse: Arc<OnceLock<Tensor>>,
 }
 
+impl Flash {
+    /// Returns (B, H, Tq, Dv).
+    fn out_shape(&self) -> Shape {
+        let Sizes {
+            batch,
+            heads,
+            queries,
+            value_dim,
+            ..
+        } = self.sizes;
+        (batch, heads, queries, value_dim).into()
+    }
+}
+
 impl Spec for Flash {
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let mut attributes = attributes(&self.sizes, self.dropout);
@@ -38,14 +52,18 @@ impl Spec for Flash {
         self.reads.clone()
     }
 
-    /// lse, and in half precision the rounding error of the output (B, H, Tq, Dh).
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (self.out_shape(), inputs[0].dtype)
+    }
+
+    /// lse, and in half precision the rounding error of the output (B, H, Tq, Dv).
     fn saved(&self, inputs: &[Operand<'_>], _: Target) -> Vec<(&'static str, Shape, DType)> {
         let (q, sizes) = (&inputs[0], &self.sizes);
         let parts = flash_lse_parts(q.dtype);
         let lse = (parts, sizes.batch, sizes.heads, sizes.queries).into();
         let mut kept = vec![("lse", lse, q.wide_dtype())];
         if q.wide_dtype() != q.dtype {
-            kept.push(("rounded off", q.dims.into(), q.dtype));
+            kept.push(("rounded off", self.out_shape(), q.dtype));
         }
         kept
     }

@@ -66,7 +66,7 @@ pub(crate) const INFO: OpInfo = cost::info(
 /// inside is part of the op.
 ///
 /// # Cost
-/// 4 B H Tq Tk Dh FLOPs forward and 8 B H Tq Tk Dh backward, without a mask.
+/// 2 B H Tq Tk (Dh + Dv) FLOPs forward and twice as many backward, without a mask.
 ///
 /// # Source
 /// Vaswani et al., "Attention Is All You Need", 2017, equation 1. Ainslie et al., "GQA: Training Generalized

@@ -136,13 +136,31 @@ fn flash_has_eager_flashs_bits(
     ),
 ) {
     let shape = [heads, 1, length, head_dim];
-    flash_as_eager(&shape, dtype, &with_mask(mask), &CPU);
+    flash_as_eager(&shape, head_dim, dtype, &with_mask(mask), &CPU);
 }
 
-/// Checks that output and gradients of two planned runs and of an eager one have the same bits.
-pub fn flash_as_eager(shape: &[usize], dtype: DType, config: &AttentionConfig, device: &Device) {
+#[rstest]
+fn flash_with_values_of_another_width(
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+    #[values((24, 64), (192, 128))] (head_dim, value_dim): (usize, usize),
+) {
+    let shape = [2, 3, 130, head_dim];
+    flash_as_eager(&shape, value_dim, dtype, &with_mask(Mask::Causal), &CPU);
+}
+
+/// Checks that output and gradients of three planned runs and of an eager one have the same bits, for q and k of this
+/// shape and values of width `value_dim`.
+pub fn flash_as_eager(
+    shape: &[usize],
+    value_dim: usize,
+    dtype: DType,
+    config: &AttentionConfig,
+    device: &Device,
+) {
     let there = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
-    let [q, k, v, d_out] = inputs(shape).map(|x| there(&x));
+    let [q, k, ..] = inputs(shape).map(|x| there(&x));
+    let of_values = [&shape[..shape.len() - 1], &[value_dim]].concat();
+    let [.., v, d_out] = inputs(&of_values).map(|x| there(&x));
     let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).unwrap());
     let out = attention::flash(&q, &k, &v, config).unwrap();
     let loss = (&out * &d_out).unwrap().sum_all().unwrap();

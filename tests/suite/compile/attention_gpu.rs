@@ -154,7 +154,9 @@ fn flash_has_eager_flashs_bits(
 ) {
     let gpu = crate::gpu();
     let config = with_mask(mask);
-    flash_as_eager(&[heads, 1, length, head_dim], dtype, &config, &gpu);
+    let shape = [heads, 1, length, head_dim];
+    flash_as_eager(&shape, head_dim, dtype, &config, &gpu);
+    flash_as_eager(&shape, 64, dtype, &config, &gpu);
 }
 
 /// Naive attention in a model uses the same blocks of queries, with heads stored in rows.

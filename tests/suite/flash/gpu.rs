@@ -6,6 +6,7 @@ use super::masks::{combined, of_shape};
 use super::oracle::Oracle;
 use super::packed::problems;
 use super::problem::{Attend, MASKS, Problem, Sizes, elements, on, tensor};
+use super::value_width::{self, Widths};
 use super::wide_scores::no_worse_than_naive;
 use candle_core::{DType, Tensor, Var};
 use rstest::rstest;
@@ -129,6 +130,28 @@ fn masked(
         if dtype == DType::F32 {
             judge(&problem, &Oracle::of(&problem), dtype, ON_CARD)
                 .unwrap_or_else(|error| panic!("{:?} {head_dim}: {error}", problem.config));
+        }
+    }
+}
+
+/// Values of another width than queries and keys, in every width that a kernel is compiled for; the same bits each
+/// time. (Half precision is judged with `TALLOW_TEST_DEVICE`.)
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn value_widths(
+    #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
+    #[values(
+        (8, 16), (32, 8), (24, 64), (64, 40), (96, 72), (64, 128), (128, 64), (192, 128), (128, 192), (256, 64),
+    )]
+    widths: Widths,
+) {
+    for problem in value_width::problems(widths) {
+        let [first, second] = [(), ()].map(|()| problem.run(dtype, ON_CARD).bits());
+        assert!(first == second, "{:?} {widths:?} {dtype:?}", problem.config);
+        if dtype == DType::F32 {
+            let exact = thirds(problem);
+            judge(&exact, &Oracle::of(&exact), dtype, ON_CARD)
+                .unwrap_or_else(|error| panic!("{:?} {widths:?}: {error}", exact.config));
         }
     }
 }

@@ -285,8 +285,8 @@ pub fn naive(problem: &Problem, dtype: DType) -> Results {
 pub fn with_own_heads(problem: &Problem, attend: impl FnOnce(&Problem) -> Results) -> Results {
     let sizes = problem.sizes;
     let group = sizes.heads / sizes.kv_heads;
-    let head_size = sizes.keys * sizes.head_dim;
-    let repeat = |x: &[f64]| -> Vec<f64> {
+    let [of_k, of_v] = [sizes.head_dim, sizes.value_dim].map(|dim| sizes.keys * dim);
+    let repeat = |x: &[f64], head_size: usize| -> Vec<f64> {
         let heads = x.chunks(head_size);
         heads.flat_map(|head| head.repeat(group)).collect()
     };
@@ -295,12 +295,12 @@ pub fn with_own_heads(problem: &Problem, attend: impl FnOnce(&Problem) -> Result
             kv_heads: sizes.heads,
             ..sizes
         },
-        k: repeat(&problem.k),
-        v: repeat(&problem.v),
+        k: repeat(&problem.k, of_k),
+        v: repeat(&problem.v, of_v),
         ..problem.clone()
     };
     let results = attend(&expanded);
-    let add_up = |x: Vec<f64>| -> Vec<f64> {
+    let add_up = |x: Vec<f64>, head_size: usize| -> Vec<f64> {
         let groups = x.chunks(group * head_size);
         let sum = |heads: &[f64], i: usize| heads.chunks(head_size).map(|head| head[i]).sum();
         groups
@@ -308,8 +308,8 @@ pub fn with_own_heads(problem: &Problem, attend: impl FnOnce(&Problem) -> Result
             .collect()
     };
     Results {
-        dk: add_up(results.dk),
-        dv: add_up(results.dv),
+        dk: add_up(results.dk, of_k),
+        dv: add_up(results.dv, of_v),
         ..results
     }
 }

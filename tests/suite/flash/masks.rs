@@ -37,7 +37,7 @@ fn with_key_mask(problem: Problem, which: usize, shown: f64, seed: u64) -> Probl
     problem.with_key_mask(dims, data)
 }
 
-fn with_bias(problem: Problem, which: usize, hidden: f64, seed: u64) -> Problem {
+pub fn with_bias(problem: Problem, which: usize, hidden: f64, seed: u64) -> Problem {
     let dims = dims_of(&problem, which);
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut data = normal(dims.iter().product(), &mut random);
@@ -60,14 +60,14 @@ pub fn with_random_bias(problem: Problem, seed: u64) -> Problem {
 }
 
 /// Adds the padding mask of sequences of these lengths.
-fn padded(problem: Problem, lengths: &[usize]) -> Problem {
+pub fn padded(problem: Problem, lengths: &[usize]) -> Problem {
     let Sizes { batch, keys, .. } = problem.sizes;
     let shown = lengths.iter();
     let shown = shown.flat_map(|length| (0..keys).map(move |key| u8::from(key < *length)));
     problem.with_key_mask([batch, 1, 1, keys], shown.collect())
 }
 
-fn dropout() -> Dropout {
+pub fn dropout() -> Dropout {
     Dropout {
         probability: 0.3,
         key: DropoutKey::new(5, 9).unwrap(),

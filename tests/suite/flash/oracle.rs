@@ -17,13 +17,12 @@ pub struct Oracle {
 impl Oracle {
     pub fn of(problem: &Problem) -> Self {
         let sizes = problem.sizes;
-        let (q_len, k_len) = (problem.q.len(), problem.k.len());
         let empty = || Results {
-            out: vec![0.0; q_len],
+            out: vec![0.0; problem.d_out.len()],
             lse: vec![f64::NEG_INFINITY; sizes.batch * sizes.heads * sizes.queries],
-            dq: vec![0.0; q_len],
-            dk: vec![0.0; k_len],
-            dv: vec![0.0; k_len],
+            dq: vec![0.0; problem.q.len()],
+            dk: vec![0.0; problem.k.len()],
+            dv: vec![0.0; problem.v.len()],
             d_bias: vec![0.0; problem.bias.as_ref().map_or(0, |bias| bias.data.len())],
         };
         let mut oracle = Self {
@@ -32,16 +31,14 @@ impl Oracle {
             largest_score: 0.0,
         };
         oracle.terms.lse.fill(0.0);
-        let (q_size, k_size) = (sizes.queries * sizes.head_dim, sizes.keys * sizes.head_dim);
         for batch_and_head in 0..sizes.batch * sizes.heads {
             let (batch, head) = (batch_and_head / sizes.heads, batch_and_head % sizes.heads);
             let kv_head = head * sizes.kv_heads / sizes.heads;
             let head = Head {
                 batch,
                 head,
-                q_start: batch_and_head * q_size,
-                k_start: (batch * sizes.kv_heads + kv_head) * k_size,
-                lse_start: batch_and_head * sizes.queries,
+                first_query: batch_and_head * sizes.queries,
+                first_key: (batch * sizes.kv_heads + kv_head) * sizes.keys,
             };
             (0..sizes.queries).for_each(|query| head.attend(problem, query, &mut oracle));
         }
@@ -71,13 +68,12 @@ fn add_sizes(y: &mut [f64], factor: f64, x: &[f64]) {
     }
 }
 
-/// A query head with its key head, as offsets into the problem's slices.
+/// A query head with its key head, and the numbers of their first rows.
 struct Head {
     batch: usize,
     head: usize,
-    q_start: usize,
-    k_start: usize,
-    lse_start: usize,
+    first_query: usize,
+    first_key: usize,
 }
 
 impl Head {
@@ -92,14 +88,17 @@ impl Head {
     /// - of dq: m_j |k_j|, and of dk_j: m_j |q|.
     fn attend(&self, problem: &Problem, query: usize, oracle: &mut Oracle) {
         let sizes = problem.sizes;
-        let dim = sizes.head_dim;
-        let scale = problem.config.scale_for(dim);
+        let scale = problem.config.scale_for(sizes.head_dim);
         let visible = problem.seen(self.batch, self.head, query);
         let visible = visible.iter().copied();
         let bias = |key: usize| problem.bias_of([self.batch, self.head, query, key]);
-        let row = self.q_start + query * dim..self.q_start + (query + 1) * dim;
-        let key = |j: usize| self.k_start + j * dim..self.k_start + (j + 1) * dim;
-        let (q, d_out) = (&problem.q[row.clone()], &problem.d_out[row.clone()]);
+        let elements = |row: usize, dim: usize| row * dim..(row + 1) * dim;
+        let lse_at = self.first_query + query;
+        let q_row = elements(lse_at, sizes.head_dim);
+        let row = elements(lse_at, sizes.value_dim);
+        let key = |j: usize| elements(self.first_key + j, sizes.head_dim);
+        let value = |j: usize| elements(self.first_key + j, sizes.value_dim);
+        let (q, d_out) = (&problem.q[q_row.clone()], &problem.d_out[row.clone()]);
         let Oracle {
             results,
             terms,
@@ -125,28 +124,28 @@ impl Head {
             return; // out stays 0, and lse -inf
         }
         *largest_score = scores.iter().fold(*largest_score, |a, s| a.max(s.abs()));
-        results.lse[self.lse_start + query] = top + sum.ln();
+        results.lse[lse_at] = top + sum.ln();
         let score_terms = |j| scale.abs() * dot_of_sizes(q, &problem.k[key(j)]) + bias(j).abs();
-        terms.lse[self.lse_start + query] = visible.clone().map(score_terms).fold(0.0, f64::max);
+        terms.lse[lse_at] = visible.clone().map(score_terms).fold(0.0, f64::max);
         let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / sum).collect();
 
-        let factor = |j: usize| problem.factor(self.lse_start / sizes.queries, query, j);
+        let factor = |j: usize| problem.factor(self.first_query / sizes.queries, query, j);
         for (j, p) in visible.clone().zip(&p) {
             add(
                 &mut results.out[row.clone()],
                 factor(j) * p,
-                &problem.v[key(j)],
+                &problem.v[value(j)],
             );
             add_sizes(
                 &mut terms.out[row.clone()],
                 factor(j) * p,
-                &problem.v[key(j)],
+                &problem.v[value(j)],
             );
         }
         let delta = dot(d_out, &results.out[row.clone()]);
         let delta_terms = dot_of_sizes(d_out, &terms.out[row.clone()]);
         for ((j, p), slope) in visible.zip(p).zip(slopes) {
-            let (k, v) = (&problem.k[key(j)], &problem.v[key(j)]);
+            let (k, v) = (&problem.k[key(j)], &problem.v[value(j)]);
             let stayed = factor(j) * p;
             let d_score = p * (factor(j) * dot(d_out, v) - delta);
             let d_score_terms = p * (factor(j) * dot_of_sizes(d_out, v) + delta_terms);
@@ -157,11 +156,11 @@ impl Head {
             }
             let ds = scale * slope * d_score;
             let ds_terms = (scale * slope).abs() * d_score_terms;
-            add(&mut results.dv[key(j)], stayed, d_out);
-            add(&mut results.dq[row.clone()], ds, k);
+            add(&mut results.dv[value(j)], stayed, d_out);
+            add(&mut results.dq[q_row.clone()], ds, k);
             add(&mut results.dk[key(j)], ds, q);
-            add_sizes(&mut terms.dv[key(j)], stayed, d_out);
-            add_sizes(&mut terms.dq[row.clone()], ds_terms, k);
+            add_sizes(&mut terms.dv[value(j)], stayed, d_out);
+            add_sizes(&mut terms.dq[q_row.clone()], ds_terms, k);
             add_sizes(&mut terms.dk[key(j)], ds_terms, q);
         }
     }

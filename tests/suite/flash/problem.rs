@@ -86,10 +86,11 @@ pub struct Sizes {
     pub queries: usize,
     pub keys: usize,
     pub head_dim: usize,
+    pub value_dim: usize,
 }
 
 impl Sizes {
-    /// Creates sizes from (B, H, Hkv), (Tq, Tk) and Dh.
+    /// Creates sizes from (B, H, Hkv), (Tq, Tk) and Dh, with Dv = Dh.
     pub fn new(heads: (usize, usize, usize), lengths: (usize, usize), head_dim: usize) -> Self {
         Self {
             batch: heads.0,
@@ -98,17 +99,33 @@ impl Sizes {
             queries: lengths.0,
             keys: lengths.1,
             head_dim,
+            value_dim: head_dim,
         }
     }
 
-    /// The shape of q, out and their gradients: (B, H, Tq, Dh).
+    /// Sets Dv.
+    pub fn with_value_dim(self, value_dim: usize) -> Self {
+        Self { value_dim, ..self }
+    }
+
+    /// The shape of q and its gradient: (B, H, Tq, Dh).
     pub fn q_shape(&self) -> [usize; 4] {
         [self.batch, self.heads, self.queries, self.head_dim]
     }
 
-    /// The shape of k, v and their gradients: (B, Hkv, Tk, Dh).
+    /// The shape of k and its gradient: (B, Hkv, Tk, Dh).
     pub fn k_shape(&self) -> [usize; 4] {
         [self.batch, self.kv_heads, self.keys, self.head_dim]
+    }
+
+    /// The shape of v and its gradient: (B, Hkv, Tk, Dv).
+    pub fn v_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.keys, self.value_dim]
+    }
+
+    /// The shape of out and its gradient: (B, H, Tq, Dv).
+    pub fn out_shape(&self) -> [usize; 4] {
+        [self.batch, self.heads, self.queries, self.value_dim]
     }
 
     /// The shape of lse: (B, H, Tq).
@@ -204,8 +221,8 @@ impl Problem {
             bias: None,
             q: normal(sizes.q_shape()),
             k: normal(sizes.k_shape()),
-            v: normal(sizes.k_shape()),
-            d_out: normal(sizes.q_shape()),
+            v: normal(sizes.v_shape()),
+            d_out: normal(sizes.out_shape()),
             sizes,
         };
         problem.rounded_to(DType::BF16)
@@ -308,16 +325,15 @@ impl Problem {
 
     /// Returns (q, k, v) in `dtype`.
     pub fn operands(&self, dtype: DType) -> [Tensor; 3] {
-        let (q_shape, k_shape) = (self.sizes.q_shape(), self.sizes.k_shape());
         [
-            tensor(&self.q, &q_shape, dtype),
-            tensor(&self.k, &k_shape, dtype),
-            tensor(&self.v, &k_shape, dtype),
+            tensor(&self.q, &self.sizes.q_shape(), dtype),
+            tensor(&self.k, &self.sizes.k_shape(), dtype),
+            tensor(&self.v, &self.sizes.v_shape(), dtype),
         ]
     }
 
     pub fn d_out(&self, dtype: DType) -> Tensor {
-        tensor(&self.d_out, &self.sizes.q_shape(), dtype)
+        tensor(&self.d_out, &self.sizes.out_shape(), dtype)
     }
 
     /// Runs forward and backward in `dtype`, and checks the shapes and dtypes of all results.
@@ -336,7 +352,8 @@ impl Problem {
             ..self.config.clone()
         };
         let (out, lse) = attend(&q, &k, &v, &config).expect("attention");
-        assert_eq!((out.dims(), out.dtype()), (q.dims(), dtype), "out");
+        let out_shape = self.sizes.out_shape();
+        assert_eq!((out.dims(), out.dtype()), (&out_shape[..], dtype), "out");
         assert!(out.is_contiguous() && lse.is_contiguous());
         let lse_dtype = match dtype {
             DType::F64 => DType::F64,

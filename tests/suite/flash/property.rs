@@ -56,6 +56,7 @@ struct Case {
     queries: usize,
     keys: usize,
     head_dim: usize,
+    value_dim: usize,
     mask: Mask,
     /// About the number of documents in a sequence.
     documents: usize,
@@ -74,12 +75,14 @@ const LARGEST_CASE: usize = 2_000_000;
 
 fn cases() -> impl Strategy<Value = Case> {
     let length = || prop_oneof![3 => 1..=20usize, 6 => 21..=90usize, 1 => 91..=300usize];
-    let head_dim = prop_oneof![
-        5 => 1..=40usize,
-        2 => 41..=128usize,
-        1 => 129..=256usize,
-        4 => select(vec![8usize, 16, 24, 32, 40, 64, 80, 96, 128, 256]),
-    ];
+    let head_dim = || {
+        prop_oneof![
+            5 => 1..=40usize,
+            2 => 41..=128usize,
+            1 => 129..=256usize,
+            4 => select(vec![8usize, 16, 24, 32, 40, 64, 80, 96, 128, 256]),
+        ]
+    };
     let scale = prop_oneof![
         5 => Just(None),
         1 => Just(Some(0.0)),
@@ -96,7 +99,7 @@ fn cases() -> impl Strategy<Value = Case> {
     (
         (1..=3usize, 1..=3usize, 1..=4usize),
         (length(), length(), any::<bool>()),
-        head_dim,
+        (head_dim(), prop::option::weighted(0.3, head_dim())),
         (mask, prop_oneof![3 => Just(1), 1 => 2..=9usize]),
         (scale, largest_score),
         oddity,
@@ -105,11 +108,12 @@ fn cases() -> impl Strategy<Value = Case> {
         any::<u64>(),
     )
         .prop_map(
-            |(heads, lengths, head_dim, seen, scores, oddity, masked, by_reference, seed)| {
+            |(heads, lengths, widths, seen, scores, oddity, masked, by_reference, seed)| {
                 let (queries, keys, alike) = lengths;
                 let keys = if alike { queries } else { keys };
+                let (head_dim, value_dim) = (widths.0, widths.1.unwrap_or(widths.0));
                 let (mut batch, mut kv_heads, mut group) = heads;
-                let mut room = LARGEST_CASE / (queries * keys * head_dim);
+                let mut room = LARGEST_CASE / (queries * keys * head_dim.max(value_dim));
                 for heads in [&mut batch, &mut kv_heads, &mut group] {
                     *heads = room.clamp(1, *heads);
                     room /= *heads;
@@ -121,6 +125,7 @@ fn cases() -> impl Strategy<Value = Case> {
                     queries,
                     keys,
                     head_dim,
+                    value_dim,
                     mask: seen.0,
                     documents: seen.1,
                     scale: scores.0,
@@ -146,6 +151,7 @@ impl Case {
     fn problem(&self, dtype: DType) -> Problem {
         let heads = (self.batch, self.kv_heads * self.group, self.kv_heads);
         let sizes = Sizes::new(heads, (self.queries, self.keys), self.head_dim);
+        let sizes = sizes.with_value_dim(self.value_dim);
         let config = AttentionConfig {
             mask: self.mask,
             scale: self.scale,
@@ -157,8 +163,8 @@ impl Case {
         let mut problem = Problem {
             q: draw(sizes.q_shape()),
             k: draw(sizes.k_shape()),
-            v: draw(sizes.k_shape()),
-            d_out: draw(sizes.q_shape()),
+            v: draw(sizes.v_shape()),
+            d_out: draw(sizes.out_shape()),
             sizes,
             config,
             first_keys: Vec::new(),
@@ -216,36 +222,36 @@ impl Case {
 
     fn make_odd(&self, problem: &mut Problem) {
         let Problem { q, k, v, .. } = problem;
-        let dim = self.head_dim;
-        let row = |x: &[f64]| {
+        let (dim, value_dim) = (self.head_dim, self.value_dim);
+        let row = |x: &[f64], dim: usize| {
             let rows = x.len() / dim;
             let row = self.seed as usize % rows;
             row * dim..(row + 1) * dim
         };
-        let equal_rows = |x: &mut [f64]| {
+        let equal_rows = |x: &mut [f64], dim: usize| {
             let first = x[..dim].to_vec();
             x.chunks_mut(dim)
                 .for_each(|row| row.copy_from_slice(&first));
         };
-        let (q_row, k_row) = (row(q), row(k));
+        let (q_row, k_row, v_row) = (row(q, dim), row(k, dim), row(v, value_dim));
         match self.oddity {
             Oddity::Nothing => {}
             Oddity::Duplicates => {
-                for x in [q, k, v] {
+                for (x, dim) in [(q, dim), (k, dim), (v, value_dim)] {
                     for pair in x.chunks_exact_mut(2 * dim) {
                         pair.copy_within(..dim, dim);
                     }
                 }
             }
-            Oddity::EqualKeys => equal_rows(k),
-            Oddity::EqualValues => equal_rows(v),
+            Oddity::EqualKeys => equal_rows(k, dim),
+            Oddity::EqualValues => equal_rows(v, value_dim),
             Oddity::HugeQuery => scale_by(&mut q[q_row], 1e4 / self.largest_score),
             Oddity::HugeKey => scale_by(&mut k[k_row], 1e4 / self.largest_score),
-            Oddity::HugeValue => scale_by(&mut v[k_row], 1e3),
+            Oddity::HugeValue => scale_by(&mut v[v_row], 1e3),
             Oddity::Zeros => {
                 scale_by(&mut q[q_row], 0.0);
-                scale_by(&mut k[k_row.clone()], 0.0);
-                scale_by(&mut v[k_row], 0.0);
+                scale_by(&mut k[k_row], 0.0);
+                scale_by(&mut v[v_row], 0.0);
             }
             Oddity::AllZeros => [q, k, v].into_iter().for_each(|x| scale_by(x, 0.0)),
         }

@@ -45,7 +45,7 @@ fn shape(q: &[usize], k: &[usize], v: &[usize], parts: &[&str]) {
 
 #[test]
 fn shapes_that_do_not_fit() {
-    let wanted = "q (..., H, Tq, Dh), k and v (..., Hkv, Tk, Dh)";
+    let wanted = "q (..., H, Tq, Dh), k (..., Hkv, Tk, Dh), v (..., Hkv, Tk, Dv)";
     let good = [1, 2, 5, 4];
     // Lengths and head dimensions that disagree.
     shape(
@@ -115,19 +115,13 @@ fn nothing_to_compare() {
 #[rstest]
 #[case(257, 257, "257")]
 #[case(300, 64, "300")]
-#[case(64, 32, "32")]
-#[case(32, 64, "64")]
-#[case(64, 0, "0")]
+#[case(64, 257, "257")]
 fn head_dimensions_without_a_kernel(
     #[case] head_dim: usize,
     #[case] value_dim: usize,
     #[case] got: &str,
 ) {
-    let parts = [
-        "one head dimension for q, k and v, at most 256",
-        got,
-        "attention::naive",
-    ];
+    let parts = ["head dimensions of at most 256", got, "attention::naive"];
     let q = [1, 2, 3, head_dim];
     shape(&q, &[1, 2, 5, head_dim], &[1, 2, 5, value_dim], &parts);
 }

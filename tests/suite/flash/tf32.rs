@@ -135,7 +135,7 @@ fn judged() {
     println!("shares of the bounds: {shares:?}");
 }
 
-/// Documents and windows, dropout, and soft caps, over several tiles.
+/// Documents and windows, dropout, soft caps, and values of another width, over several tiles.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn over_tiles() {
@@ -143,14 +143,19 @@ fn over_tiles() {
         return;
     }
     set_tf32(&crate::gpu(), true).unwrap();
-    for head_dim in [16, 64, 80, 128, 256] {
+    let of_one_width = [16, 64, 80, 128, 256].into_iter().flat_map(|head_dim| {
         let all = [packed::problems, dropped::problems, capped::problems];
-        for problem in all.into_iter().flat_map(|problems| problems(head_dim)) {
-            let problem = thirds(problem);
-            let narrow = with_own_heads(&problem, naive_in_tf32);
-            judge(&problem, &narrow)
-                .unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
-        }
+        all.into_iter().flat_map(move |problems| problems(head_dim))
+    });
+    let of_two = [(24, 64), (128, 64), (192, 128)].into_iter();
+    let of_two = of_two.flat_map(|(head_dim, value_dim)| {
+        let sizes = Sizes::new((2, 4, 2), (230, 201), head_dim).with_value_dim(value_dim);
+        MASKS.map(|mask| Problem::random(sizes, mask, None, 81))
+    });
+    for problem in of_one_width.chain(of_two) {
+        let problem = thirds(problem);
+        let narrow = with_own_heads(&problem, naive_in_tf32);
+        judge(&problem, &narrow).unwrap_or_else(|error| panic!("{:?}: {error}", problem.config));
     }
 }
 

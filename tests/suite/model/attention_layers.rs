@@ -263,18 +263,20 @@ fn attention_by_candle(
     out.broadcast_matmul(&p[3].t()?)
 }
 
-/// Self-attention and cross-attention with a memory of another width, with any mask, padding and a trained score bias:
-/// outputs and gradients.
+/// Self-attention and cross-attention with a memory of another width, with any mask, padding, a trained score bias, and
+/// values of another width: outputs and gradients.
 #[rstest]
 fn attention_with_masks_and_memories(
     #[values(Mask::Full, Mask::Causal, Mask::Window(2.try_into().unwrap()))] mask: Mask,
     #[values(None, Some((5, 4)))] memory: Option<(usize, usize)>,
+    #[values(None, Some(5))] value_dim: Option<usize>,
     #[values(Algorithm::Naive, Algorithm::Flash)] algorithm: Algorithm,
 ) {
     let config = AttentionLayerConfig {
         d_model: 6,
         kv_dim: memory.map(|(_, width)| width),
         num_heads: 2,
+        value_dim,
         mask,
         ..Default::default()
     };

@@ -21,9 +21,9 @@ use crate::grad::is_grad_enabled;
 use crate::graph::{self, Attribute, Target};
 use crate::kernels::DropoutMask;
 use crate::kernels::attention::Sizes;
-use crate::ops::check_float;
 use crate::ops::lowering::{Signature, Workspace};
 use crate::ops::record::{Spec, apply, traced, widen};
+use crate::ops::{check_float, with_last_dim};
 use crate::probe::{self, Kind, Operand};
 use candle_core::{D, DType, Shape, Tensor};
 use seen::Seen;
@@ -80,7 +80,8 @@ pub fn reference(
         let _range = probe::op(Kind::Op, TILES, probe::op_path(TILES));
         attention.forward(q, k, v)?
     };
-    let out = wide_out.reshape(q.shape())?.to_dtype(q.dtype())?;
+    let out = wide_out.reshape(with_last_dim(q.dims(), sizes.value_dim))?;
+    let out = out.to_dtype(q.dtype())?;
     let lse_of_rows = softmax.lse()?.reshape(&q.dims()[..q.rank() - 1])?;
     if !is_grad_enabled() {
         return Ok((out, lse_of_rows));
@@ -102,7 +103,18 @@ struct Traced {
     reads: Vec<Tensor>,
 }
 
+impl Traced {
+    /// Returns the shape of out, (..., H, Tq, Dv).
+    fn out_dims(&self, q: &Operand<'_>) -> Vec<usize> {
+        with_last_dim(q.dims, self.sizes.value_dim)
+    }
+}
+
 impl Spec for Traced {
+    fn output(&self, inputs: &[Operand<'_>]) -> (Shape, DType) {
+        (self.out_dims(&inputs[0]).into(), inputs[0].dtype)
+    }
+
     fn extra_inputs(&self) -> Vec<Tensor> {
         self.reads.clone()
     }
@@ -116,7 +128,7 @@ impl Spec for Traced {
         let (q, sizes) = (&inputs[0], &self.sizes);
         let softmax = (2, sizes.batch, sizes.heads, sizes.queries);
         vec![
-            ("out in tiles", q.dims.into(), q.wide_dtype()),
+            ("out in tiles", self.out_dims(q).into(), q.wide_dtype()),
             ("lse", softmax.into(), q.wide_dtype()),
         ]
     }
@@ -148,8 +160,8 @@ impl Softmax {
     }
 }
 
-/// The parameters of one call. With G = B Hkv and R = H / Hkv, q is viewed as (G, R, Tq, Dh), k and v as (G, Tk, Dh),
-/// and a tile of Br queries as (G, R Br, Dh).
+/// The parameters of one call. With G = B Hkv and R = H / Hkv, q is viewed as (G, R, Tq, Dh), k as (G, Tk, Dh), v as
+/// (G, Tk, Dv), and a tile of Br queries as (G, R Br, Dh).
 struct Attention {
     sizes: Sizes,
     seen: HostSeen,
@@ -160,7 +172,7 @@ struct Attention {
 }
 
 impl Attention {
-    /// Algorithm 1: out (G, R, Tq, Dh) in the dtype it was computed in, and what backward needs.
+    /// Algorithm 1: out (G, R, Tq, Dv) in the dtype it was computed in, and what backward needs.
     fn forward(
         &self,
         q: &Tensor,
@@ -173,8 +185,13 @@ impl Attention {
         // Line 3: for every query tile ...
         for i in tiles(self.sizes.queries, Q_TILE) {
             let q_i = self.rows(&q, &i)?; // line 4
-            let mut o = q_i.zeros_like()?; // line 5
-            let mut l = q_i.narrow(2, 0, 1)?.zeros_like()?;
+            let mut l = q_i.narrow(2, 0, 1)?.zeros_like()?; // line 5
+            let (matrices, rows, _) = l.dims3()?;
+            let mut o = Tensor::zeros(
+                (matrices, rows, self.sizes.value_dim),
+                l.dtype(),
+                l.device(),
+            )?;
             let mut m = constant(f32::NEG_INFINITY, &l)?;
             // Line 6: ... and every key tile that one of its queries sees.
             for j in tiles(self.sizes.keys, K_TILE) {
@@ -203,8 +220,8 @@ impl Attention {
         Ok((Tensor::cat(&out, 2)?, Softmax { max, sum })) // line 17
     }
 
-    /// Algorithm 2: dq (G, R, Tq, Dh), dk and dv (G, Tk, Dh) and the gradient of a bias, from the dtypes and shapes
-    /// that forward took and gave.
+    /// Algorithm 2: dq (G, R, Tq, Dh), dk (G, Tk, Dh), dv (G, Tk, Dv) and the gradient of a bias, from the dtypes and
+    /// shapes that forward took and gave.
     fn backward(
         &self,
         inputs: &[&Tensor],
@@ -345,18 +362,18 @@ impl Attention {
         Seen::new([matrices, group], i, j, sees, like.device())
     }
 
-    /// Views q, or a tensor of its shape, as (G, R, Tq, Dh).
+    /// Views q, out or their gradients as (G, R, Tq, Dh or Dv).
     fn queries(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let sizes = self.sizes;
         let group = sizes.group();
-        let shape = (sizes.kv_matrices(), group, sizes.queries, sizes.head_dim);
+        let shape = (sizes.kv_matrices(), group, sizes.queries, x.dim(D::Minus1)?);
         widen(&x.detach())?.reshape(shape)
     }
 
-    /// Views k or v as (G, Tk, Dh).
+    /// Views k or v as (G, Tk, Dh or Dv).
     fn keys(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let sizes = self.sizes;
-        let shape = (sizes.kv_matrices(), sizes.keys, sizes.head_dim);
+        let shape = (sizes.kv_matrices(), sizes.keys, x.dim(D::Minus1)?);
         widen(&x.detach())?.reshape(shape)
     }
 

@@ -11,13 +11,13 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 
-/// A strided tensor of heads (B, H, T, Dh): Dh contiguous, address and other strides multiples of 16 bytes.
+/// A strided tensor of heads (B, H, T, D): D contiguous, address and other strides multiples of 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads<'a> {
     pub view: View<'a>,
     /// The strides of batch, head and row, in elements.
     pub strides: [usize; 3],
-    /// B, H, T, Dh.
+    /// B, H, T, and Dh or Dv.
     pub dims: [usize; 4],
 }
 
@@ -61,12 +61,12 @@ pub(super) struct CallSizes {
     queries: i32,
     keys: i32,
     head_dim: i32,
+    value_dim: i32,
     offset: i32,
     heads_at_once: i32,
     scale: f32,
     window: i32,
     cap: f32,
-    unused: u32,
 }
 
 impl CallSizes {
@@ -79,12 +79,12 @@ impl CallSizes {
             queries: sizes.queries as i32,
             keys: sizes.keys as i32,
             head_dim: sizes.head_dim as i32,
+            value_dim: sizes.value_dim as i32,
             offset: sizes.mask.offset(sizes.queries, sizes.keys) as i32,
             heads_at_once: heads_at_once.max(1) as i32,
             scale: sizes.scale as f32,
             window: sizes.mask.window_or_0(),
             cap: sizes.soft_cap.unwrap_or(1.0) as f32,
-            unused: 0,
         }
     }
 }

@@ -3,10 +3,10 @@
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
-//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous,
-//   16-byte aligned
+//   q, dq (B, H, Tq, Dh), k, dk (B, Hkv, Tk, Dh), v, dv (B, Hkv, Tk, Dv), out, d_out (B, H, Tq, Dv): ELEMENT, any
+//   strides, rows contiguous, 16-byte aligned
 //   lse (B, H, Tq): f32
-//   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: added to out
+//   rounding_error (B, H, Tq, Dv): ELEMENT, contiguous, may be null: added to out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
 //   masks: see masks.cuh; tiles of which a key mask hides all pairs are skipped
@@ -36,7 +36,7 @@
 // often: shared memory bounds this kernel. (H200, causal, T 16k: Dh 128 from 281 to 316 TFLOP/s, Dh 256 from 173 to
 // 210.)
 //
-// 10 B H Tq Tk Dh FLOPs (half of them where causal).
+// B H Tq Tk (6 Dh + 4 Dv) FLOPs (half of them where causal).
 
 #ifndef QUERY_STEP // queries whose S and dP are in registers at a time
 #define QUERY_STEP (HEAD_DIM == 256 ? 16 : 32)
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
-    const int dim = sizes.head_dim;
+    const int dim = sizes.head_dim, value_dim = sizes.value_dim;
     const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
     const int group = sizes.heads / sizes.kv_heads;
 
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + first * of_d_out.row;
         const int rows = sizes.queries - first;
         copy_tile<QUERIES, THREADS>(q_tiles + stage * QUERY_TILE_BYTES, q, of_q.row, rows, dim);
-        copy_tile<QUERIES, THREADS>(d_out_tiles + stage * QUERY_TILE_BYTES, d_out, of_d_out.row, rows, dim);
+        copy_tile<QUERIES, THREADS>(d_out_tiles + stage * QUERY_TILE_BYTES, d_out, of_d_out.row, rows, value_dim);
         const float* statistics = arguments.statistics + 2ll * QUERIES * (next.head * query_tiles + next.tile);
         for (int i = threadIdx.x; i < QUERIES / 2; i += THREADS)
             copy_chunk(statistics_tiles + stage * STATISTICS_BYTES + i * 16, statistics + 4 * i, true);
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
 
     copy_tile<KEYS, THREADS>(k_tile, k, arguments.k_strides.row, keys, dim);
-    copy_tile<KEYS, THREADS>(v_tile, v, arguments.v_strides.row, keys, dim);
+    copy_tile<KEYS, THREADS>(v_tile, v, arguments.v_strides.row, keys, value_dim);
     end_group();
     if (steps > 0) copy_queries(0);
 
@@ -437,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     E* dv_out = arguments.dv + batch * arguments.dv_strides.batch + kv_head * arguments.dv_strides.head +
                 first_key * arguments.dv_strides.row;
     write_tile<KEYS, THREADS>(dk_out, arguments.dk_strides.row, k_tile, 0, keys, dim, threadIdx.x);
-    write_tile<KEYS, THREADS>(dv_out, arguments.dv_strides.row, v_tile, 0, keys, dim, threadIdx.x);
+    write_tile<KEYS, THREADS>(dv_out, arguments.dv_strides.row, v_tile, 0, keys, value_dim, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

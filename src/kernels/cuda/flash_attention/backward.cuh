@@ -121,21 +121,23 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int part = 0; part < CEIL_DIV(CHUNKS, LANES_A_ROW); part++) {
         const int i = chunk + part * LANES_A_ROW;
-        if (!inside || i * CHUNK >= sizes.head_dim) break;
+        if (!inside || i * CHUNK >= max(sizes.head_dim, sizes.value_dim)) break;
         const int batch = head_in_all / sizes.heads, head = head_in_all % sizes.heads;
-        const Strides &of_out = arguments.out_strides, &of_d_out = arguments.d_out_strides;
-        const E* out = arguments.out + batch * of_out.batch + head * of_out.head + query * of_out.row;
-        const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + query * of_d_out.row;
-        const uint4 x = reinterpret_cast<const uint4*>(out)[i], y = reinterpret_cast<const uint4*>(d_out)[i];
-        uint4 z = make_uint4(0, 0, 0, 0);
-        if (arguments.rounding_error)
-            z = reinterpret_cast<const uint4*>(arguments.rounding_error + row_in_all * sizes.head_dim)[i];
-        const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
+        if (i * CHUNK < sizes.value_dim) {
+            const Strides &of_out = arguments.out_strides, &of_d_out = arguments.d_out_strides;
+            const E* out = arguments.out + batch * of_out.batch + head * of_out.head + query * of_out.row;
+            const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + query * of_d_out.row;
+            const uint4 x = reinterpret_cast<const uint4*>(out)[i], y = reinterpret_cast<const uint4*>(d_out)[i];
+            uint4 z = make_uint4(0, 0, 0, 0);
+            if (arguments.rounding_error)
+                z = reinterpret_cast<const uint4*>(arguments.rounding_error + row_in_all * sizes.value_dim)[i];
+            const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
 #pragma unroll
-        for (int word = 0; word < 4; word++) {
-            float x0, x1, y0, y1, z0, z1;
-            E::unpack(xs[word], x0, x1), E::unpack(ys[word], y0, y1), E::unpack(zs[word], z0, z1);
-            delta += (x0 + z0) * y0 + (x1 + z1) * y1;
+            for (int word = 0; word < 4; word++) {
+                float x0, x1, y0, y1, z0, z1;
+                E::unpack(xs[word], x0, x1), E::unpack(ys[word], y0, y1), E::unpack(zs[word], z0, z1);
+                delta += (x0 + z0) * y0 + (x1 + z1) * y1;
+            }
         }
 #if defined(HOPPER) && !KEY_MASK
         // Queries that no block of keys visits get dq = 0. (Without first keys all blocks visit the last tile.)
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(256)
             const int end = tile == tiles - 1 ? key_tiles : min(key_tiles, first_unseen_before(sizes, tile + 1));
             met = first_to_meet(FirstKeys(arguments.first_keys, sizes, batch), sizes, tile) < end;
         }
-        if (!met) {
+        if (!met && i * CHUNK < sizes.head_dim) {
             const Strides& of_dq = arguments.dq_strides;
             reinterpret_cast<uint4*>(arguments.dq + batch * of_dq.batch + head * of_dq.head + query * of_dq.row)[i] =
                 make_uint4(0, 0, 0, 0);

@@ -49,7 +49,7 @@ pub(crate) struct Inputs<'a> {
     pub k: Heads<'a>,
     pub v: Heads<'a>,
     pub out: Heads<'a>,
-    /// The rounding error of out, if it was saved (in f32 there is none): (B, H, Tq, Dh) contiguous.
+    /// The rounding error of out, if it was saved (in f32 there is none): (B, H, Tq, Dv) contiguous.
     pub rounding_error: Option<View<'a>>,
     pub d_out: Heads<'a>,
     /// (parts, B, H, Tq) f32.
@@ -95,14 +95,14 @@ fn hopper_tiles(
     sizes: &Sizes,
     masks: &Masks<'_>,
 ) -> Option<tiles::BackwardHopper> {
-    let tiles = tiles::BackwardHopper::new(compiled_head_dim(sizes.head_dim));
+    let tiles = tiles::BackwardHopper::new(compiled_head_dim(sizes));
     let suits = masks.bias.is_none() || sizes.soft_cap.is_none();
     tiles.filter(|_| suits && dtype != DType::F32 && is_hopper(gpu))
 }
 
 /// Returns the shared memory of a block, in bytes.
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
-    let head_dim = compiled_head_dim(sizes.head_dim);
+    let head_dim = compiled_head_dim(sizes);
     let generic = generic_kernels(dtype, tf32, head_dim).shared_bytes;
     match hopper_tiles(gpu, dtype, sizes, &Masks::default()) {
         Some(tiles) => generic.max(tiles.shared_bytes(head_dim)),
@@ -144,7 +144,7 @@ pub(crate) fn backward(
     gradients: Gradients,
     workspace: View,
 ) -> Result<()> {
-    let head_dim = compiled_head_dim(sizes.head_dim);
+    let head_dim = compiled_head_dim(sizes);
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let drops = inputs.dropout.is_some();
@@ -264,7 +264,7 @@ mod tests {
                     scale: 1.0,
                     soft_cap: None,
                 };
-                let compiled = compiled_head_dim(head_dim);
+                let compiled = compiled_head_dim(&sizes);
                 let generic = [
                     (DType::BF16, false),
                     (DType::F32, false),

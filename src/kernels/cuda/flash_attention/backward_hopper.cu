@@ -363,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                                      of_dk.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
                 write_rows<HEAD_DIM>(dv, stayed,
                                      arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row,
-                                     of_dv.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
+                                     of_dv.row, sizes.keys - my_key, 0, sizes.value_dim, lane);
                 if (more) barrier_wait(at.v_full, turn + 1);
             }
             wgmma_fence();
@@ -437,9 +437,10 @@ extern "C" __global__ void __launch_bounds__(256)
     E* dv = arguments.dv + batch * of_dv.batch + kv_head * of_dv.head;
     for (int i = threadIdx.x; i < KEYS * CHUNKS; i += 256) {
         const int key = work.key_tile * KEYS + i / CHUNKS, column = i % CHUNKS * CHUNK;
-        if (key >= sizes.keys || column >= sizes.head_dim) continue;
-        *reinterpret_cast<uint4*>(dk + key * of_dk.row + column) = make_uint4(0, 0, 0, 0);
-        *reinterpret_cast<uint4*>(dv + key * of_dv.row + column) = make_uint4(0, 0, 0, 0);
+        if (key >= sizes.keys) continue;
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
+        if (column < sizes.head_dim) *reinterpret_cast<uint4*>(dk + key * of_dk.row + column) = zeros;
+        if (column < sizes.value_dim) *reinterpret_cast<uint4*>(dv + key * of_dv.row + column) = zeros;
     }
 }
 #endif

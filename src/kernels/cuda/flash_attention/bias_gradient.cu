@@ -12,7 +12,7 @@
 //
 //   grid  matrices of d_bias * ceil(queries of d_bias / QUERIES) * ceil(keys of d_bias / KEYS)        block  128
 //   dynamic shared memory  max(2 (QUERIES + KEYS) rows, QUERIES * (KEYS + 1) * 4 bytes)
-// 4 B H Tq Tk Dh FLOPs.
+// 2 B H Tq Tk (Dh + Dv) FLOPs.
 
 constexpr int WARPS = QUERIES / 16, THREADS = 32 * WARPS;
 constexpr int N = KEYS / 8; // blocks of 8 keys
@@ -106,11 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     copy_tile<QUERIES, THREADS, Layout>(address(q_tile), q + first_query * of_q.row, of_q.row,
                                                         sizes.queries - first_query, sizes.head_dim);
                     copy_tile<QUERIES, THREADS, Layout>(address(d_out_tile), d_out + first_query * of_d_out.row,
-                                                        of_d_out.row, sizes.queries - first_query, sizes.head_dim);
+                                                        of_d_out.row, sizes.queries - first_query, sizes.value_dim);
                     copy_tile<KEYS, THREADS, Layout>(address(k_tile), k + first_key * of_k.row, of_k.row,
                                                      sizes.keys - first_key, sizes.head_dim);
                     copy_tile<KEYS, THREADS, Layout>(address(v_tile), v + first_key * of_v.row, of_v.row,
-                                                     sizes.keys - first_key, sizes.head_dim);
+                                                     sizes.keys - first_key, sizes.value_dim);
                     end_group();
                     wait_groups<0>();
 #ifdef PADDED_TILES

@@ -63,7 +63,7 @@ pub(crate) fn bias_gradient(
     d_bias: PerScore,
     workspace: View,
 ) -> Result<()> {
-    let head_dim = compiled_head_dim(sizes.head_dim);
+    let head_dim = compiled_head_dim(sizes);
     let dtype = inputs.q.view.dtype;
     let element = element(dtype);
     let (source, tiles) = match dtype {

@@ -3,8 +3,8 @@
 //
 // Compile-time settings, passed as -D options:
 //   ELEMENT     bf16, f16 or f32: the type of q, k, v, out and their gradients; sums are f32
-//   HEAD_DIM    16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimension. The columns beyond it
-//               are zeros in shared memory, so they add nothing
+//   HEAD_DIM    16, 32, 64, 96, 128 or 256: the smallest that holds the call's head dimensions, Dh and Dv. The columns
+//               beyond them are zeros in shared memory, so they add nothing
 //   FIRST_KEYS  1 if the call has first keys in addition to the mask (packed documents) or a window, else 0
 //   DROPOUT     1 if probabilities are dropped, else 0
 //   SOFT_CAP    1 if scores are capped, else 0
@@ -228,7 +228,7 @@ template <int LENGTH, int THREADS> __device__ __forceinline__ void write_tile(E*
     }
 }
 
-// The strides of a tensor (B, heads, T, Dh). Dh is contiguous; all strides are multiples of CHUNK.
+// The strides of a tensor (B, heads, T, D). D is contiguous; all strides are multiples of CHUNK.
 struct Strides {
     long long batch, head, row; // elements
 };
@@ -237,7 +237,7 @@ struct Strides {
 struct Sizes {
     int batch, heads, kv_heads; // B, H, Hkv; Hkv divides H
     int queries, keys;          // Tq, Tk
-    int head_dim;               // Dh, a multiple of CHUNK, at most HEAD_DIM
+    int head_dim, value_dim;    // Dh of q and k, Dv of v and out: multiples of CHUNK, at most HEAD_DIM
     // Query i attends to the keys j <= i + offset: 0 for causal, Tk - Tq for causal aligned at the end, Tk for full.
     int offset;
     // The heads of concurrent blocks: as many as fit in the level-2 cache with their keys and values.
@@ -245,7 +245,6 @@ struct Sizes {
     float scale; // > 0
     int window;  // the number of keys that a query attends to, up to its own; 0 means all
     float cap;   // > 0; the soft cap, with SOFT_CAP
-    u32 unused;
 };
 
 // ---- scores: q k^T, or with SOFT_CAP tanh(scale q k^T / cap)

@@ -1,8 +1,9 @@
 // Flash attention, forward: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by mma.sync (sm_80 and up).
 //
-//   q, out (B, H, Tq, Dh), k, v (B, Hkv, Tk, Dh): ELEMENT, any strides, Dh contiguous, 16-byte aligned
+//   q (B, H, Tq, Dh), k (B, Hkv, Tk, Dh), v (B, Hkv, Tk, Dv), out (B, H, Tq, Dv): ELEMENT, any strides, rows
+//   contiguous, 16-byte aligned
 //   lse (B, H, Tq): f32, contiguous; -inf for a query without keys, whose out is zero
-//   rounding_error (B, H, Tq, Dh): ELEMENT, contiguous, may be null: the rounding error of out
+//   rounding_error (B, H, Tq, Dv): ELEMENT, contiguous, may be null: the rounding error of out
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; lse covers all probabilities, also dropped ones
 //   masks: see masks.cuh; tiles of keys that a key mask hides from all ROWS queries are skipped
@@ -14,7 +15,7 @@
 //
 //   grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 //   dynamic shared memory  (ROWS + 4 COLUMNS) * HEAD_DIM * 2 bytes
-// 4 B H Tq Tk Dh FLOPs (half of them where causal); reads q, k, v and writes out once, if K and V stay in L2.
+// 2 B H Tq Tk (Dh + Dv) FLOPs (half of them where causal); reads q, k, v and writes out once, if K and V stay in L2.
 
 #ifndef ROWS
 #define ROWS 128
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
-    const int dim = sizes.head_dim;
+    const int dim = sizes.head_dim, value_dim = sizes.value_dim;
 
     // The latest queries come first: with a causal mask they attend to the most keys.
     const int row_tiles = CEIL_DIV(sizes.queries, ROWS);
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const u32 stage = KEY_MASK ? 0 : first_tile % 2 * TILE_BYTES;
         const int first = first_tile * COLUMNS;
         copy_tile<COLUMNS, THREADS>(k_tiles + stage, k + first * k_stride, k_stride, sizes.keys - first, dim);
-        copy_tile<COLUMNS, THREADS>(v_tiles + stage, v + first * v_stride, v_stride, sizes.keys - first, dim);
+        copy_tile<COLUMNS, THREADS>(v_tiles + stage, v + first * v_stride, v_stride, sizes.keys - first, value_dim);
     }
     end_group();
 
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             copy_tile<COLUMNS, THREADS>(k_tiles + (stage ^ TILE_BYTES), k + next * k_stride, k_stride,
                                         sizes.keys - next, dim);
             copy_tile<COLUMNS, THREADS>(v_tiles + (stage ^ TILE_BYTES), v + next * v_stride, v_stride,
-                                        sizes.keys - next, dim);
+                                        sizes.keys - next, value_dim);
             end_group();
         }
         if (tile * COLUMNS >= warp_seen) continue;
@@ -297,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (first_tile == tiles) wait_groups<0>(), __syncthreads();
     E* out = arguments.out + batch * arguments.out_strides.batch + head * arguments.out_strides.head +
              first_row * arguments.out_strides.row;
-    E* rest = arguments.rounding_error + ((long long)head_in_all * sizes.queries + first_row) * dim;
+    E* rest = arguments.rounding_error + ((long long)head_in_all * sizes.queries + first_row) * value_dim;
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; m++)
 #pragma unroll
@@ -324,7 +325,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     x -= rounded_x, y -= rounded_y;
                 }
         __syncwarp();
-        if (pass == 0) write_tile<M_BLOCKS * 16, 32>(out, arguments.out_strides.row, q_tile, warp_row, rows, dim, lane);
-        else write_tile<M_BLOCKS * 16, 32>(rest, dim, q_tile, warp_row, rows, dim, lane);
+        E* const to = pass == 0 ? out : rest;
+        write_tile<M_BLOCKS * 16, 32>(to, pass == 0 ? arguments.out_strides.row : value_dim, q_tile, warp_row, rows,
+                                      value_dim, lane);
     }
 }

@@ -58,9 +58,9 @@ pub(crate) struct ForwardInputs<'a> {
 /// The outputs of forward.
 #[derive(Clone, Copy)]
 pub(crate) struct Outputs<'a> {
-    /// (B, H, Tq, Dh), strided.
+    /// (B, H, Tq, Dv), strided.
     pub out: Heads<'a>,
-    /// The rounding error of out, if it is needed (in f32 there is none): (B, H, Tq, Dh) contiguous, in out's dtype.
+    /// The rounding error of out, if it is needed (in f32 there is none): (B, H, Tq, Dv) contiguous, in out's dtype.
     pub rounding_error: Option<View<'a>>,
     /// (B, H, Tq) f32; for heads in f32 followed by the rounding error of lse, in the same shape.
     pub lse: View<'a>,
@@ -75,7 +75,7 @@ impl Outputs<'_> {
 
 /// Returns the kernel for every GPU and its launch sizes, for a call.
 fn generic_kernel(dtype: DType, tf32: bool, sizes: &Sizes, masks: &Masks<'_>) -> KernelConfig {
-    let head_dim = compiled_head_dim(sizes.head_dim);
+    let head_dim = compiled_head_dim(sizes);
     if dtype == DType::F32 {
         return super::f32::forward(head_dim, tf32, masks.visible.is_some());
     }
@@ -97,7 +97,7 @@ fn hopper_tiles(
     sizes: &Sizes,
     masks: &Masks<'_>,
 ) -> Option<tiles::ForwardHopper> {
-    let head_dim = compiled_head_dim(sizes.head_dim);
+    let head_dim = compiled_head_dim(sizes);
     let tiles = tiles::ForwardHopper::new(head_dim, sizes.keys, masks.are_of_pairs());
     tiles.filter(|_| dtype != DType::F32 && is_hopper(gpu))
 }
@@ -124,7 +124,7 @@ pub(crate) fn forward(
 pub(super) fn shared_bytes(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> usize {
     let none = Masks::default();
     match hopper_tiles(gpu, dtype, sizes, &none) {
-        Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes.head_dim)),
+        Some(tiles) => tiles.shared_bytes(compiled_head_dim(sizes)),
         None => generic_kernel(dtype, tf32, sizes, &none).shared_bytes,
     }
 }
@@ -210,10 +210,10 @@ fn hopper(
         tiles.definitions(),
     );
     let kernel = HOPPER.kernel_with(gpu, &definitions, "flash_forward_hopper", element)?;
-    let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes.head_dim));
+    let shared_bytes = tiles.shared_bytes(compiled_head_dim(sizes));
     kernel.allow_shared_bytes(shared_bytes)?;
     // As many heads as fit in the level-2 cache with their keys.
-    let heads_at_once = ((1 << 24) / (sizes.keys * sizes.head_dim).max(1)).clamp(1, 64);
+    let heads_at_once = ((1 << 24) / (sizes.keys * sizes.widest()).max(1)).clamp(1, 64);
     let mut scratch = Workspace::new(workspace);
     let tickets = scratch.take(FORWARD_TICKETS);
     set_to_zero(gpu, tickets)?;

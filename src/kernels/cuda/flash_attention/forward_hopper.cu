@@ -313,14 +313,13 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
             }
             const Strides& of_out = arguments.out_strides;
             E* out = arguments.out + work.batch * of_out.batch + work.head * of_out.head + row * of_out.row;
-            E* rest = arguments.rounding_error + ((long long)work.head_in_all * sizes.queries + row) * sizes.head_dim;
+            const int dim = sizes.value_dim;
+            E* rest = arguments.rounding_error + ((long long)work.head_in_all * sizes.queries + row) * dim;
 #pragma unroll
             for (int span = 0; span < SPANS; span++) {
-                write_rows<SPAN>(o[span], inverse, out, of_out.row, sizes.queries - row, span * SPAN, sizes.head_dim,
-                                 lane);
+                write_rows<SPAN>(o[span], inverse, out, of_out.row, sizes.queries - row, span * SPAN, dim, lane);
                 if (arguments.rounding_error)
-                    write_rows<SPAN>(o[span], inverse, rest, sizes.head_dim, sizes.queries - row, span * SPAN,
-                                     sizes.head_dim, lane, true);
+                    write_rows<SPAN>(o[span], inverse, rest, dim, sizes.queries - row, span * SPAN, dim, lane, true);
             }
         }
         if (number >= works) break;

@@ -43,7 +43,7 @@ pub(super) fn definitions(
     drops: bool,
     mut tiles: Vec<Definition>,
 ) -> Vec<Definition> {
-    let head_dim = compiled_head_dim(sizes.head_dim);
+    let head_dim = compiled_head_dim(sizes);
     let first_keys = first_keys.is_some() || sizes.mask.window().is_some();
     let options = [
         ("FIRST_KEYS", first_keys),

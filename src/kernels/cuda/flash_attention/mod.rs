@@ -40,8 +40,9 @@ use candle_core::cuda_backend::CudaDevice;
 pub(crate) fn supports(gpu: &CudaDevice, dtype: DType, tf32: bool, sizes: &Sizes) -> bool {
     let rows = sizes.batch * sizes.heads * sizes.queries.max(sizes.keys);
     let suits = matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
-        && sizes.head_dim.is_multiple_of(in_vector(dtype))
-        && (1..=256).contains(&sizes.head_dim)
+        && [sizes.head_dim, sizes.value_dim]
+            .iter()
+            .all(|dim| dim.is_multiple_of(in_vector(dtype)) && (1..=256).contains(dim))
         && sizes.scale > 0.0
         && sizes.queries > 0
         && (1..i32::MAX as usize).contains(&rows);

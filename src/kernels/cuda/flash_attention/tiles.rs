@@ -5,10 +5,12 @@ use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::Definition;
 use crate::kernels::workspace::BIAS_GRADIENT_QUERIES;
 
-/// Returns the head dimension that a kernel is compiled for: the smallest that holds the call's.
-pub(super) fn compiled_head_dim(head_dim: usize) -> usize {
+/// Returns the head dimension that a kernel is compiled for: the smallest that holds Dh and Dv of the call.
+pub(super) fn compiled_head_dim(sizes: &Sizes) -> usize {
     const COMPILED: [usize; 6] = [16, 32, 64, 96, 128, 256];
-    let holds = COMPILED.into_iter().find(|compiled| head_dim <= *compiled);
+    let holds = COMPILED
+        .into_iter()
+        .find(|compiled| sizes.widest() <= *compiled);
     holds.unwrap_or(256)
 }
 

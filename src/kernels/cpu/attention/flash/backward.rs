@@ -1,6 +1,6 @@
 //! Backward of flash attention: algorithm 2, one task per tile of keys.
 
-use super::backward_tile::{Inputs, Scratch, Task, padded_width};
+use super::backward_tile::{Inputs, Scratch, Task, padded};
 use super::transpose::{load_block, to_columns};
 use super::turns::AllTurns;
 use super::{Sizes, Tiles};
@@ -18,7 +18,7 @@ pub struct Gradients<'a, T> {
     pub dq: &'a mut [T],
     /// (B, Hkv, Tk, Dh).
     pub dk: &'a mut [T],
-    /// (B, Hkv, Tk, Dh).
+    /// (B, Hkv, Tk, Dv).
     pub dv: &'a mut [T],
 }
 
@@ -38,12 +38,13 @@ pub fn backward<T: Stored>(
     inputs: Inputs<'_, T>,
     gradients: Gradients<'_, T>,
 ) {
-    let (head_dim, keys) = (sizes.head_dim, sizes.keys);
+    let (head_dim, value_dim, keys) = (sizes.head_dim, sizes.value_dim, sizes.keys);
     let Gradients { dq, dk, dv } = gradients;
     let kv_rows = sizes.batch * sizes.kv_heads * keys;
     let q_rows = sizes.batch * sizes.heads * sizes.queries;
     assert_eq!(dq.len(), q_rows * head_dim, "dq");
-    assert_eq!([dk.len(), dv.len()], [kv_rows * head_dim; 2], "dk and dv");
+    assert_eq!(dk.len(), kv_rows * head_dim, "dk");
+    assert_eq!(dv.len(), kv_rows * value_dim, "dv");
     let lse_len = inputs.lse.len();
     assert!(lse_len == q_rows || lse_len == 2 * q_rows, "lse");
     let delta = delta(sizes, &inputs); // (B, H, Tq)
@@ -93,7 +94,7 @@ pub fn backward_scratch_elements(
     masked: bool,
 ) -> f64 {
     let threads = rayon::current_num_threads();
-    let width = padded_width(sizes);
+    let width = padded(sizes.head_dim);
     let matrices = sizes.batch.saturating_mul(sizes.kv_heads);
     let in_place = sizes.head_dim.is_multiple_of(COLUMNS) && stored_bytes >= size_of::<f32>();
     let sums = match in_place {
@@ -118,6 +119,7 @@ struct Pass<'a, T: Stored> {
     delta: &'a [T::Wide],
     /// (B, Hkv, Tk, Dh).
     dk: &'a Shared<'a, T>,
+    /// (B, Hkv, Tk, Dv).
     dv: &'a Shared<'a, T>,
 }
 
@@ -160,10 +162,12 @@ impl<T: Stored> Pass<'_, T> {
                 dq: &dq,
                 dq_start: index * size,
             };
-            let first = (task.matrix * keys + keys_range.start) * sizes.head_dim;
-            let count = keys_range.len() * sizes.head_dim;
+            let (first, count) = (task.matrix * keys + keys_range.start, keys_range.len());
+            let [of_k, of_v] =
+                [sizes.head_dim, sizes.value_dim].map(|dim| (first * dim, count * dim));
             // SAFETY: no other task has these keys.
-            let (dk, dv) = unsafe { (self.dk.range(first, count), self.dv.range(first, count)) };
+            let (dk, dv) =
+                unsafe { (self.dk.range(of_k.0, of_k.1), self.dv.range(of_v.0, of_v.1)) };
             scratch.keys(&task, keys_range, dk, dv);
         });
     }
@@ -175,11 +179,11 @@ impl<T: Stored> Pass<'_, T> {
 /// exactly 0.
 pub(super) fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::Wide> {
     let mut delta = vec![T::Wide::ZERO; sizes.batch * sizes.heads * sizes.queries];
-    let head_dim = sizes.head_dim;
+    let value_dim = sizes.value_dim;
     if delta.is_empty() {
         return delta;
     }
-    let tile = parallel::TASK_ELEMENTS.div_ceil(head_dim);
+    let tile = parallel::TASK_ELEMENTS.div_ceil(value_dim);
     let tile = tile.next_multiple_of(COLUMNS);
     let tiles = sizes.queries.div_ceil(tile);
     let shared = Shared::new(&mut delta);
@@ -194,24 +198,24 @@ pub(super) fn delta<T: Stored>(sizes: &Sizes, inputs: &Inputs<'_, T>) -> Vec<T::
         let rest = inputs.rounding_error.map(|rest| rest.matrix(batch, head));
         // SAFETY: each task has its own queries.
         let delta = unsafe { shared.range(matrix * sizes.queries + range.start, range.len()) };
-        let mut buffers = vec![T::Wide::ZERO; 4 * COLUMNS * head_dim];
-        let (block, buffers) = buffers.split_at_mut(COLUMNS * head_dim);
-        let (other, columns) = buffers.split_at_mut(COLUMNS * head_dim);
-        let (out_t, d_out_t) = columns.split_at_mut(COLUMNS * head_dim);
+        let mut buffers = vec![T::Wide::ZERO; 4 * COLUMNS * value_dim];
+        let (block, buffers) = buffers.split_at_mut(COLUMNS * value_dim);
+        let (other, columns) = buffers.split_at_mut(COLUMNS * value_dim);
+        let (out_t, d_out_t) = columns.split_at_mut(COLUMNS * value_dim);
         for (start, delta) in range
             .clone()
             .step_by(COLUMNS)
             .zip(delta.chunks_mut(COLUMNS))
         {
             let queries = start..start + delta.len();
-            load_block(out, queries.clone(), head_dim, block);
+            load_block(out, queries.clone(), value_dim, block);
             if let Some(rest) = rest {
-                load_block(rest, queries.clone(), head_dim, other);
+                load_block(rest, queries.clone(), value_dim, other);
                 block.iter_mut().zip(&*other).for_each(|(o, r)| *o += *r);
             }
-            to_columns(block, head_dim, T::Wide::ONE, out_t, COLUMNS);
-            load_block(d_out, queries, head_dim, block);
-            to_columns(block, head_dim, T::Wide::ONE, d_out_t, COLUMNS);
+            to_columns(block, value_dim, T::Wide::ONE, out_t, COLUMNS);
+            load_block(d_out, queries, value_dim, block);
+            to_columns(block, value_dim, T::Wide::ONE, d_out_t, COLUMNS);
             let mut sums = [T::Wide::ZERO; COLUMNS];
             Arch::new().dispatch(InnerProducts {
                 a: d_out_t,

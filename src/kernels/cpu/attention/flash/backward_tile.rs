@@ -24,15 +24,15 @@ pub struct Inputs<'a, T: Stored> {
     pub q: Heads<'a, T>,
     /// (B, Hkv, Tk, Dh).
     pub k: Heads<'a, T>,
-    /// (B, Hkv, Tk, Dh).
+    /// (B, Hkv, Tk, Dv).
     pub v: Heads<'a, T>,
-    /// (B, H, Tq, Dh).
+    /// (B, H, Tq, Dv).
     pub out: Heads<'a, T>,
-    /// The rounding error of `out`, (B, H, Tq, Dh), if forward saved it.
+    /// The rounding error of `out`, (B, H, Tq, Dv), if forward saved it.
     pub rounding_error: Option<Heads<'a, T>>,
     /// (B, H, Tq) or (2, B, H, Tq), as forward wrote it.
     pub lse: &'a [T::Wide],
-    /// (B, H, Tq, Dh).
+    /// (B, H, Tq, Dv).
     pub d_out: Heads<'a, T>,
     /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
@@ -84,26 +84,29 @@ impl<T: Stored> HeadTile<'_, T> {
     }
 }
 
-/// The buffers of one task. Rows of Dh elements are padded with zeros to `width`.
+/// The buffers of one task. Rows of Dh elements are padded with zeros to `width`, those of Dv to `value_width`.
 pub(super) struct Scratch<T> {
     /// The matmul unit for bf16, if one is used. It is faster and more exact with unscaled Q and K; scores and dS are
     /// then multiplied by the scale.
     unit: Option<Unit>,
-    /// Dh, rounded up to whole registers.
+    /// Dh and Dv, rounded up to whole registers.
     width: usize,
+    value_width: usize,
     q_tile: usize,
     k_tile: usize,
-    /// K^T and V^T: (Dh, k_tile).
+    /// K^T: (Dh, k_tile).
     k_t: Vec<T>,
+    /// V^T: (Dv, k_tile).
     v_t: Vec<T>,
     /// scale K, or K: (k_tile, width).
     k: Vec<T>,
     /// (k_tile, width).
     dk: Vec<T>,
+    /// (k_tile, value_width).
     dv: Vec<T>,
     /// scale Q, or Q: (q_tile, width).
     q: Vec<T>,
-    /// dO: (q_tile, width).
+    /// dO: (q_tile, value_width).
     d_out: Vec<T>,
     /// Scores, then P: (q_tile, k_tile).
     p: Vec<T>,
@@ -118,18 +121,19 @@ pub(super) struct Scratch<T> {
     has_terms: bool,
     /// The dropout factors of one query's probabilities: (k_tile), or empty without dropout.
     factors: Vec<T>,
-    /// Rows to be transposed: (COLUMNS, Dh).
+    /// Rows to be transposed: (COLUMNS, Dh or Dv).
     block: Vec<T>,
 }
 
-/// Returns Dh rounded up to whole registers. f64 because huge sizes must not overflow.
-pub(super) fn padded_width(sizes: &Sizes) -> f64 {
-    sizes.head_dim.div_ceil(COLUMNS) as f64 * COLUMNS as f64
+/// Returns Dh or Dv rounded up to whole registers. f64 because huge sizes must not overflow.
+pub(super) fn padded(dim: usize) -> f64 {
+    dim.div_ceil(COLUMNS) as f64 * COLUMNS as f64
 }
 
 impl<T: Lanes> Scratch<T> {
     pub(super) fn new(sizes: &Sizes, tiles: &Tiles, masked: bool, unit: Option<Unit>) -> Self {
-        let width = sizes.head_dim.next_multiple_of(COLUMNS);
+        let [width, value_width] =
+            [sizes.head_dim, sizes.value_dim].map(|dim| dim.next_multiple_of(COLUMNS));
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1);
         let k_tile = tiles.backward_k_tile.min(sizes.keys);
         let k_tile = k_tile.next_multiple_of(COLUMNS);
@@ -137,15 +141,16 @@ impl<T: Lanes> Scratch<T> {
         Self {
             unit,
             width,
+            value_width,
             q_tile,
             k_tile,
             k_t: zeros(sizes.head_dim, k_tile),
-            v_t: zeros(sizes.head_dim, k_tile),
+            v_t: zeros(sizes.value_dim, k_tile),
             k: zeros(k_tile, width),
             dk: zeros(k_tile, width),
-            dv: zeros(k_tile, width),
+            dv: zeros(k_tile, value_width),
             q: zeros(q_tile, width),
-            d_out: zeros(q_tile, width),
+            d_out: zeros(q_tile, value_width),
             p: zeros(q_tile, k_tile),
             ds: zeros(q_tile, k_tile),
             queries: Vec::with_capacity(q_tile),
@@ -153,24 +158,26 @@ impl<T: Lanes> Scratch<T> {
             terms: zeros(if masked { q_tile } else { 0 }, k_tile),
             has_terms: false,
             factors: Vec::new(),
-            block: vec![T::ZERO; COLUMNS * sizes.head_dim],
+            block: vec![T::ZERO; COLUMNS * sizes.widest()],
         }
     }
 
     /// Returns the number of elements that [`new`](Self::new) allocates; dropout adds k_tile. f64 because huge sizes
     /// must not overflow.
     pub(super) fn elements(sizes: &Sizes, tiles: &Tiles, masked: bool) -> f64 {
-        let (head_dim, width) = (sizes.head_dim as f64, padded_width(sizes));
+        let dims = [sizes.head_dim, sizes.value_dim];
+        let [head_dim, value_dim] = dims.map(|dim| dim as f64);
+        let [width, value_width] = dims.map(padded);
         let q_tile = tiles.backward_q_tile.min(sizes.queries).max(1) as f64;
         let k_tile = tiles.backward_k_tile.min(sizes.keys);
         let k_tile = k_tile.next_multiple_of(COLUMNS) as f64;
-        let of_keys = k_tile * (2.0 * head_dim + 3.0 * width);
+        let of_keys = k_tile * (head_dim + value_dim + 2.0 * width + value_width);
         let score_tiles = if masked { 3.0 } else { 2.0 };
-        let of_queries = q_tile * (2.0 * width + score_tiles * k_tile);
-        of_keys + of_queries + COLUMNS as f64 * head_dim
+        let of_queries = q_tile * (width + value_width + score_tiles * k_tile);
+        of_keys + of_queries + COLUMNS as f64 * sizes.widest() as f64
     }
 
-    /// Processes one tile of keys: writes its dk and dv (keys, Dh) and adds to dq in its turn.
+    /// Processes one tile of keys: writes its dk (keys, Dh) and dv (keys, Dv), and adds to dq in its turn.
     pub(super) fn keys<S: Stored<Wide = T>>(
         &mut self,
         task: &Task<'_, S>,
@@ -229,17 +236,19 @@ impl<T: Lanes> Scratch<T> {
                 task.turns.pass_on(member, q_tile, task.tile);
             }
         }
-        let head_dim = sizes.head_dim;
-        let rows = self.dk.chunks(self.width).zip(self.dv.chunks(self.width));
-        let outputs = dk.chunks_mut(head_dim).zip(dv.chunks_mut(head_dim));
-        for ((from_k, from_v), (dk, dv)) in rows.zip(outputs) {
-            S::store(&from_k[..head_dim], dk);
-            S::store(&from_v[..head_dim], dv);
+        let gradients = [
+            (&self.dk, self.width, dk, sizes.head_dim),
+            (&self.dv, self.value_width, dv, sizes.value_dim),
+        ];
+        for (sums, width, gradient, dim) in gradients {
+            for (sums, row) in sums.chunks(width).zip(gradient.chunks_mut(dim)) {
+                S::store(&sums[..dim], row);
+            }
         }
     }
 
-    /// Prepares a tile of queries: loads Q and dO, reads masks, and finds the keys that each query sees. Returns whether
-    /// any sees one.
+    /// Prepares a tile of queries: loads Q and dO, reads masks, and finds the keys that each query sees. Returns
+    /// whether any sees one.
     pub(super) fn begin_queries<S: Stored<Wide = T>>(
         &mut self,
         head: &HeadTile<'_, S>,
@@ -282,9 +291,8 @@ impl<T: Lanes> Scratch<T> {
         // A query that sees none of these keys must not contribute, whatever it holds.
         for (row, query) in self.queries.iter().enumerate() {
             if query.seen.is_empty() {
-                let row = row * self.width..(row + 1) * self.width;
-                self.q[row.clone()].fill(T::ZERO);
-                self.d_out[row].fill(T::ZERO);
+                self.q[row * self.width..][..self.width].fill(T::ZERO);
+                self.d_out[row * self.value_width..][..self.value_width].fill(T::ZERO);
             }
         }
         self.queries.iter().any(|query| !query.seen.is_empty())
@@ -333,18 +341,25 @@ impl<T: Lanes> Scratch<T> {
     ) {
         self.dk.fill(T::ZERO);
         self.dv.fill(T::ZERO);
-        let (head_dim, scale) = (sizes.head_dim, self.scale_of_factors(sizes));
+        let scale = self.scale_of_factors(sizes);
+        let (head_dim, value_dim) = (sizes.head_dim, sizes.value_dim);
         for first in (0..range.len()).step_by(COLUMNS) {
             let start = range.start + first;
             let keys = start..range.end.min(start + COLUMNS);
-            load_block(v, keys.clone(), head_dim, &mut self.block);
-            let to = &mut self.v_t[first..];
-            to_columns(&self.block, head_dim, T::ONE, to, self.k_tile);
-            load_block(k, keys, head_dim, &mut self.block);
-            let to = &mut self.k_t[first..];
-            to_columns(&self.block, head_dim, T::ONE, to, self.k_tile);
+            let block = &mut self.block[..COLUMNS * value_dim];
+            load_block(v, keys.clone(), value_dim, block);
+            to_columns(
+                block,
+                value_dim,
+                T::ONE,
+                &mut self.v_t[first..],
+                self.k_tile,
+            );
+            let block = &mut self.block[..COLUMNS * head_dim];
+            load_block(k, keys, head_dim, block);
+            to_columns(block, head_dim, T::ONE, &mut self.k_t[first..], self.k_tile);
             let rows = self.k[first * self.width..].chunks_mut(self.width);
-            for (to, from) in rows.zip(self.block.chunks(head_dim)) {
+            for (to, from) in rows.zip(block.chunks(head_dim)) {
                 for (to, from) in to.iter_mut().zip(from) {
                     *to = scale * *from;
                 }
@@ -352,7 +367,7 @@ impl<T: Lanes> Scratch<T> {
         }
     }
 
-    /// Loads scale Q and dO of a tile, rows padded to `width`.
+    /// Loads scale Q and dO of a tile, in padded rows.
     fn load_queries<S: Stored<Wide = T>>(
         &mut self,
         sizes: &Sizes,
@@ -363,11 +378,11 @@ impl<T: Lanes> Scratch<T> {
         let scale = self.scale_of_factors(sizes);
         let (q_rows, d_out_rows) = (
             self.q.chunks_mut(self.width),
-            self.d_out.chunks_mut(self.width),
+            self.d_out.chunks_mut(self.value_width),
         );
         for (query, (q_row, d_out_row)) in range.zip(q_rows.zip(d_out_rows)) {
             q.load(query, &mut q_row[..sizes.head_dim]);
-            d_out.load(query, &mut d_out_row[..sizes.head_dim]);
+            d_out.load(query, &mut d_out_row[..sizes.value_dim]);
             multiply_by(q_row, scale);
         }
     }
@@ -382,8 +397,11 @@ impl<T: Lanes> Scratch<T> {
 
     /// Returns whether the tiles of keys and the first `rows` queries are free of NaN and infinity.
     fn finite(&self, rows: usize) -> bool {
-        let count = rows * self.width;
-        let tiles = [&self.q[..count], &self.d_out[..count], &self.k, &self.v_t];
+        let (q, d_out) = (
+            &self.q[..rows * self.width],
+            &self.d_out[..rows * self.value_width],
+        );
+        let tiles = [q, d_out, &self.k, &self.v_t];
         tiles.into_iter().all(simd::all_finite)
     }
 
@@ -407,7 +425,7 @@ impl<T: Lanes> Scratch<T> {
         before_cap: bool,
     ) -> Range<usize> {
         let (sizes, keys) = (head.sizes, &head.keys);
-        let (width, head_dim, k_tile) = (self.width, sizes.head_dim, self.k_tile);
+        let (width, value_width, k_tile) = (self.width, self.value_width, self.k_tile);
         let seen = self.keys_of_rows(&rows);
         if seen.is_empty() {
             return seen;
@@ -415,7 +433,7 @@ impl<T: Lanes> Scratch<T> {
         let columns = seen.end.next_multiple_of(COLUMNS);
         let queries = &self.queries[rows.clone()];
         let q = &self.q[rows.start * width..];
-        let d_out = &self.d_out[rows.start * width..];
+        let d_out = &self.d_out[rows.start * value_width..];
         let p = &mut self.p[rows.start * k_tile..];
         let ds = &mut self.ds[rows.start * k_tile..];
         let terms = self.has_terms.then(|| &self.terms[rows.start * k_tile..]);
@@ -434,7 +452,7 @@ impl<T: Lanes> Scratch<T> {
             c_row: k_tile,
             rows,
             columns,
-            depth: head_dim,
+            depth: sizes.head_dim,
             accumulate: false,
             unit: self.unit,
         };
@@ -457,7 +475,7 @@ impl<T: Lanes> Scratch<T> {
         // Line 13: dP = dO V^T.
         let product = TileMatmul {
             a: d_out,
-            a_row: width,
+            a_row: value_width,
             a_col: 1,
             b: &self.v_t,
             b_row: k_tile,
@@ -466,7 +484,7 @@ impl<T: Lanes> Scratch<T> {
             c_row: k_tile,
             rows,
             columns,
-            depth: head_dim,
+            depth: sizes.value_dim,
             accumulate: false,
             unit: self.unit,
         };
@@ -512,9 +530,9 @@ impl<T: Lanes> Scratch<T> {
         if seen.is_empty() {
             return;
         }
-        let (width, k_tile) = (self.width, self.k_tile);
+        let (width, value_width, k_tile) = (self.width, self.value_width, self.k_tile);
         let q = &self.q[rows.start * width..];
-        let d_out = &self.d_out[rows.start * width..];
+        let d_out = &self.d_out[rows.start * value_width..];
         let p = &self.p[rows.start * k_tile..];
         let ds = &mut self.ds[rows.start * k_tile..];
         let rows = rows.len();
@@ -529,12 +547,12 @@ impl<T: Lanes> Scratch<T> {
             a_row: 1,
             a_col: k_tile,
             b: d_out,
-            b_row: width,
+            b_row: value_width,
             b_unit: COLUMNS,
-            c: &mut self.dv[seen.start * width..],
-            c_row: width,
+            c: &mut self.dv[seen.start * value_width..],
+            c_row: value_width,
             rows: seen.len(),
-            columns: width,
+            columns: value_width,
             depth: rows,
             accumulate: true,
             unit: self.unit,

@@ -16,9 +16,9 @@ use std::ops::Range;
 
 /// The outputs of forward.
 pub struct Outputs<'a, T: Stored> {
-    /// (B, H, Tq, Dh).
+    /// (B, H, Tq, Dv).
     pub out: &'a mut [T],
-    /// The rounding error of `out`, for dtypes narrower than the compute type; (B, H, Tq, Dh), or empty.
+    /// The rounding error of `out`, for dtypes narrower than the compute type; (B, H, Tq, Dv), or empty.
     pub rounding_error: &'a mut [T],
     /// log(sum(exp(scores))) of every query, (B, H, Tq). With shape (2, B, H, Tq) the second half is the rounding error
     /// of each, which backward needs to be as exact as its scores.
@@ -32,7 +32,7 @@ pub struct ForwardInputs<'a, T: Stored> {
     pub q: Heads<'a, T>,
     /// (B, Hkv, Tk, Dh).
     pub k: Heads<'a, T>,
-    /// (B, Hkv, Tk, Dh).
+    /// (B, Hkv, Tk, Dv).
     pub v: Heads<'a, T>,
     /// The first key that each query sees, (B, Tq); empty if there are none.
     pub first_keys: &'a [u32],
@@ -65,7 +65,7 @@ pub fn forward<T: Stored>(
         rounding_error,
         lse,
     } = outputs;
-    assert_eq!(out.len(), length * sizes.head_dim, "out");
+    assert_eq!(out.len(), length * sizes.value_dim, "out");
     assert!(lse.len() == length || lse.len() == 2 * length, "lse");
     assert!(rounding_error.is_empty() || rounding_error.len() == out.len());
     let (lse, lse_rest) = lse.split_at_mut(length);
@@ -106,7 +106,7 @@ pub fn forward<T: Stored>(
                 ],
             );
             let first = first_row + range.start;
-            let (at, count) = (first * sizes.head_dim, range.len() * sizes.head_dim);
+            let (at, count) = (first * sizes.value_dim, range.len() * sizes.value_dim);
             // SAFETY: each task writes its own queries.
             let (out, lse) = unsafe { (out.range(at, count), lse.range(first, range.len())) };
             // SAFETY: as above.
@@ -114,7 +114,7 @@ pub fn forward<T: Stored>(
             // SAFETY: as above.
             let lse_rest = keeps_lse_rest.then(|| unsafe { lse_rest.range(first, range.len()) });
             let scale = T::Wide::real(dropout.map_or(1.0, |mask| mask.scale()));
-            scratch.finish(scale, sizes.head_dim, out, rest, lse, lse_rest);
+            scratch.finish(scale, sizes.value_dim, out, rest, lse, lse_rest);
         },
     );
 }
@@ -124,12 +124,12 @@ pub fn forward<T: Stored>(
 pub fn forward_scratch_elements(sizes: &Sizes, tiles: &Tiles, masked: bool) -> f64 {
     let (q_tile, k_tile) = (tiles.forward_q_tile, tiles.forward_k_tile.min(sizes.keys));
     let panels = sizes.queries.min(q_tile).div_ceil(PANEL);
-    let head_dim = sizes.head_dim as f64;
+    let both = sizes.head_dim as f64 + sizes.value_dim as f64;
     // As in `Scratch::new`: Q^T and O^T of every panel and its softmax states; scores; K and V; rows.
-    let of_panels = (panels * PANEL) as f64 * (2.0 * head_dim + 3.0);
+    let of_panels = (panels * PANEL) as f64 * (both + 3.0);
     let score_tiles = if masked { 2.0 } else { 1.0 };
-    let of_key = score_tiles * PANEL as f64 + 2.0 * head_dim;
-    let rest = k_tile as f64 * of_key + COLUMNS as f64 * head_dim;
+    let of_key = score_tiles * PANEL as f64 + both;
+    let rest = k_tile as f64 * of_key + COLUMNS as f64 * sizes.widest() as f64;
     let q_tiles = sizes.queries.div_ceil(q_tile);
     let tasks = sizes
         .batch
@@ -148,10 +148,10 @@ struct Scratch<T> {
     seen: PanelKeys<T>,
     /// The terms of masks: (k_tile, PANEL), or empty if there are none.
     terms: Vec<T>,
-    /// A tile of K and of V, copied if they cannot be read in place: (k_tile, Dh).
+    /// Tiles of K (k_tile, Dh) and V (k_tile, Dv), copied if they cannot be read in place.
     k: Vec<T>,
     v: Vec<T>,
-    /// Rows of q or out to be transposed: (COLUMNS, Dh).
+    /// Rows of q or out to be transposed: (COLUMNS, Dh or Dv).
     block: Vec<T>,
 }
 
@@ -162,14 +162,14 @@ impl<T: Lanes> Scratch<T> {
         Self {
             k_tile,
             panels: (0..longest.div_ceil(PANEL))
-                .map(|_| Panel::new(sizes.head_dim, unit))
+                .map(|_| Panel::new(sizes, unit))
                 .collect(),
             scores: vec![T::ZERO; k_tile * PANEL],
             seen: PanelKeys::new(),
             terms: vec![T::ZERO; if masked { k_tile * PANEL } else { 0 }],
             k: vec![T::ZERO; k_tile * sizes.head_dim],
-            v: vec![T::ZERO; k_tile * sizes.head_dim],
-            block: vec![T::ZERO; COLUMNS * sizes.head_dim],
+            v: vec![T::ZERO; k_tile * sizes.value_dim],
+            block: vec![T::ZERO; COLUMNS * sizes.widest()],
         }
     }
 
@@ -184,19 +184,17 @@ impl<T: Lanes> Scratch<T> {
         range: Range<usize>,
         [q, k, v]: [Rows<'_, S>; 3],
     ) {
-        let scale_and_cap = (T::real(sizes.scale), sizes.soft_cap.map(T::real));
         let mut start = range.start;
         for panel in &mut self.panels {
             let end = range.end.min(start + PANEL);
-            panel.begin(start..end, scale_and_cap, q, &mut self.block);
+            panel.begin(start..end, sizes, q, &mut self.block);
             start = end;
         }
         let by_tile = seen.of_queries(&range);
         for first_key in by_tile.clone().step_by(self.k_tile) {
             let keys = first_key..by_tile.end.min(first_key + self.k_tile);
-            let width = sizes.head_dim;
-            let k = k.tile(keys.clone(), width, &mut self.k); // (keys, Dh)
-            let v = v.tile(keys.clone(), width, &mut self.v); // (keys, Dh)
+            let k = k.tile(keys.clone(), sizes.head_dim, &mut self.k); // (keys, Dh)
+            let v = v.tile(keys.clone(), sizes.value_dim, &mut self.v); // (keys, Dv)
             for panel in self.panels.iter_mut().filter(|p| !p.queries.is_empty()) {
                 let by_panel = seen.of_queries(&panel.queries);
                 let first = by_panel.start.max(keys.start);
@@ -248,7 +246,7 @@ impl<T: Lanes> Scratch<T> {
     fn finish<S: Stored<Wide = T>>(
         &mut self,
         scale: T,
-        head_dim: usize,
+        value_dim: usize,
         out: &mut [S],
         mut rest: Option<&mut [S]>,
         lse: &mut [T],
@@ -273,9 +271,9 @@ impl<T: Lanes> Scratch<T> {
                     }
                 }
                 let columns = &panel.out[lane..];
-                to_rows(columns, panel.lanes, &factors, head_dim, &mut self.block);
-                let rows = &mut self.block[..queries.len() * head_dim];
-                let at = (start - first) * head_dim..(queries.end - first) * head_dim;
+                to_rows(columns, panel.lanes, &factors, value_dim, &mut self.block);
+                let rows = &mut self.block[..queries.len() * value_dim];
+                let at = (start - first) * value_dim..(queries.end - first) * value_dim;
                 S::store(rows, &mut out[at.clone()]);
                 if let Some(rest) = &mut rest {
                     for (value, stored) in rows.iter_mut().zip(&out[at.clone()]) {

@@ -6,10 +6,10 @@
 //! A tile matmul reads its left factor element by element and its right factor in registers. With the right choice of
 //! lanes, no tile is transposed between one matmul and the next:
 //!
-//! - Forward has queries in the lanes: S^T = K Q^T (keys, queries), O^T = V^T P^T (Dh, queries). The softmax of a query
+//! - Forward has queries in the lanes: S^T = K Q^T (keys, queries), O^T = V^T P^T (Dv, queries). The softmax of a query
 //!   then needs no horizontal sum. Only Q is transposed, once per tile of queries.
-//! - Backward has keys in the lanes of S and dP, and Dh in those of dQ, dK and dV. Only K and V are transposed, once
-//!   per tile of keys.
+//! - Backward has keys in the lanes of S and dP, and Dh or Dv in those of dQ, dK and dV. Only K and V are transposed,
+//!   once per tile of keys.
 //!
 //! If a bf16 unit (AMX) multiplies, tiles are packed for it at each matmul. The scale is then applied to scores and dS
 //! instead of Q and K, so that Q and K need only one bf16 term each.

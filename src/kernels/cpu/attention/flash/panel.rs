@@ -1,5 +1,6 @@
 //! A panel of queries, which processes the tiles of keys one after another.
 
+use super::Sizes;
 use super::heads::Rows;
 use super::masks::add_terms;
 use super::online_softmax::{OnlineSoftmax, State};
@@ -33,7 +34,7 @@ pub(super) struct Panel<T> {
     q: Vec<T>,
     scale: Option<T>,
     soft_cap: Option<T>,
-    /// O^T, not yet divided by the sums: (Dh, lanes).
+    /// O^T, not yet divided by the sums: (Dv, lanes).
     pub out: Vec<T>,
     pub max: [T; PANEL],
     pub sum: [T; PANEL],
@@ -50,40 +51,41 @@ impl<T: Lanes> PanelKeys<T> {
 }
 
 impl<T: Lanes> Panel<T> {
-    pub fn new(head_dim: usize, unit: Option<Unit>) -> Self {
+    pub fn new(sizes: &Sizes, unit: Option<Unit>) -> Self {
         Self {
             queries: 0..0,
             unit,
             lanes: 0,
-            q: vec![T::ZERO; head_dim * PANEL],
+            q: vec![T::ZERO; sizes.head_dim * PANEL],
             scale: None,
             soft_cap: None,
-            out: vec![T::ZERO; head_dim * PANEL],
+            out: vec![T::ZERO; sizes.value_dim * PANEL],
             max: [T::ZERO; PANEL],
             sum: [T::ZERO; PANEL],
             rescale: [T::ZERO; PANEL],
         }
     }
 
-    /// Restarts with the rows `queries` of `q`; `block` is scratch of (COLUMNS, Dh).
+    /// Restarts with the rows `queries` of `q`; `block` is scratch of (COLUMNS, Dh) or more.
     pub fn begin<S: Stored<Wide = T>>(
         &mut self,
         queries: Range<usize>,
-        (scale, soft_cap): (T, Option<T>),
+        sizes: &Sizes,
         q: Rows<'_, S>,
         block: &mut [T],
     ) {
-        let head_dim = block.len() / COLUMNS;
+        let (head_dim, scale) = (sizes.head_dim, T::real(sizes.scale));
+        let block = &mut block[..COLUMNS * head_dim];
         self.lanes = queries.len().next_multiple_of(COLUMNS);
         self.max.fill(T::NEG_INFINITY);
         self.sum.fill(T::ZERO);
         self.q.resize(head_dim * self.lanes, T::ZERO);
         // A bf16 unit is faster and more exact with unscaled Q.
         self.scale = self.unit.map(|_| scale);
-        self.soft_cap = soft_cap;
+        self.soft_cap = sizes.soft_cap.map(T::real);
         let scale = if self.unit.is_some() { T::ONE } else { scale };
         self.out.clear();
-        self.out.resize(head_dim * self.lanes, T::ZERO);
+        self.out.resize(sizes.value_dim * self.lanes, T::ZERO);
         for first in (0..self.lanes).step_by(COLUMNS) {
             let start = queries.start + first;
             load_block(q, start..queries.end.min(start + COLUMNS), head_dim, block);
@@ -93,8 +95,8 @@ impl<T: Lanes> Panel<T> {
     }
 
     /// Computes the scores of one tile of keys and turns them into probabilities (keys, lanes), not yet divided by the
-    /// sums. k (keys, Dh) comes with its row stride. `terms` (keys, lanes) are added to the scores. By their ranges, all
-    /// queries see the keys `by_all`. Earlier sums are rescaled.
+    /// sums. k (keys, Dh) comes with its row stride. `terms` (keys, lanes) are added to the scores. By their ranges,
+    /// all queries see the keys `by_all`. Earlier sums are rescaled.
     pub fn probabilities(
         &mut self,
         (k, k_row): (&[T], usize),
@@ -186,7 +188,7 @@ impl<T: Lanes> Panel<T> {
         );
     }
 
-    /// Adds the values v (keys, Dh) of a tile, with their row stride, weighted by its probabilities (keys, lanes).
+    /// Adds the values v (keys, Dv) of a tile, with their row stride, weighted by its probabilities (keys, lanes).
     /// `terms` are those of the scores.
     pub fn add(
         &mut self,
@@ -197,13 +199,13 @@ impl<T: Lanes> Panel<T> {
         by_all: Range<usize>,
     ) {
         let lanes = self.lanes;
-        let head_dim = self.q.len() / lanes;
+        let value_dim = self.out.len() / lanes;
         let keys = p.len() / lanes;
         let by_all = if terms.is_some() { 0..0 } else { by_all };
         // Line 10: O^T += V^T P^T.
         let mut next = 0;
         for key in (0..by_all.start).chain(by_all.end.max(by_all.start)..keys) {
-            let row = &v[key * v_row..][..head_dim];
+            let row = &v[key * v_row..][..value_dim];
             if all_finite(row) {
                 continue;
             }
@@ -223,7 +225,7 @@ impl<T: Lanes> Panel<T> {
         self.add_values(v, v_row, p, next..keys);
     }
 
-    /// `O^T += V^T P^T` for some keys of a tile: v (keys, Dh), p (keys, lanes).
+    /// `O^T += V^T P^T` for some keys of a tile: v (keys, Dv), p (keys, lanes).
     fn add_values(&mut self, v: &[T], v_row: usize, p: &[T], keys: Range<usize>) {
         let lanes = self.lanes;
         if keys.is_empty() {

@@ -14,7 +14,7 @@ pub struct Tiles {
 }
 
 impl Tiles {
-    /// Returns the tile sizes for heads of `head_dim` elements.
+    /// Returns the tile sizes for heads of at most `head_dim` elements, of q and k or of v.
     ///
     /// In forward, the scores, Q and O of a panel of 48 queries fill a first-level cache of 48 KiB at Dh 64. In
     /// backward, five tiles of keys stay within 500 KiB of f32, half of a second-level cache of 1 MiB. Within these

@@ -4,7 +4,8 @@
 //   delta = sum(dO O), P = exp(scale Q K^T - lse), dS = P (dO V^T - delta)
 //   dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K
 //
-//   q, out, d_out, dq (B, H, Tq, Dh), k, v, dk, dv (B, Hkv, Tk, Dh): f32, any strides, Dh contiguous, 16-byte aligned
+//   q, dq (B, H, Tq, Dh), k, dk (B, Hkv, Tk, Dh), v, dv (B, Hkv, Tk, Dv), out, d_out (B, H, Tq, Dv): f32, any strides,
+//   rows contiguous, 16-byte aligned
 //   lse (2, B, H, Tq): f32: lse and its rounding error, which is negligible next to TF32's;  rounding_error: null
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; dropped elements are 0 in P for dV, and in dP
@@ -28,7 +29,7 @@
 // of dq_sums when it is its turn, so every run has the same bits. Blocks take their keys in order, by ticket, so a
 // block only waits for blocks that already run, a tile ahead.
 //
-// 10 B H Tq Tk Dh FLOPs (half of them where causal).
+// B H Tq Tk (6 Dh + 4 Dv) FLOPs (half of them where causal).
 
 #ifndef WARPS_PER_KEY_GROUP // warps that have the same keys and share the columns of dK and dV
 #define WARPS_PER_KEY_GROUP (HEAD_DIM == 256 ? 2 : 1)
@@ -56,7 +57,7 @@ __device__ __forceinline__ void copy_queries(const BackwardArguments& arguments,
     const E* d_out = arguments.d_out + batch * of_d_out.batch + head * of_d_out.head + first * of_d_out.row;
     const int rows = sizes.queries - first;
     copy_tile<QUERIES, THREADS, Padded>(shared_address(q_tile), q, of_q.row, rows, sizes.head_dim);
-    copy_tile<QUERIES, THREADS, Padded>(shared_address(d_out_tile), d_out, of_d_out.row, rows, sizes.head_dim);
+    copy_tile<QUERIES, THREADS, Padded>(shared_address(d_out_tile), d_out, of_d_out.row, rows, sizes.value_dim);
     const float* source =
         arguments.statistics + (long long)STATISTICS * QUERIES * (from.head * query_tiles + from.tile);
     for (int i = threadIdx.x; i < STATISTICS * QUERIES / 4; i += THREADS)
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const E* k = arguments.k + batch * of_k.batch + kv_head * of_k.head + first_key * of_k.row;
     const E* v = arguments.v + batch * of_v.batch + kv_head * of_v.head + first_key * of_v.row;
     copy_tile<KEYS, THREADS, Padded>(shared_address(k_tile), k, of_k.row, keys, dim);
-    copy_tile<KEYS, THREADS, Padded>(shared_address(v_tile), v, of_v.row, keys, dim);
+    copy_tile<KEYS, THREADS, Padded>(shared_address(v_tile), v, of_v.row, keys, sizes.value_dim);
     end_group();
     if (steps > 0) copy_queries(arguments, next, query_tiles, q_tile, d_out_tile, statistics);
 
@@ -273,7 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int key = warp_key + quad_row + half * 8;
         if (key >= keys) continue;
         write_row(dk_rows + key * of_dk.row, dk[0], half, lane, dim - warp_dim, sizes.scale);
-        write_row(dv_rows + key * of_dv.row, dv[0], half, lane, dim - warp_dim, DROPOUT ? arguments.dropout.scale : 1);
+        write_row(dv_rows + key * of_dv.row, dv[0], half, lane, sizes.value_dim - warp_dim,
+                  DROPOUT ? arguments.dropout.scale : 1);
     }
 }
 

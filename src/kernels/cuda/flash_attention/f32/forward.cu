@@ -1,7 +1,8 @@
 // Flash attention, forward, in f32 on tensor cores: out = softmax(scale q k^T) v, lse = log(sum(exp(scale q k^T))), by
 // mma.sync (sm_80 and up). Included after ../common.cuh and tf32.cuh, which explains TF32_MATMULS; ELEMENT=f32.
 //
-//   q (B, H, Tq, Dh), k and v (B, Hkv, Tk, Dh), out (B, H, Tq, Dh): f32, any strides, Dh contiguous, 16-byte aligned
+//   q (B, H, Tq, Dh), k (B, Hkv, Tk, Dh), v (B, Hkv, Tk, Dv), out (B, H, Tq, Dv): f32, any strides, rows contiguous,
+//   16-byte aligned
 //   lse (2, B, H, Tq): f32, contiguous: lse and its rounding error; -inf for a query without keys, whose out is zero
 //   first_keys (B, Tq): u32, contiguous, only with FIRST_KEYS; see common.cuh
 //   dropout: see dropped.cuh; lse covers all probabilities, also dropped ones
@@ -13,7 +14,7 @@
 //
 //   grid  ceil(Tq / ROWS) * B * H        block  32 * WARPS
 //   dynamic shared memory  FORWARD_SHARED bytes
-// 4 B H Tq Tk Dh FLOPs (half of them where causal).
+// 2 B H Tq Tk (Dh + Dv) FLOPs (half of them where causal).
 
 #ifndef ROWS // queries per block
 #define ROWS 128
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Sizes& sizes = arguments.sizes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int quad_row = lane / 4, quad_column = lane % 4 * 2; // of this thread in a 16 x 8 block
-    const int dim = sizes.head_dim;
+    const int dim = sizes.head_dim, value_dim = sizes.value_dim;
 
     const RowBlock block(arguments);
     const int first_row = block.first_row, rows = block.rows;
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int first = first_tile * COLUMNS;
         const int left = sizes.keys - first;
         copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + first * k_stride, k_stride, left, dim);
-        copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + first * v_stride, v_stride, left, dim);
+        copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + first * v_stride, v_stride, left, value_dim);
     }
     end_group();
 
@@ -163,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             copy_tile<COLUMNS, THREADS, Padded>(k_target + to, block.k + next * k_stride, k_stride, sizes.keys - next,
                                                 dim);
             copy_tile<COLUMNS, THREADS, Padded>(v_target + to, block.v + next * v_stride, v_stride, sizes.keys - next,
-                                                dim);
+                                                value_dim);
             end_group();
         }
         if (first_key >= warp_seen) continue;
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int row = warp_row + m * 16 + quad_row + half * 8;
             if (row >= rows) continue;
             if (quad_column == 0) write_lse(arguments, block, row, __fmul_rn(largest[m][half], to_log2), total);
-            write_row(out + row * arguments.out_strides.row, o[m], half, lane, dim,
+            write_row(out + row * arguments.out_strides.row, o[m], half, lane, value_dim,
                       total == 0 ? 0 : (DROPOUT ? arguments.dropout.scale : 1) / total);
         }
 }
