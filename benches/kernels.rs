@@ -20,8 +20,8 @@ use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
-    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, cross_entropy, embedding, flash,
-    gated, index, multiply_adds, norm, relu, rope, softmax, sums,
+    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, cross_entropy, embedding,
+    extremes, flash, gated, index, multiply_adds, norm, relu, rope, select, softmax, sums,
 };
 
 const TOKENS: usize = 1024;
@@ -292,6 +292,12 @@ fn elementwise<T: Stored<Wide = f32>>(bench: &mut Bench) {
         bench.memory::<T>(&format!("sum of {name} backward"), n + count, || {
             sums::backward(&dy[..count], sizes, 0.5, &mut y);
         });
+        bench.memory::<T>(&format!("max of {name} forward"), n + count, || {
+            extremes::forward::<T, true>(&dy[..n], sizes, &mut z[..count]);
+        });
+        bench.memory::<T>(&format!("max of {name} backward"), 2 * (n + count), || {
+            extremes::backward([&up[..count], &z[..count]], &dy[..n], sizes, &mut y);
+        });
     }
     let half = HEADS.head_dim / 2;
     let angles = values(HEADS.length * half);
@@ -351,7 +357,7 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     black_box((loss, lse));
 }
 
-/// Measures the choice of experts, 2 of 64 for each token, and elements by index.
+/// Measures the choice of experts, 2 of 64 for each token, and selections of elements by masks and indices.
 fn routing(bench: &mut Bench) {
     let (experts, k, n) = (64, 2, TOKENS * D);
     let (scores, x) = (values::<f32>(TOKENS * experts), values::<f32>(n));
@@ -366,6 +372,13 @@ fn routing(bench: &mut Bench) {
         inner: 1,
     };
     let mut y = vec![0f32; n];
+    let mut is_less = vec![0u8; n];
+    bench.memory::<f32>("compare", 2 * n + n / 4, || {
+        select::compare(&x, &x[..], &mut is_less, |a, b| a < b);
+    });
+    bench.memory::<f32>("select", 3 * n + n / 4, || {
+        select::select(&is_less, [Some(&x[..]), Some(&x)], 0.0, &mut y);
+    });
     bench.memory::<f32>("gather", 3 * n, || {
         index::gather(&x, &ids, sizes, None, &mut y);
     });

@@ -23,12 +23,14 @@ macro_rules! some_of {
 some_of! {
     => activation: backward, forward;
     ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Masks, Outputs, Sizes, Tiles, backward, forward;
+    => extremes: backward, forward;
     => gated: backward, forward;
     => gemm: Batched, MatRef, MatmulSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
     => heads: HeadSizes, split;
     => index: Sizes, gather, scatter_add, topk;
     => relu: backward, forward;
     => rope: rotate;
+    => select: compare, select;
     => sums: backward, forward;
     => update: AdamW, Lion, Sgd, step;
     ::rows => cross_entropy: Terms, backward, forward;
