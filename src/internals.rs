@@ -30,6 +30,7 @@ some_of! {
     => rope: rotate;
     => sums: backward, forward;
     => update: AdamW, Lion, Sgd, step;
+    ::update => muon: Iteration, Scratch, orthogonalize;
     ::rows => cross_entropy: Terms, backward, forward;
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;
