@@ -18,6 +18,7 @@ use std::time::Duration;
 use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
+use tallow::internals::muon::{Iteration, Scratch, orthogonalize};
 use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
     Activation, Gate, KeyRanges, Norm, Stored, Update, activation, cross_entropy, embedding,
@@ -423,6 +424,31 @@ fn optimizer(bench: &mut Bench) {
     });
 }
 
+/// Measures Muon's iteration: 5 steps of the matrices of blocks, one and several together.
+fn muon(bench: &mut Bench) {
+    for (count, rows, columns) in [(1, D, D), (1, F, D), (4, D, D), (16, 64, 64)] {
+        let iteration = Iteration {
+            steps: 5,
+            eps: 1e-7,
+            in_bf16: false,
+            shape: [rows, columns],
+        };
+        let (n, side) = (count * rows * columns, rows.min(columns));
+        let (mut matrices, mut next): (Vec<f32>, Vec<f32>) = (values(n), vec![0.0; n]);
+        let [mut gram, mut square] = [(); 2].map(|()| vec![0f32; count * side * side]);
+        let flop = count * iteration.flops() as usize;
+        bench.products(&format!("muon {count} of {rows}x{columns}"), flop, || {
+            let scratch = Scratch {
+                x: &mut [],
+                next: &mut next,
+                gram: &mut gram,
+                square: &mut square,
+            };
+            orthogonalize::<f32, f32>(&iteration, &mut matrices, scratch);
+        });
+    }
+}
+
 fn memory(criterion: &mut Criterion) {
     let bench = &mut Bench::new(criterion, "memory");
     copy(bench);
@@ -443,6 +469,7 @@ fn arithmetic(criterion: &mut Criterion) {
     let bench = &mut Bench::new(criterion, "arithmetic");
     multiply_add(bench);
     products(bench);
+    muon(bench);
     flash_attention(bench);
 }
 

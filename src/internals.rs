@@ -33,6 +33,7 @@ some_of! {
     => select: compare, select;
     => sums: backward, forward;
     => update: AdamW, Lion, Sgd, step;
+    ::update => muon: Iteration, Scratch, orthogonalize;
     ::rows => cross_entropy: Terms, backward, forward;
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;

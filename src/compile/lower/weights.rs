@@ -234,10 +234,7 @@ impl Lower<'_> {
         }
         let (path, phase) = (self.plan.path.clone(), self.plan.phase);
         let cost_index = self.plan.cost_index.take();
-        let mut updates = self.updates();
-        for number in numbers {
-            updates.update(*number, None);
-        }
+        self.updates().update(numbers, None);
         (self.plan.path, self.plan.phase, self.plan.cost_index) = (path, phase, cost_index);
     }
 
