@@ -169,7 +169,11 @@ pub(crate) fn backward(
     let hopper_keys = tiles::BackwardHopper::KEYS;
     let (source, tiles, queries, keys) = match &hopper {
         Some(tiles) => {
-            let source = if tiles.cluster == 1 { &HOPPER } else { &CLUSTER };
+            let source = if tiles.cluster == 1 {
+                &HOPPER
+            } else {
+                &CLUSTER
+            };
             (source, tiles.definitions(), tiles.queries, hopper_keys)
         }
         None => (
