@@ -18,10 +18,12 @@ use std::time::Duration;
 use tallow::attention::Mask;
 use tallow::internals::gemm::{Batched, MatRef, Threads, matmul, matmul_batched};
 use tallow::internals::heads::{HeadSizes, split};
+use tallow::internals::muon::{Iteration, Scratch, orthogonalize};
 use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
     Activation, Gate, KeyRanges, Norm, PerScore, Stored, Update, activation, cross_entropy,
-    embedding, flash, gated, multiply_adds, norm, relu, rope, softmax, sums,
+    embedding, extremes, flash, gated, index, multiply_adds, norm, relu, rope, select, softmax,
+    sums,
 };
 
 const TOKENS: usize = 1024;
@@ -316,6 +318,12 @@ fn elementwise<T: Stored<Wide = f32>>(bench: &mut Bench) {
         bench.memory::<T>(&format!("sum of {name} backward"), n + count, || {
             sums::backward(&dy[..count], sizes, 0.5, &mut y);
         });
+        bench.memory::<T>(&format!("max of {name} forward"), n + count, || {
+            extremes::forward::<T, true>(&dy[..n], sizes, &mut z[..count]);
+        });
+        bench.memory::<T>(&format!("max of {name} backward"), 2 * (n + count), || {
+            extremes::backward([&up[..count], &z[..count]], &dy[..n], sizes, &mut y);
+        });
     }
     let half = HEADS.head_dim / 2;
     let angles = values(HEADS.length * half);
@@ -375,6 +383,37 @@ fn rows<T: Stored<Wide = f32>>(bench: &mut Bench) {
     black_box((loss, lse));
 }
 
+/// Measures the choice of experts, 2 of 64 for each token, and selections of elements by masks and indices.
+fn routing(bench: &mut Bench) {
+    let (experts, k, n) = (64, 2, TOKENS * D);
+    let (scores, x) = (values::<f32>(TOKENS * experts), values::<f32>(n));
+    let mut chosen = vec![0u32; TOKENS * k];
+    bench.memory::<f32>("topk", scores.len() + chosen.len(), || {
+        index::topk(&scores, experts, k, &mut chosen);
+    });
+    let ids: Vec<u32> = (0..n).map(|i| (i * 37 % D) as u32).collect();
+    let sizes = index::Sizes {
+        n: D,
+        k: D,
+        inner: 1,
+    };
+    let mut y = vec![0f32; n];
+    let mut is_less = vec![0u8; n];
+    bench.memory::<f32>("compare", 2 * n + n / 4, || {
+        select::compare(&x, &x[..], &mut is_less, |a, b| a < b);
+    });
+    bench.memory::<f32>("select", 3 * n + n / 4, || {
+        select::select(&is_less, [Some(&x[..]), Some(&x)], 0.0, &mut y);
+    });
+    bench.memory::<f32>("gather", 3 * n, || {
+        index::gather(&x, &ids, sizes, None, &mut y);
+    });
+    // The output is set to zero, then read and written once for each value.
+    bench.memory::<f32>("scatter_add", 5 * n, || {
+        index::scatter_add(None, &x, &ids, sizes, None, &mut y);
+    });
+}
+
 fn optimizer(bench: &mut Bench) {
     let n = 1 << 24;
     let gradient: Vec<f32> = values(n);
@@ -410,6 +449,31 @@ fn optimizer(bench: &mut Bench) {
     });
 }
 
+/// Measures Muon's iteration: 5 steps of the matrices of blocks, one and several together.
+fn muon(bench: &mut Bench) {
+    for (count, rows, columns) in [(1, D, D), (1, F, D), (4, D, D), (16, 64, 64)] {
+        let iteration = Iteration {
+            steps: 5,
+            eps: 1e-7,
+            in_bf16: false,
+            shape: [rows, columns],
+        };
+        let (n, side) = (count * rows * columns, rows.min(columns));
+        let (mut matrices, mut next): (Vec<f32>, Vec<f32>) = (values(n), vec![0.0; n]);
+        let [mut gram, mut square] = [(); 2].map(|()| vec![0f32; count * side * side]);
+        let flop = count * iteration.flops() as usize;
+        bench.products(&format!("muon {count} of {rows}x{columns}"), flop, || {
+            let scratch = Scratch {
+                x: &mut [],
+                next: &mut next,
+                gram: &mut gram,
+                square: &mut square,
+            };
+            orthogonalize::<f32, f32>(&iteration, &mut matrices, scratch);
+        });
+    }
+}
+
 fn memory(criterion: &mut Criterion) {
     let bench = &mut Bench::new(criterion, "memory");
     copy(bench);
@@ -422,6 +486,7 @@ fn memory(criterion: &mut Criterion) {
     rows::<f32>(bench);
     rows::<bf16>(bench);
     rows::<f16>(bench);
+    routing(bench);
     optimizer(bench);
 }
 
@@ -429,6 +494,7 @@ fn arithmetic(criterion: &mut Criterion) {
     let bench = &mut Bench::new(criterion, "arithmetic");
     multiply_add(bench);
     products(bench);
+    muon(bench);
     flash_attention(bench);
 }
 

@@ -23,13 +23,17 @@ macro_rules! some_of {
 some_of! {
     => activation: backward, forward;
     ::attention => flash: ForwardInputs, Gradients, Heads, Inputs, Masks, Outputs, Sizes, Tiles, backward, forward;
+    => extremes: backward, forward;
     => gated: backward, forward;
     => gemm: Batched, MatRef, MatmulSizes, Threads, matmul, matmul_batched, packing_bytes, reserve_scratch;
     => heads: HeadSizes, split;
+    => index: Sizes, gather, scatter_add, topk;
     => relu: backward, forward;
     => rope: rotate;
+    => select: compare, select;
     => sums: backward, forward;
     => update: AdamW, Lion, Sgd, step;
+    ::update => muon: Iteration, Scratch, orthogonalize;
     ::rows => cross_entropy: Terms, backward, forward;
     ::rows => embedding: backward, forward;
     ::rows => norm: Gradients, Inputs, OutputGradient, Outputs, backward, forward, partials_len;

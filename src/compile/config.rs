@@ -201,7 +201,8 @@ impl StepConfig {
     /// # Errors
     /// [`Error::Config`] naming the field: a norm or value to clip to that is not above 0; no micro-batches; a
     /// precision with half-precision parameters, or with weights that are cast at each use; an optimizer in backward
-    /// with `clip_norm`, accumulation, loss scaling or several ranks.
+    /// with `clip_norm`, accumulation, loss scaling or several ranks; an exchange in bf16 in another precision or with
+    /// accumulation or loss scaling.
     pub fn validate(&self) -> Result<()> {
         const CONFIG: &str = "StepConfig";
         if !(1..=u32::MAX as usize).contains(&self.accumulation) {
@@ -234,7 +235,35 @@ impl StepConfig {
                 let got = Error::config(CONFIG, "optimizer_in_backward", "true");
                 Err(got.must_be(expected, hint))
             }
-            _ => Ok(()),
+            _ => self.validate_exchange(),
+        }
+    }
+
+    /// Checks that an exchange in bf16 has gradients that are computed in bf16.
+    fn validate_exchange(&self) -> Result<()> {
+        if self.ranks.exchanged() != Some(DType::BF16) {
+            return Ok(());
+        }
+        let (precision, n) = (self.precision, self.accumulation);
+        let conflicts = [
+            (
+                precision.dtype() != DType::BF16,
+                "precision",
+                precision.to_string(),
+                "bf16",
+            ),
+            (n > 1, "accumulation", n.to_string(), "1"),
+            (self.loss_scaling, "loss_scaling", "true".into(), "false"),
+        ];
+        match conflicts.into_iter().find(|(is_there, ..)| *is_there) {
+            None => Ok(()),
+            Some((_, field, got, expected)) => {
+                Err(Error::config("StepConfig", field, got).must_be(
+                    format!("{expected} for gradients that are exchanged in bf16"),
+                    "gradients are rounded where a matmul writes them, not after they were summed or unscaled in f32: \
+                     leave the dtype of the exchange None",
+                ))
+            }
         }
     }
 }

@@ -32,7 +32,8 @@ impl Plan {
     /// Returns the cost of a call, as profiles of planned runs report it, or `None` if its operands or group are not in
     /// this plan.
     ///
-    /// Bytes are those of its operands ([`bytes_moved`](Self::bytes_moved)). Matmul FLOPs are the call's own. Other
+    /// Bytes are those of its operands ([`bytes_moved`](Self::bytes_moved)). Matmul FLOPs are the call's own, those of
+    /// Muon's iteration included. Other
     /// FLOPs are those of its group ([`costs`](Self::costs)), divided among the group's calls that are not matmuls.
     /// Softmax FLOPs go to the calls that compute attention scores, if there are any. The rest is divided in proportion
     /// to the elements that each call computes: attention scores, or else the elements that it writes.
@@ -50,7 +51,12 @@ impl Plan {
                 None => (flops_without_group(&call.op), 0.0),
             };
         Cost {
-            matmul_flops: call.op.flops(),
+            matmul_flops: match call.op {
+                Op::Orthogonalize { rule, count, shape } => {
+                    count as f64 * rule.iteration(&shape).flops()
+                }
+                _ => call.op.flops(),
+            },
             other_flops,
             softmax_flops,
             read_bytes: read as f64,

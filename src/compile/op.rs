@@ -3,7 +3,8 @@
 use super::buffer::{BufferId, Buffers};
 use crate::distributed::{Collective, Reduce};
 use crate::ops::lowering::{Kernel, Named};
-use crate::optim::Rule;
+use crate::optim::muon::ITERATION;
+use crate::optim::{MuonConfig, Rule};
 use crate::probe::Path;
 use std::fmt;
 use std::ops::Range;
@@ -71,8 +72,27 @@ pub enum Op {
         /// The parameters' indices, by position. A fully sharded parameter has one position for each rank.
         parameters: Vec<usize>,
     },
+    /// The first part of Muon's update: reads `gradient` and, if gradients are clipped or checked, `factor`. Writes
+    /// `momentum_buffer` and `direction`. With sharded weights all are parts.
+    Momentum {
+        /// The index in [`Location::Parameter`](super::buffer::Location::Parameter).
+        parameter: usize,
+        /// The number of elements that are updated.
+        elements: usize,
+    },
+    /// The second part of Muon's update: makes `directions` (count, rows, columns) nearly orthogonal, in place. Writes
+    /// scratch memory.
+    Orthogonalize {
+        /// The rule, with the settings of the iteration.
+        rule: MuonConfig,
+        /// The number of matrices.
+        count: usize,
+        /// The rows and columns of each.
+        shape: [usize; 2],
+    },
     /// Reads `gradient` and, if gradients are clipped or checked, `factor`. Writes `parameter`, the rule's tensors of
-    /// state by their names and, on a GPU, the half-precision `copy` that matmuls read, if there is one.
+    /// state by their names and, on a GPU, the half-precision `copy` that matmuls read, if there is one. As the last
+    /// part of Muon's update it reads the orthogonal direction as `gradient`, and writes no state.
     Update {
         /// The rule. A run has the current hyperparameters.
         rule: Rule,
@@ -138,6 +158,8 @@ impl Op {
             Self::CheckOverflow { .. } => "check_overflow",
             Self::SumOfSquares { .. } => "sum_of_squares",
             Self::ClipFactor { .. } => "clip_factor",
+            Self::Momentum { .. } => "momentum",
+            Self::Orthogonalize { .. } => ITERATION,
             Self::Update { rule, .. } => rule.name(),
         }
     }
@@ -149,6 +171,14 @@ impl Op {
             Self::Update { rule, .. } => rule.info().gpu_width.is_some(),
             _ => true,
         }
+    }
+
+    /// Returns whether it is a part of the update of parameters.
+    pub fn is_update(&self) -> bool {
+        matches!(
+            self,
+            Self::Momentum { .. } | Self::Orthogonalize { .. } | Self::Update { .. }
+        )
     }
 
     /// Returns whether it is a matmul and nothing else.
@@ -171,6 +201,8 @@ impl Op {
             | Self::Broadcast { .. }
             | Self::AllGather { .. }
             | Self::ReduceScatter { .. }
+            | Self::Momentum { .. }
+            | Self::Orthogonalize { .. }
             | Self::Update { .. }
             | Self::Unscale { .. } => true,
             _ => false,
@@ -188,7 +220,13 @@ impl Op {
             | Self::ReduceScatter { elements }
             | Self::Unscale { elements }
             | Self::SumOfSquares { elements }
+            | Self::Momentum { elements, .. }
             | Self::Update { elements, .. } => elements.to_string(),
+            Self::Orthogonalize {
+                count,
+                shape: [rows, columns],
+                ..
+            } => format!("{count} of {rows}x{columns}"),
             Self::CheckOverflow { parameters } | Self::ClipFactor { parameters } => {
                 parameters.len().to_string()
             }

@@ -351,6 +351,17 @@ impl Plan {
         half.unwrap_or(DType::F32)
     }
 
+    /// Returns the gradients that are unscaled or whose squares are summed before the update, in order.
+    pub(super) fn checked_gradients(&self) -> impl Iterator<Item = &BufferRange> {
+        let is_unscaled = |call: &Call| matches!(call.op, Op::Unscale { .. });
+        let unscaled = self.calls.iter().any(is_unscaled);
+        self.calls.iter().filter_map(move |call| match call.op {
+            Op::Unscale { .. } => Some(call.writes.operand("gradient")),
+            Op::SumOfSquares { .. } if !unscaled => Some(call.reads.operand("x")),
+            _ => None,
+        })
+    }
+
     /// Returns the size of a run's output tensor, in bytes.
     #[cfg(feature = "cuda")]
     pub(super) fn output_bytes(&self) -> u64 {

@@ -36,6 +36,8 @@ pub(super) struct PlannedStep {
     pub plan: Plan,
     pub executor: Executor,
     parameters: Vec<(String, Var)>,
+    /// The dimensions of the full parameters, of which this rank may have parts.
+    dims: Vec<Vec<usize>>,
     /// The operands that hold the loss or output, the gradients' norm and each parameter's gradient after a run.
     output: BufferRange,
     norm: Option<BufferRange>,
@@ -55,14 +57,15 @@ pub(super) struct PlannedStep {
 }
 
 impl PlannedStep {
-    /// Creates a plan that has [no arena yet](Self::follow). Errors name `op`.
+    /// Creates a plan that has [no arena yet](Self::follow). `parameters` may be parts of full ones with dimensions
+    /// `dims`. Errors name `op`.
     ///
     /// # Errors
     /// On a GPU, shapes that its kernels do not support; out of memory; gradients exchanged in bf16 on the CPU.
     pub fn new(
         op: &'static str,
         lowered: Lowered,
-        parameters: Vec<(String, Var)>,
+        (parameters, dims): (Vec<(String, Var)>, Vec<Vec<usize>>),
         device: &Device,
         config: &StepConfig,
         communicator: Option<&Communicator>,
@@ -88,6 +91,7 @@ impl PlannedStep {
             executor: Executor::new(&lowered.plan, device)?,
             plan: lowered.plan,
             parameters,
+            dims,
             updated,
             unreached: lowered.unreached,
             output: lowered.output,
@@ -136,7 +140,7 @@ impl PlannedStep {
     /// An optimizer of other parameters; with clipping, gradients that are not finite.
     pub fn run(&mut self, optimizer: &mut Optimizer, tensors: &Tensors<'_>) -> Result<f32> {
         let ranks = self.ranks()?;
-        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
         self.run_with(optimizer, tensors, None)?;
         self.loss(tensors.loss_divisor)
     }
@@ -152,7 +156,7 @@ impl PlannedStep {
         tensors: &Tensors<'_>,
     ) -> Result<ScaledStep> {
         let ranks = self.ranks()?;
-        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
         let loss_scale = scaler.planned_scale(self.op)?;
         if loss_scale.is_some() && !self.config.loss_scaling {
             return Err(
@@ -181,7 +185,7 @@ impl PlannedStep {
         tensors: &Tensors<'_>,
         loss_scale: Option<f64>,
     ) -> Result<bool> {
-        let mut planned = optimizer.planned_updates(self.op, &self.parameters)?;
+        let mut planned = optimizer.planned_updates(self.op, &self.parameters, &self.dims)?;
         self.check_rules(&planned)?;
         self.leave_out_skipped(&mut planned);
         parameters::check_disjoint(self.op, &self.parameters, &planned, tensors.arguments)?;
@@ -357,7 +361,7 @@ impl PlannedStep {
 
     fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
-        let _timeout = ranks.as_ref().map(|ranks| ranks.apply_timeout(self.op));
+        let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
         parameters::check_disjoint(self.op, &self.parameters, &[], tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,

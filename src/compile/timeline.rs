@@ -186,6 +186,7 @@ impl Plan {
             (cost.matmul_flops / rates.matmul_flops).max(cost.bytes() / rates.memory_bytes);
         let own = match call.op {
             Op::Kernel(_) => rates.kernel_seconds,
+            Op::Orthogonalize { rule, .. } => 3.0 * rule.steps as f64 * rates.kernel_seconds,
             _ => 0.0, // one launch updates many parameters
         };
         seconds + own

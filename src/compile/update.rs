@@ -6,8 +6,12 @@ use super::op::{BufferRange, Phase};
 use super::traced::Parameter;
 use super::writer::Writer;
 use crate::distributed::Shard;
+use crate::inplace::wide;
+use crate::kernels::cpu::update::muon::Iteration;
 use crate::kernels::workspace;
 use crate::ops::lowering::Named;
+use crate::optim::rules::batches;
+use crate::optim::{MuonConfig, Rule};
 use candle_core::DType;
 use std::collections::HashMap;
 
@@ -103,10 +107,10 @@ impl Update<'_> {
         if clips {
             factor = Some(self.clip_factor());
         }
-        // In the order of the sums: on a GPU both use one table.
-        for place in self.result_slots().iter().filter(|place| place.is_own) {
-            self.update(place.number, factor);
-        }
+        let own = self.result_slots().into_iter();
+        let own = own.filter(|place| place.is_own);
+        let numbers: Vec<usize> = own.map(|place| place.number).collect();
+        self.update(&numbers, factor);
     }
 
     /// Adds the division of gradients by the loss scale and the overflow check. On the CPU the check ends the step. On
@@ -207,54 +211,156 @@ impl Update<'_> {
         factor
     }
 
-    /// Adds the update of a parameter, if this rank updates it.
-    pub fn update(&mut self, number: usize, factor: Option<BufferId>) {
-        if !self.is_own(number) {
-            return;
-        }
-        let Some(gradient) = self.gradients.get(number).cloned().flatten() else {
-            return;
-        };
-        let location = Location::Parameter(number);
-        let Some((parameter, buffer)) = self
-            .plan
-            .buffers
-            .iter()
-            .find(|(_, b)| b.location == location)
-        else {
-            return;
-        };
-        let (name, shape, dtype) = (buffer.name.clone(), buffer.shape.clone(), buffer.dtype);
-        let rule = self.parameters[number].rule;
-        let op = Op::Update {
-            rule,
-            parameter: number,
-            elements: shape.iter().product(),
-        };
-        let category = Category::OptimizerState;
-        let mut written = vec![("parameter", parameter)];
-        for (index, state) in rule.states(dtype).into_iter().enumerate() {
-            let parameter = number;
-            let location = Location::State { parameter, index };
-            let described = format!("{} of {name}", state.name);
-            let buffers = &mut self.plan.buffers;
-            let id = buffers.add(&described, &shape, state.dtype, category, location);
-            written.push((state.name, id));
-        }
+    /// Adds the updates of these parameters, as far as this rank updates them. Muon's matrices come last, in batches.
+    pub fn update(&mut self, numbers: &[usize], factor: Option<BufferId>) {
+        let own = numbers.iter().filter(|number| self.is_own(**number));
+        let updated: Vec<Updated> = own.filter_map(|number| self.updated(*number)).collect();
         self.plan.phase = Phase::Optimizer;
-        self.plan.path = rule.name().into();
-        for (name, elements, dtype) in rule.scratch(&self.parameters[number].shape, dtype) {
-            let scratch = self.plan.arena(name, &[elements], dtype, Category::Scratch);
-            written.push((name, scratch));
-        }
         let factor = factor.map(|factor| self.plan.whole(factor));
-        let reads = Named::from([("gradient", gradient)]).with_some("factor", factor);
-        let written = written
-            .into_iter()
-            .map(|(name, id)| (name, self.plan.whole(id)));
-        let written: Vec<_> = written.collect();
-        let copy = self.copies.get(&number).cloned().filter(|_| self.on_gpu);
-        let writes = Named::from(written).with_some("copy", copy);
-        self.plan.call(op, reads, writes);
+        let (mut matrices, mut of_muon) = (Vec::new(), Vec::new());
+        for updated in updated {
+            match updated.rule {
+                Rule::Muon(muon) => {
+                    let dims = &self.parameters[updated.number].shape;
+                    matrices.push((muon.iteration(dims), wide(updated.dtype), ()));
+                    of_muon.push((muon, updated));
+                }
+                _ => {
+                    let (gradient, states) = (updated.gradient.clone(), self.states(&updated));
+                    self.update_from(&updated, gradient, states, factor.clone());
+                }
+            }
+        }
+        for batch in batches(&matrices) {
+            let ((iteration, wide, ()), (muon, _)) = (&matrices[batch[0]], &of_muon[batch[0]]);
+            let batch: Vec<&Updated> = batch.iter().map(|place| &of_muon[*place].1).collect();
+            self.update_matrices(*muon, iteration, *wide, &batch, factor.clone());
+        }
     }
+
+    /// Returns a parameter with its gradient, or `None` if the plan has no gradient of it or does not read it.
+    fn updated(&self, number: usize) -> Option<Updated> {
+        let gradient = self.gradients.get(number).cloned().flatten()?;
+        let location = Location::Parameter(number);
+        let mut buffers = self.plan.buffers.iter();
+        let (parameter, buffer) = buffers.find(|(_, b)| b.location == location)?;
+        Some(Updated {
+            number,
+            rule: self.parameters[number].rule,
+            gradient,
+            parameter: self.plan.whole(parameter),
+            name: buffer.name.clone(),
+            shape: buffer.shape.clone(),
+            dtype: buffer.dtype,
+        })
+    }
+
+    /// Adds the buffers of a parameter's state. Returns them by name.
+    fn states(&mut self, updated: &Updated) -> Vec<(&'static str, BufferRange)> {
+        let states = updated.rule.states(updated.dtype).into_iter().enumerate();
+        let states = states.map(|(index, state)| {
+            let (parameter, category) = (updated.number, Category::OptimizerState);
+            let location = Location::State { parameter, index };
+            let described = format!("{} of {}", state.name, updated.name);
+            let buffers = &mut self.plan.buffers;
+            let id = buffers.add(&described, &updated.shape, state.dtype, category, location);
+            (state.name, self.plan.whole(id))
+        });
+        states.collect()
+    }
+
+    /// Adds the update of a parameter from its gradient, or from Muon's orthogonal direction.
+    fn update_from(
+        &mut self,
+        updated: &Updated,
+        gradient: BufferRange,
+        states: Vec<(&'static str, BufferRange)>,
+        factor: Option<BufferRange>,
+    ) {
+        self.plan.path = updated.rule.name().into();
+        let op = Op::Update {
+            rule: updated.rule,
+            parameter: updated.number,
+            elements: updated.parameter.elements.len(),
+        };
+        let reads = Named::from([("gradient", gradient)]).with_some("factor", factor);
+        let copy = self.copies.get(&updated.number).cloned();
+        let copy = copy.filter(|_| self.on_gpu);
+        let parameter = ("parameter", updated.parameter.clone());
+        let written: Vec<_> = [parameter].into_iter().chain(states).collect();
+        self.plan
+            .call(op, reads, Named::from(written).with_some("copy", copy));
+    }
+
+    /// Adds Muon's update of matrices of one shape. With sharded weights each rank computes its parts of the directions,
+    /// and then iterates all of them.
+    fn update_matrices(
+        &mut self,
+        rule: MuonConfig,
+        iteration: &Iteration,
+        wide: DType,
+        batch: &[&Updated],
+        factor: Option<BufferRange>,
+    ) {
+        let (count, n, [rows, columns]) = (batch.len(), iteration.elements(), iteration.shape);
+        self.plan.path = Rule::from(rule).name().into();
+        let shape = [count, rows, columns];
+        let category = Category::Temporary;
+        let directions = self.plan.arena("directions", &shape, wide, category);
+        let shard = self
+            .shares
+            .as_ref()
+            .filter(|shares| shares.owners.is_none());
+        let shard = shard.map(|shares| shares.own);
+        let own = |i: usize| {
+            let part = shard.unwrap_or(Shard::SINGLE).part(n);
+            BufferRange {
+                buffer: directions,
+                elements: i * n + part.start..i * n + part.end,
+            }
+        };
+        for (i, updated) in batch.iter().enumerate() {
+            let op = Op::Momentum {
+                parameter: updated.number,
+                elements: updated.parameter.elements.len(),
+            };
+            let reads = Named::from([("gradient", updated.gradient.clone())]);
+            let reads = reads.with_some("factor", factor.clone());
+            let writes = Named::from(self.states(updated)).with("direction", own(i));
+            self.plan.call(op, reads, writes);
+        }
+        for i in (0..count).filter(|_| shard.is_some()) {
+            let x = BufferRange {
+                buffer: directions,
+                elements: i * n..(i + 1) * n,
+            };
+            self.plan
+                .call(Op::AllGather { elements: n }, [], [("x", x)]);
+        }
+        let mut writes = Named::from([("directions", self.plan.whole(directions))]);
+        for (name, elements, dtype) in iteration.scratch(count, wide, self.on_gpu) {
+            let scratch = self.plan.arena(name, &[elements], dtype, Category::Scratch);
+            writes.push(name, self.plan.whole(scratch));
+        }
+        let op = Op::Orthogonalize {
+            rule,
+            count,
+            shape: iteration.shape,
+        };
+        self.plan.call(op, [], writes);
+        for (i, updated) in batch.iter().enumerate() {
+            self.update_from(updated, own(i), Vec::new(), factor.clone());
+        }
+    }
+}
+
+/// A parameter, or this rank's part of it, that is updated.
+struct Updated {
+    number: usize,
+    rule: Rule,
+    gradient: BufferRange,
+    parameter: BufferRange,
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
 }

@@ -201,10 +201,8 @@ impl Communicator {
     /// - a rank that has left;
     /// - this rank itself.
     ///
-    /// Collectives inside of a planned step on a GPU do not count. If a rank hangs in work of its own, such as its data
-    /// loader, while the others wait in [`Step::run`](crate::compile::Step::run), no rank is behind there, and the
-    /// error may name a rank that waits. Call [`barrier`](Self::barrier) or [`mean`](Self::mean) before each step, for
-    /// example to combine the flags of signals: they count, and the error names the rank that has not called them.
+    /// A planned step counts as one collective, and so does each one inside of it on the CPU. If a rank hangs in work of
+    /// its own, such as its data loader, while the others wait in [`Step::run`](crate::compile::Step::run), it is behind.
     ///
     /// These calls are covered without a guard:
     ///
@@ -246,6 +244,12 @@ impl Communicator {
     /// [`Trainer::resume_fully_sharded`]: crate::train::Trainer::resume_fully_sharded
     pub fn apply_timeout(&self, what: &str) -> TimeoutGuard<'_> {
         self.0.membership.enter_some(what)
+    }
+
+    /// Applies the timeout of [`apply_timeout`](Self::apply_timeout) to an operation that all ranks begin, which counts
+    /// as a collective.
+    pub(crate) fn enter(&self, what: &str) -> TimeoutGuard<'_> {
+        self.0.membership.enter(what)
     }
 
     /// Checks that no rank is known to have failed.

@@ -114,9 +114,9 @@ pub struct ReplicatedConfig {
     /// Planned steps on the CPU do not support bf16.
     ///
     /// A planned step on a GPU rounds only gradients that a matmul can write in bf16, as with [an optimizer in
-    /// backward](crate::compile::StepConfig::optimizer_in_backward): in precision bf16, those of matrices that one op
-    /// reads. Gradients of embeddings and norms are exchanged in f32. So are all gradients in other precisions, with
-    /// accumulation on a rank, and with loss scaling.
+    /// backward](crate::compile::StepConfig::optimizer_in_backward): those of matrices that one op reads. Gradients of
+    /// embeddings and norms are exchanged in f32. Such a step is in precision bf16, without accumulation and without
+    /// loss scaling.
     pub dtype: Option<DType>,
 }
 

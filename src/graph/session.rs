@@ -159,7 +159,7 @@ impl Session {
     }
 
     /// Returns the value whose data `x` shows. A tensor that the trace has not seen before becomes a weight, an input
-    /// or a constant.
+    /// or a constant; a view of a variable becomes the whole weight.
     pub(super) fn value(&mut self, x: &Tensor) -> Result<ValueId> {
         if let Some(id) = self.values.get(&address(x)).copied() {
             let value = &mut self.graph.values[id.0];
@@ -169,6 +169,9 @@ impl Session {
                 self.held[id.0] = x.clone();
             }
             return Ok(id);
+        }
+        if let Some(variable) = viewed_variable(x) {
+            return self.value(&variable);
         }
         let mut shape = x.dims().to_vec();
         let source = match Role::of(x) {
@@ -228,6 +231,16 @@ impl Session {
             tracked,
         })
     }
+}
+
+/// Returns the variable that `x` is a view of, if it is one that backward follows.
+fn viewed_variable(x: &Tensor) -> Option<Tensor> {
+    if !x.track_op() || x.is_variable() {
+        return None;
+    }
+    let of_same_data = |node: &&&Tensor| node.is_variable() && address(node) == address(x);
+    let nodes = x.sorted_nodes();
+    nodes.iter().find(of_same_data).map(|node| (*node).clone())
 }
 
 pub(super) fn duplicate_name(name: &str) -> Error {

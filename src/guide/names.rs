@@ -97,6 +97,7 @@
 //! | `sum(dim)`, `mean(dim)` | [`ops::sum_over`], [`ops::mean_over`]: one or several dimensions; `D::Minus1` is -1 |
 //! | `sum(dim, keepdim=True)`, `mean(...)` | [`ops::sum_keepdim`], [`ops::mean_keepdim`] |
 //! | `var`, `std`, `var_mean`, `std_mean` | [`ops::var`], [`ops::var_keepdim`]; `std` is its [`ops::sqrt`] |
+//! | `max(dim)` | [`ops::topk`] with k = 1: values and indices |
 //! | `max(dim).values`, `amax` | [`ops::max_over`], [`ops::max_keepdim`]; of all elements: name all dimensions |
 //! | `min(dim).values`, `amin` | [`ops::min_over`], [`ops::min_keepdim`] |
 //! | `argmax`, `argmin`, `max(dim).indices` | [`ops::argmax`], [`ops::argmin`]: u32, no gradient |

@@ -411,7 +411,7 @@ fn breakdown<W>(layer: LayerEstimate<'_, W>) -> Result<MemoryBreakdown> {
         let graph = of(layer.workload)?;
         let other = is_addressable(MOST_SCALED).then(|| of(&layer.other).ok());
         let letters = Letters::new(&graph, layer.letters, other.flatten());
-        let lifetimes = Lifetimes::of(&graph, Mode::ForwardBackward, layer.residents);
+        let lifetimes = Lifetimes::of(&graph, Mode::ForwardBackward, layer.residents, None);
         (graph, letters, lifetimes)
     } else {
         let lifetimes = Lifetimes::beyond(layer.residents);

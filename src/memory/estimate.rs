@@ -176,7 +176,7 @@ pub fn estimate_graph(graph: &Graph, mode: Mode) -> Result<Estimate> {
     let parameter_bytes =
         weights.map(|weight| elements(&weight.shape) * weight.dtype.size_in_bytes() as f64);
     let parameter_bytes = parameter_bytes.sum();
-    let lifetimes = Lifetimes::of(graph, mode, residents(graph, mode));
+    let lifetimes = Lifetimes::of(graph, mode, residents(graph, mode), None);
     let place = place(graph.target);
     let sizes = format!(
         "{} ops, {} weights; {place}",

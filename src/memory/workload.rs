@@ -3,7 +3,7 @@
 
 pub use crate::graph::Target;
 
-use super::MemoryKind::{Inputs, Optimizer, Weights};
+use super::MemoryKind::{Inputs, Optimizer, Scratch, Weights};
 use super::attention::traced;
 use super::letters::{Letter, Letters, other_head_dim};
 use super::lifetimes::{Buffer, Lifetimes, elements};
@@ -335,6 +335,21 @@ pub(super) fn lifetimes(
         return Ok((Graph::default(), Lifetimes::beyond(residents)));
     }
     let graph = workload.trace(config)?;
-    let lifetimes = Lifetimes::of(&graph, workload.mode, residents);
+    let update = update_scratch(&graph, workload);
+    let lifetimes = Lifetimes::of(&graph, workload.mode, residents, update);
     Ok((graph, lifetimes))
+}
+
+/// Returns the scratch memory of the update of the weights of `graph`, if it needs any.
+fn update_scratch(graph: &Graph, workload: &Workload) -> Option<Buffer> {
+    let weights = graph.weights();
+    let weights = weights.map(|(id, name)| (name, &graph.value(id).shape[..]));
+    let (dtype, on_gpu) = (
+        workload.precision.parameter_dtype(),
+        graph.target == Target::Cuda,
+    );
+    let bytes = workload.optimizer.step_bytes(weights, dtype, on_gpu);
+    let (what, formula) = ("Muon's iteration", "of the largest batch");
+    let scratch = Buffer::new(Scratch, what, formula, bytes as f64, 1);
+    (bytes > 0).then_some(scratch)
 }

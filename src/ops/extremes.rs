@@ -24,8 +24,9 @@ use candle_core::{DType, Tensor};
 ///
 /// `dims` are those of [`sum_over`](super::sum_over). The following also holds for [`max_keepdim`], [`min_over`] and
 /// [`min_keepdim`]. A result is NaN if one of its elements is. Backward: the first of equal extremes gets dy, and so
-/// does the first NaN; all others get 0. That is PyTorch's `max(dim)`; its `amax` divides dy among equal ones. The
-/// indices are [`argmax`](super::argmax)'s, which has no gradient. Saved for backward: x, y. Autocast: follows x.
+/// does the first NaN; all others get 0. That is PyTorch's `max(dim)`; its `amax` divides dy among equal ones.
+/// [`topk(x, 1)`](super::topk()) also returns the indices, with the same gradient, and [`argmax`](super::argmax) only
+/// these. Saved for backward: x, y. Autocast: follows x.
 ///
 /// ```
 /// use candle_core::{Device, Var};

@@ -206,7 +206,7 @@ const fn info(op: &'static str, lowering: Lowering) -> OpInfo {
 }
 
 /// Softmax of heads with a key mask or a bias: x in f32 or f64.
-const MASKED: OpInfo = info("masked_softmax", MASKED_LOWERING);
+const MASKED: OpInfo = info("masked_softmax", MASKED_LOWERING).on_gpu();
 
 /// Ops of which the reference is composed.
 const SCALE: OpInfo = OpInfo::new("scale").composed("1 an element", |o| o.elementwise(1.0));
@@ -284,6 +284,9 @@ const MASKED_LOWERING: Lowering = Lowering {
                 Ok(())
             })
         });
+        let kernel = on_gpu!(kernel, |k, l| {
+            cuda_kernel::forward(l.gpu, masked_scores(k, l)?, l.x("x")?, l.y("p")?)
+        });
         let reads = Named::from([("x", Slot::Input(0))]).and(masks(signature));
         let first_keys = signature.extra_inputs.iter();
         let calls = match first_keys.clone().position(|x| x.dtype == DType::U32) {
@@ -300,6 +303,10 @@ const MASKED_LOWERING: Lowering = Lowering {
                 kernel::backward_of_heads(dp, p, &rows, scale, s.y("dx")?);
                 Ok(())
             })
+        });
+        let kernel = on_gpu!(kernel, |k, l| {
+            let inputs = [l.x("dp")?, l.x("p")?];
+            cuda_kernel::backward(l.gpu, masked_scores(k, l)?, inputs, l.y("dx")?)
         });
         let reads = Named::from([("dp", Slot::OutputGradient), ("p", Slot::Output)]);
         Calls::default().call(
@@ -431,5 +438,29 @@ fn scores<'a>(k: &Kernel, l: &Operands<'a>) -> candle_core::Result<cuda_kernel::
         first_keys: l.some_x("first_keys"),
         heads: k.some_count("heads").unwrap_or(1),
         first_head: 0,
+        masked: false,
+        shown: None,
+    })
+}
+
+#[cfg(feature = "cuda")]
+fn masked_scores<'a>(k: &Kernel, l: &Operands<'a>) -> candle_core::Result<cuda_kernel::Scores<'a>> {
+    let shown = match l.some_x("visible") {
+        None => None,
+        Some(shown) => {
+            let mut dims = [0; 4];
+            for (dim, name) in dims.iter_mut().zip(VISIBLE) {
+                *dim = k.count(name)?;
+            }
+            let [_, h, q, l] = dims;
+            let strides = [h * q * l, q * l, l, 1];
+            let strides = std::array::from_fn(|i| if dims[i] == 1 { 0 } else { strides[i] });
+            Some((shown, strides))
+        }
+    };
+    Ok(cuda_kernel::Scores {
+        masked: true,
+        shown,
+        ..scores(k, l)?
     })
 }

@@ -1,10 +1,16 @@
 //! Steps on a GPU, with all parameters of a rule in one launch, and norms of gradients.
 
+use super::Rule;
+use super::muon::{Matrix, in_range};
 use super::slot::Slot;
 use crate::Result;
+use crate::kernels::cpu::update::muon::{self, Iteration};
+use crate::kernels::cuda::View;
+use crate::kernels::cuda::newton_schulz::{self, Buffers};
 use crate::kernels::cuda::update::{self, Entry, Tables};
 use crate::kernels::{Update, workspace};
-use crate::ops::cuda::{elements, gpu};
+use crate::ops::cuda::{alloc_uninit, elements, gpu, whole};
+use crate::ops::lowering::{Multiplier, Named};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::{CudaDevice, DType, Tensor, Var};
 
@@ -30,8 +36,11 @@ struct Parameter {
 }
 
 impl Batch {
-    /// Compiles and loads the kernel for a GPU, so that errors occur before anything changes.
-    pub(super) fn prepare(&mut self, gpu: &CudaDevice) -> Result<()> {
+    /// Compiles and loads the kernels of a rule for a GPU, so that errors occur before anything changes.
+    pub(super) fn prepare(&mut self, gpu: &CudaDevice, rule: &Rule) -> Result<()> {
+        if matches!(rule, Rule::Muon(_)) {
+            newton_schulz::prepare(gpu)?;
+        }
         if self.prepared != Some(gpu.id()) {
             update::prepare(gpu)?;
             self.prepared = Some(gpu.id());
@@ -92,6 +101,82 @@ impl Batch {
         }
         Ok(())
     }
+}
+
+/// Updates matrices by Muon: all are iterated together.
+pub(super) fn step_muon(
+    gpu: &CudaDevice,
+    iteration: &Iteration,
+    batch: &[&Matrix<'_>],
+) -> Result<()> {
+    let (count, n) = (batch.len(), iteration.elements());
+    let directions = alloc_uninit(gpu, DType::F32, count * n)?;
+    let directions = whole(&directions)?;
+    let own = |i: usize| directions.slice(i * n, n);
+    let gradients = batch
+        .iter()
+        .map(|matrix| matrix.gradient.to_dtype(DType::F32));
+    let gradients = gradients.collect::<candle_core::Result<Vec<_>>>()?;
+    let updates: Vec<Update> = batch.iter().map(|matrix| matrix.update).collect();
+    let entries = batch.iter().zip(&gradients).enumerate();
+    let entries = entries.map(|(i, (matrix, gradient))| {
+        Ok(Entry {
+            value: own(i),
+            gradient: elements(gradient)?,
+            states: [Some(elements(&matrix.slot.states[0].1)?), None],
+            copy: None,
+            rule: muon::DIRECTION,
+            update: i,
+        })
+    });
+    let entries = entries.collect::<Result<Vec<_>>>()?;
+    update::step(gpu, &entries, &updates, false)?;
+    drop(gradients); // the scratch memory may take its place
+    let scratch = iteration.scratch(count, DType::F32, true).into_iter();
+    let scratch =
+        scratch.map(|(name, elements, dtype)| Ok((name, alloc_uninit(gpu, dtype, elements)?)));
+    let scratch = scratch.collect::<Result<Vec<_>>>()?;
+    let mut views = Named::from([("directions", directions)]);
+    for (name, storage) in &scratch {
+        views.push(name, whole(storage)?);
+    }
+    in_range(iteration, count, DType::F32, || {
+        orthogonalize_on_gpu(gpu, &Multiplier::Eager, iteration, &views)
+    })?;
+    let entries = batch.iter().enumerate().map(|(i, matrix)| {
+        let (var, master) = (matrix.var, matrix.slot.master.as_ref());
+        Ok(Entry {
+            value: elements(master.unwrap_or(var))?,
+            gradient: own(i),
+            states: [None; 2],
+            copy: master.map(|_| elements(var)).transpose()?,
+            rule: matrix.update.rule.kernel(),
+            update: i,
+        })
+    });
+    let has_master_weights = batch[0].slot.master.is_some();
+    let entries = entries.collect::<Result<Vec<_>>>()?;
+    Ok(update::step(gpu, &entries, &updates, has_master_weights)?)
+}
+
+/// Makes Muon's `directions` orthogonal, with the scratch memory of [`Iteration::scratch`].
+pub(crate) fn orthogonalize_on_gpu(
+    gpu: &CudaDevice,
+    multiplier: &Multiplier<'_>,
+    iteration: &Iteration,
+    views: &Named<View<'_>>,
+) -> candle_core::Result<()> {
+    let buffers = Buffers {
+        directions: *views.operand("directions"),
+        x: views.get("x").copied(),
+        next: *views.operand("next"),
+        gram: *views.operand("gram"),
+        square: *views.operand("square"),
+        sums: *views.operand("sums"),
+    };
+    newton_schulz::orthogonalize(gpu, iteration, &buffers, |product| {
+        multiplier.multiply_add(gpu, product)
+    })
 }
 
 /// Returns the sum of squares of each tensor, in f64, by one launch and one synchronization. Returns `None` unless all

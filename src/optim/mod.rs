@@ -34,6 +34,7 @@ mod cuda;
 mod file;
 mod grad_scaler;
 mod groups;
+pub(crate) mod muon;
 mod optimizer;
 pub(crate) mod rules;
 mod schedule;
@@ -41,8 +42,10 @@ mod shards;
 mod slot;
 mod state;
 
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::orthogonalize_on_gpu;
 pub(crate) use optimizer::PlannedUpdate;
-pub(crate) use slot::step_slices;
+pub(crate) use slot::{direction, orthogonalize, step_slices};
 
 pub use crate::gradients::MissingGradients;
 pub use accumulate::GradientAccumulator;

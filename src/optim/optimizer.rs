@@ -2,10 +2,11 @@
 
 use super::shards::Shards;
 use super::slot::{STEP, Slot, step_cpu, step_reference};
-use super::{MissingGradients, ParameterGroup, Rule};
+use super::{MissingGradients, ParameterGroup, Rule, muon};
 use crate::gradients::{find_gradient, missing};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
+use crate::ops::cost::Cost;
 use crate::ops::{Path, check_granted_on, choose, try_contiguous};
 use crate::probe::{self, Kind, Operand, Operands};
 use crate::{Error, Result};
@@ -137,7 +138,9 @@ impl Optimizer {
         for entry in self.entries() {
             match (choose(entry.rule.info(), entry.var)?, entry.var.device()) {
                 #[cfg(feature = "cuda")]
-                (Path::Kernel, candle_core::Device::Cuda(gpu)) => on_gpu.prepare(gpu)?,
+                (Path::Kernel, candle_core::Device::Cuda(gpu)) => {
+                    on_gpu.prepare(gpu, entry.rule)?
+                }
                 _ => {}
             }
         }
@@ -149,19 +152,30 @@ impl Optimizer {
             let range = probe::op(Kind::Op, name, probe::op_path(name));
             let of_rule = |entry: &Entry<'_>| entry.rule.name() == name;
             let updates = self.updates(&gradients);
+            let mut matrices = Vec::new();
             for (entry, gradient, slot) in updates.filter(|(entry, ..)| of_rule(entry)) {
-                let (var, update) = (entry.var, entry.update(self.steps));
+                let (var, update) = (entry.var, entry.update(self.steps, entry.var.dims()));
                 match (choose(entry.rule.info(), var)?, var.device()) {
+                    (Path::Kernel, _) if let Rule::Muon(rule) = entry.rule => {
+                        matrices.push(muon::Matrix {
+                            var,
+                            gradient,
+                            slot,
+                            rule,
+                            update,
+                        });
+                    }
                     #[cfg(feature = "cuda")]
                     (Path::Kernel, candle_core::Device::Cuda(_)) => {
                         on_gpu.add(var, gradient, slot, &update);
                     }
                     (Path::Kernel, _) => {
-                        step_cpu(var, gradient, slot, entry.rule, &update)?;
+                        step_cpu(var, gradient, slot, &update)?;
                     }
                     (Path::Reference, _) => step_reference(var, gradient, slot, &update)?,
                 }
             }
+            muon::step(&matrices)?;
             #[cfg(feature = "cuda")]
             std::mem::take(&mut on_gpu).step()?;
             if probe::is_listening() {
@@ -179,7 +193,8 @@ impl Optimizer {
     pub fn step_reference(&mut self, gradients: &GradStore) -> Result<()> {
         let gradients = self.begin_step(gradients)?;
         for (entry, gradient, slot) in self.updates(&gradients) {
-            step_reference(entry.var, gradient, slot, &entry.update(self.steps))?;
+            let update = entry.update(self.steps, entry.var.dims());
+            step_reference(entry.var, gradient, slot, &update)?;
         }
         self.gather_weights()
     }
@@ -354,10 +369,26 @@ fn leave<'o>(range: probe::RangeGuard, entries: impl Iterator<Item = Entry<'o>>)
         .into_iter()
         .chain(states.map(|state| state.dtype));
     let operands: Vec<_> = dtypes.map(|dtype| Operand { dims: &dims, dtype }).collect();
-    range.leave(Operands {
+    let operands = Operands {
         inputs: &operands,
         output: operands[0],
+    };
+    let matmul_flops = entries.iter().map(|entry| match entry.rule {
+        Rule::Muon(muon) => muon.iteration(entry.var.dims()).flops(),
+        _ => 0.0,
     });
+    let matmul_flops = matmul_flops.sum();
+    let formula = first.rule.info().cost;
+    match formula.and_then(|formula| (formula.forward)(&operands)) {
+        Some(cost) => range.leave_costing(
+            operands,
+            Cost {
+                matmul_flops,
+                ..cost
+            },
+        ),
+        None => range.leave(operands),
+    }
 }
 
 /// A parameter with its group and state.
@@ -372,10 +403,9 @@ pub(super) struct Entry<'o> {
 }
 
 impl Entry<'_> {
-    /// Returns the coefficients of its update in step `step`.
-    pub fn update(&self, step: usize) -> Update {
-        self.rule
-            .update(step - self.skipped, self.number, self.var.dims())
+    /// Returns the coefficients of its update in step `step`. `dims` are those of the full parameter, if it is a part.
+    pub fn update(&self, step: usize, dims: &[usize]) -> Update {
+        self.rule.update(step - self.skipped, self.number, dims)
     }
 }
 
@@ -422,7 +452,8 @@ pub(crate) struct PlannedUpdate {
 }
 
 impl Optimizer {
-    /// Returns the updates of `parameters` in the next step, in order, without applying them.
+    /// Returns the updates of `parameters` in the next step, in order, without applying them. `dims` are those of the
+    /// full parameters, if they are sharded.
     ///
     /// # Errors
     /// An invalid learning rate or configuration; parameters that are not exactly those of this optimizer.
@@ -430,6 +461,7 @@ impl Optimizer {
         &self,
         op: &'static str,
         parameters: &[(String, Var)],
+        dims: &[Vec<usize>],
     ) -> Result<Vec<PlannedUpdate>> {
         for group in &self.groups {
             group.rule.validate()?;
@@ -441,7 +473,7 @@ impl Optimizer {
             problem: format!("parameter {name} is {whose}'s and not {other}'s"),
             hint: "plan for an optimizer of model.parameters(), all of them and no others".into(),
         };
-        let updates = parameters.iter().map(|(name, var)| {
+        let updates = parameters.iter().zip(dims).map(|((name, var), dims)| {
             let Some(entry) = found.remove(&var.id()) else {
                 return Err(refuse(name, "the model", "the optimizer"));
             };
@@ -449,7 +481,7 @@ impl Optimizer {
             Ok(PlannedUpdate {
                 states: states
                     .map(|states| states.map(|(_, var)| var.as_tensor().clone()).collect()),
-                update: entry.update(self.steps + 1),
+                update: entry.update(self.steps + 1, dims),
                 rule: *entry.rule,
             })
         });

@@ -3,7 +3,7 @@
 use super::Rule;
 use super::rules::{MASTER, master, reference};
 use crate::inplace::{for_stored, is_supported, read, wide, with_all_mut_bytes};
-use crate::kernels::cpu::update::muon::{self, Muon, Scratch};
+use crate::kernels::cpu::update::muon::{self, Iteration, Scratch};
 use crate::kernels::cpu::update::{self, AdamW, Elementwise, Lion, Moment, Sgd};
 use crate::kernels::cpu::{Real, Stored};
 use crate::kernels::{Coefficients, Update, stochastic};
@@ -62,30 +62,27 @@ impl Slot {
     }
 }
 
-/// Updates a parameter by the CPU's kernel. The gradient is one of `readable_gradients`.
+/// Updates a parameter by the CPU's kernel. The gradient is one of `readable_gradients`, or Muon's direction.
 pub(super) fn step_cpu(
     parameter: &Var,
     gradient: &Tensor,
     slot: &Slot,
-    rule: &Rule,
     update: &Update,
 ) -> candle_core::Result<()> {
-    let scratch = rule
-        .scratch(parameter.dims(), parameter.dtype())
-        .into_iter();
-    let scratch = scratch.map(|(name, elements, dtype)| {
-        Ok((name, Tensor::zeros(elements, dtype, parameter.device())?))
-    });
-    let scratch = scratch.collect::<candle_core::Result<Vec<_>>>()?;
-    let written: Vec<(&str, &Tensor)> = [("parameter", parameter)]
-        .into_iter()
-        .chain(slot.vars())
-        .map(|(name, var)| (name, var.as_tensor()))
-        .chain(scratch.iter().map(|(name, tensor)| (*name, tensor)))
-        .collect();
+    let written = [("parameter", parameter)].into_iter().chain(slot.vars());
+    let written: Vec<_> = written.map(|(name, var)| (name, var.as_tensor())).collect();
+    with_slices(Some(gradient), &written, |s| step_slices(s, 1.0, update))
+}
+
+/// Calls `run` with the elements of a gradient, if there is one, and of the tensors that are written. Each of these must
+/// be alone on its storage.
+pub(super) fn with_slices(
+    gradient: Option<&Tensor>,
+    written: &[(&'static str, &Tensor)],
+    run: impl FnOnce(&Slices<'_>) -> candle_core::Result<()>,
+) -> candle_core::Result<()> {
     let tensors: Vec<&Tensor> = written.iter().map(|(_, tensor)| *tensor).collect();
-    let n = gradient.elem_count();
-    for_stored!(gradient.dtype(), G => read(gradient, |g: &[G]| {
+    let run = |reads: Named<Slice<'_>>| {
         with_all_mut_bytes(&tensors, |bytes| {
             let mut writes = Named::from([]);
             for ((name, tensor), bytes) in written.iter().zip(bytes) {
@@ -93,75 +90,91 @@ pub(super) fn step_cpu(
                 // SAFETY: the bytes of n elements, borrowed exclusively.
                 writes.push(name, unsafe { Slice::new(bytes.cast(), n, dtype) });
             }
-            // SAFETY: it is read only.
-            let g = unsafe { Slice::new(g.as_ptr().cast_mut().cast(), n, gradient.dtype()) };
-            let step = StepState { micro_batch: 0, loss_gradient: 1.0 };
-            step_slices(&Slices::new(step, [("gradient", g)].into(), &writes), 1.0, update)
+            let step = StepState {
+                micro_batch: 0,
+                loss_gradient: 1.0,
+            };
+            run(&Slices::new(step, reads, &writes))
         })?
+    };
+    let Some(gradient) = gradient else {
+        return run([].into());
+    };
+    let n = gradient.elem_count();
+    for_stored!(gradient.dtype(), G => read(gradient, |g: &[G]| {
+        // SAFETY: it is read only.
+        let g = unsafe { Slice::new(g.as_ptr().cast_mut().cast(), n, gradient.dtype()) };
+        run([("gradient", g)].into())
     }))
 }
 
 /// Updates a parameter on the CPU: reads `gradient`, and writes `parameter`, the rule's states and, for half precision,
-/// `master`. The gradient is multiplied by `factor`, which must be 1 in half precision.
+/// `master`. The gradient is multiplied by `factor`, which must be 1 in half precision. For Muon the gradient is the
+/// orthogonal direction, `factor` is not used, and no state is written.
 pub(crate) fn step_slices(s: &Slices<'_>, factor: f64, update: &Update) -> candle_core::Result<()> {
     match update.rule {
         Coefficients::AdamW(_) => elementwise::<AdamW, 2>(s, factor, update),
         Coefficients::Lion(_) => elementwise::<Lion, 1>(s, factor, update),
-        Coefficients::Muon(rule) => step_muon(s, factor, update, &rule),
+        Coefficients::Muon(_) => {
+            let clip_value = f64::INFINITY; // the gradient was clipped
+            elementwise::<muon::Step, 0>(
+                s,
+                1.0,
+                &Update {
+                    clip_value,
+                    ..*update
+                },
+            )
+        }
         Coefficients::Sgd(rule) if rule.has_momentum() => elementwise::<Sgd, 1>(s, factor, update),
         Coefficients::Sgd(_) => elementwise::<Sgd, 0>(s, factor, update),
     }
 }
 
-/// Runs Muon's kernels on operands of any dtypes.
-fn step_muon(s: &Slices<'_>, factor: f64, update: &Update, rule: &Muon) -> candle_core::Result<()> {
-    let parameter = s.dtype_of("parameter")?;
-    if parameter == DType::F64 {
-        let direction = direction::<f64, f64, f64>(s, factor, update, rule)?;
-        muon::apply(s.y::<f64>("parameter")?, direction, update);
-        return Ok(());
+/// Computes Muon's direction on the CPU: reads `gradient`, and writes `direction` and `momentum_buffer`. The gradient is
+/// multiplied by `factor`.
+pub(crate) fn direction(s: &Slices<'_>, factor: f64, update: &Update) -> candle_core::Result<()> {
+    fn of<G, T>(s: &Slices<'_>, factor: f64, update: &Update) -> candle_core::Result<()>
+    where
+        G: Stored<Wide = T>,
+        T: Moment<Wide = T> + Real,
+    {
+        let (gradient, buffer) = (s.x::<G>("gradient")?, s.y("momentum_buffer")?);
+        muon::direction(s.y("direction")?, gradient, factor, buffer, update);
+        Ok(())
     }
-    let direction = match s.dtype_of("scratch")? {
-        DType::BF16 => wide_direction::<bf16>(s, factor, update, rule)?,
-        _ => wide_direction::<f32>(s, factor, update, rule)?,
-    };
-    match parameter {
-        DType::F32 => muon::apply(s.y::<f32>("parameter")?, direction, update),
-        DType::F16 => {
-            muon::apply_half::<f16>(s.y("parameter")?, direction, s.y(MASTER)?, update);
-        }
-        _ => muon::apply_half::<bf16>(s.y("parameter")?, direction, s.y(MASTER)?, update),
-    }
-    Ok(())
-}
-
-/// Returns Muon's direction in f32.
-fn wide_direction<'s, S: Stored<Wide = f32>>(
-    s: &Slices<'s>,
-    factor: f64,
-    update: &Update,
-    rule: &Muon,
-) -> candle_core::Result<&'s [f32]> {
-    match s.dtype_of("gradient")? {
-        DType::F16 => direction::<f16, f32, S>(s, factor, update, rule),
-        DType::BF16 => direction::<bf16, f32, S>(s, factor, update, rule),
-        _ => direction::<f32, f32, S>(s, factor, update, rule),
+    match (s.dtype_of("direction")?, s.dtype_of("gradient")?) {
+        (DType::F64, _) => of::<f64, f64>(s, factor, update),
+        (_, DType::F16) => of::<f16, f32>(s, factor, update),
+        (_, DType::BF16) => of::<bf16, f32>(s, factor, update),
+        _ => of::<f32, f32>(s, factor, update),
     }
 }
 
-fn direction<'s, G: Stored<Wide = T>, T: Moment<Wide = T> + Real, S: Stored<Wide = T>>(
-    s: &Slices<'s>,
-    factor: f64,
-    update: &Update,
-    rule: &Muon,
-) -> candle_core::Result<&'s [T]> {
-    let mut scratch = Scratch {
-        direction: s.y("direction")?,
-        scratch: s.y::<S>("scratch")?,
-    };
-    let (gradient, buffer) = (s.x::<G>("gradient")?, s.y("momentum_buffer")?);
-    muon::direction(rule, gradient, factor, buffer, &mut scratch, update);
-    Ok(scratch.direction)
+/// Makes Muon's `directions` orthogonal on the CPU, with the scratch memory of [`Iteration::scratch`].
+pub(crate) fn orthogonalize(s: &Slices<'_>, iteration: &Iteration) -> candle_core::Result<()> {
+    fn of<T, S>(s: &Slices<'_>, iteration: &Iteration) -> candle_core::Result<()>
+    where
+        T: Real + Stored<Wide = T>,
+        S: Stored<Wide = T>,
+    {
+        let scratch = Scratch {
+            x: match iteration.in_bf16 {
+                true => s.y("x")?,
+                false => &mut [],
+            },
+            next: s.y("next")?,
+            gram: s.y("gram")?,
+            square: s.y("square")?,
+        };
+        muon::orthogonalize::<T, S>(iteration, s.y("directions")?, scratch);
+        Ok(())
+    }
+    match (s.dtype_of("directions")?, iteration.in_bf16) {
+        (DType::F64, _) => of::<f64, f64>(s, iteration),
+        (_, true) => of::<f32, bf16>(s, iteration),
+        (_, false) => of::<f32, f32>(s, iteration),
+    }
 }
 
 /// Selects the kernel by the dtypes of parameter, gradient and state.

@@ -1,10 +1,12 @@
 //! Ranks that stop, die or disagree: the other ranks end within the timeout, with an error that names the rank.
 
 use super::{Outcome, at_most, join, ranks};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, Var};
 use std::time::{Duration, Instant};
-use tallow::distributed::Reduce;
-use tallow::{Error, Result};
+use tallow::compile::{Inputs, Step, StepConfig};
+use tallow::distributed::{Reduce, Replicated, ReplicatedConfig};
+use tallow::optim::{AdamWConfig, Optimizer};
+use tallow::{Error, Result, ops};
 
 /// Enough time for a busy machine to start all processes.
 const SOON: Duration = Duration::from_secs(45);
@@ -20,6 +22,21 @@ fn a_stopped_rank_is_named() {
     assert!(!success && took < SOON, "{took:?}: {text}");
     assert!(
         text.contains("rank 1, in ") && text.contains("has waited"),
+        "{text}"
+    );
+}
+
+#[test]
+#[cfg_attr(feature = "cuda", ignore = "needs two CUDA devices")]
+fn a_rank_that_is_late_for_a_step_is_named() {
+    let Outcome {
+        success,
+        text,
+        took,
+    } = ranks("late", 2, &[]);
+    assert!(!success && took < SOON, "{took:?}: {text}");
+    assert!(
+        text.contains("rank 1, in its own work") && text.contains("has waited"),
         "{text}"
     );
 }
@@ -70,6 +87,36 @@ pub fn stopped() -> Result<()> {
         "{:?}",
         began.elapsed()
     );
+    Err(error)
+}
+
+/// Lets rank 1 miss a planned step, in which rank 0 waits: rank 1 is the one that failed.
+pub fn late() -> Result<()> {
+    let ranks = join(3)?;
+    let weight = Var::ones((4, 4), DType::F32, ranks.device())?;
+    let parameters = vec![("weight".to_string(), weight.clone())];
+    let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
+    let replicated = Replicated::new(&ranks, parameters, ReplicatedConfig::default())?;
+    let x = Tensor::ones((2, 4), DType::F32, ranks.device())?;
+    let loss = |inputs: &Inputs| ops::mean(&ops::linear(&inputs.get("x")?, &weight)?);
+    let mut step =
+        Step::new(&optimizer, &StepConfig::default(), loss)?.replicated(&optimizer, &replicated)?;
+    for _ in 0..4 {
+        step.run(&mut optimizer, [("x", &x)])?;
+    }
+    let began = Instant::now();
+    let error = loop {
+        let found = match ranks.rank() {
+            0 => step.run(&mut optimizer, [("x", &x)]).map(|_| ()),
+            _ => ranks.check(),
+        };
+        if let Err(error) = found {
+            break error;
+        }
+        assert!(began.elapsed() < Duration::from_secs(20));
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
     Err(error)
 }
 

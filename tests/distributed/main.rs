@@ -20,7 +20,7 @@ const CASE: &str = "TALLOW_TEST_CASE";
 /// A name, and the function that each rank runs.
 type Case = (&'static str, fn() -> Result<()>);
 
-const CASES: [Case; 9] = [
+const CASES: [Case; 10] = [
     ("collectives", collectives::of_every_dtype),
     ("replicated", replicated::as_one_process),
     ("tied", replicated::tied_as_one_process),
@@ -28,6 +28,7 @@ const CASES: [Case; 9] = [
     ("fully sharded", fully_sharded::as_one_process),
     ("training", training::as_one_process),
     ("stopped", failures::stopped),
+    ("late", failures::late),
     ("ended", failures::ended),
     ("disagreeing", failures::disagreeing),
 ];

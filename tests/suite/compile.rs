@@ -26,7 +26,7 @@ mod property;
 mod pytorch;
 mod refusals;
 mod retrace;
-mod routing;
+pub mod routing;
 #[cfg(feature = "cuda")]
 mod tf32;
 mod tied;

@@ -5,7 +5,7 @@ mod picture;
 
 use crate::check::refusal;
 use crate::settings::{meta_of, with_weights};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
@@ -300,6 +300,28 @@ fn one_weight_read_twice_is_one_weight() {
         traced.weights().map(|(_, name)| name).collect::<Vec<_>>(),
         ["table.weight"]
     );
+}
+
+/// A part of a variable, taken by candle's ops, reads the whole weight, which the trace has not seen before.
+#[test]
+fn a_part_of_a_variable_is_its_weight() {
+    let stack = Var::ones((4, 3), DType::F32, &Device::Cpu).unwrap();
+    let read = |part: &Tensor| ops::sum(&ops::relu(part)?);
+    let part = |index: usize| stack.narrow(0, index, 1)?.squeeze(0);
+    let traced = graph::trace(Target::Cpu, || {
+        ops::add(&read(&part(2)?)?, &read(&part(1)?)?)
+    });
+    let traced = traced.unwrap();
+    let values = traced.values().iter();
+    let mut weights = values.filter(|value| matches!(value.source, Source::Weight(_)));
+    assert_eq!(weights.next().unwrap().shape, [4, 3]);
+    assert!(weights.next().is_none());
+    let first = &traced.nodes().next().unwrap().inputs[0];
+    let view = first.view.as_ref().unwrap();
+    assert!(first.tracked && view.shape == [3] && view.offset == 6);
+    // A part that is detached has no gradient and stays a constant.
+    let detached = graph::trace(Target::Cpu, || read(&part(2)?.detach())).unwrap();
+    assert_eq!(detached.weights().count(), 0);
 }
 
 /// In a region all layers read the same rotary tables, cast once, for any sequence length.

@@ -24,6 +24,7 @@ use tallow::bench::{EndToEnd, Execution, Status};
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
+use tallow::optim::{MuonConfig, Rule};
 
 const MODES: [Mode; 4] = [
     Mode::Forward,
@@ -194,6 +195,41 @@ fn estimates_are_near_the_measured_peak_of_flash_attention() {
         return;
     }
     measure_peaks(Algorithm::Flash);
+}
+
+/// A batch of Muon's matrices needs scratch memory. With little else it is the peak of a step.
+#[test]
+fn estimates_with_muon_are_near_the_measured_peak() {
+    if child::ran("memory::estimates_with_muon_are_near_the_measured_peak") {
+        return;
+    }
+    let peaks = [Rule::default(), MuonConfig::default().into()].map(|optimizer| {
+        [Execution::Eager, Execution::Planned].map(|execution| {
+            let run = EndToEnd {
+                attention: Algorithm::Flash,
+                execution,
+                optimizer,
+                sequence_length: 16,
+                ..run(&config(256, 1024, 2, 300), 1, Mode::TrainStep)
+            };
+            let rows = run.run(&candle_core::Device::Cpu, |_, _| ()).unwrap();
+            let peak = rows[0].memory.as_ref().unwrap().peak_bytes.unwrap() as f64;
+            let predicted = rows[0].estimate_bytes as f64;
+            let slack = 0.01 * peak + 5.0 * 1048576.0;
+            let what = format!("{optimizer}, {execution:?}");
+            assert!(
+                (predicted - peak).abs() < slack,
+                "{what}: {predicted}, measured {peak}"
+            );
+            predicted
+        })
+    });
+    assert!(
+        peaks[1]
+            .iter()
+            .zip(peaks[0])
+            .all(|(muon, adamw)| *muon > adamw)
+    );
 }
 
 #[test]

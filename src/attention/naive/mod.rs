@@ -12,7 +12,6 @@ use super::nothing::nothing;
 use super::shapes::check;
 use super::{AttentionConfig, FirstKeys, ScoreBias};
 use crate::attention::cost;
-use crate::graph::Target;
 use crate::kernels::attention::Sizes;
 use crate::ops::info::OpInfo;
 use crate::ops::record::{by_kernels, to_dtype, wide_input};
@@ -22,7 +21,7 @@ use crate::ops::{self, Path, choose, with_last_dim};
 use crate::precision::without_autocast;
 use crate::probe::Operand;
 use crate::{Result, graph, probe};
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use op::Naive;
 use std::sync::{Arc, OnceLock};
 
@@ -105,7 +104,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// [trace](crate::graph::trace()) it is composed so too, and cannot be planned.
 ///
 /// ```
-/// use candle_core::{DType, Device, Tensor};
+/// use candle_core::Tensor;
 /// use tallow::attention::{self, AttentionConfig};
 ///
 /// let q = Tensor::zeros((1, 1, 1, 8), DType::F32, &Device::Cpu)?;
@@ -243,48 +242,17 @@ fn probabilities(
     masks: &MaskTensors,
     sizes: &Sizes,
 ) -> Result<Tensor> {
-    let target = graph::target().unwrap_or_else(|| Target::of(scores.device()));
-    let (terms, masked) = match &masks.visible {
-        Some(visible) if target == Target::Cuda => (Some(terms_of(visible, scores)?), false),
-        _ => (None, !masks.is_none() && target == Target::Cpu),
-    };
-    let (scores, scale) = match &terms {
-        None => (scores.clone(), scale),
-        Some([terms, _]) => (ops::add_scaled(terms, scores, scale)?, 1.0),
-    };
-    let p = match config.first_keys.is_none() && !masked {
-        true => ops::softmax(&scores, scale, config.mask)?,
-        false => {
-            let seen = Seen {
-                mask: config.mask,
-                first_keys: config.first_keys.as_ref().map(FirstKeys::tensor),
-                visible: masks.visible.as_ref().filter(|_| masked),
-                masked,
-            };
-            let on_host = || HostSeen::new(config, masks, sizes)?.tensor(scores.device());
-            softmax_of_heads(&scores, scale, seen, on_host)?
-        }
-    };
-    match &terms {
-        None => Ok(p),
-        Some([_, visible]) => ops::mul(&p, visible),
+    if config.first_keys.is_none() && masks.is_none() {
+        return ops::softmax(scores, scale, config.mask);
     }
-}
-
-/// Returns terms that lower hidden scores until their probabilities are 0, and the mask as a float. A row without a
-/// visible key has equal probabilities, until they are multiplied by the mask. This is for GPUs, where no softmax
-/// kernel reads a key mask.
-fn terms_of(visible: &Tensor, scores: &Tensor) -> Result<[Tensor; 2]> {
-    let dtype = scores.dtype();
-    let low = if dtype == DType::F64 { -1e300 } else { -1e38 };
-    let visible = ops::cast(visible, dtype)?;
-    let scalar = |value: f64| {
-        Tensor::new(value, &Device::Cpu)?
-            .to_dtype(dtype)?
-            .to_device(scores.device())
+    let seen = Seen {
+        mask: config.mask,
+        first_keys: config.first_keys.as_ref().map(FirstKeys::tensor),
+        visible: masks.visible.as_ref(),
+        masked: !masks.is_none(),
     };
-    let hidden = ops::sub(&scalar(1.0)?, &visible)?;
-    Ok([ops::mul(&hidden, &scalar(low)?)?, visible])
+    let on_host = || HostSeen::new(config, masks, sizes)?.tensor(scores.device());
+    softmax_of_heads(scores, scale, seen, on_host)
 }
 
 /// x in a shape: itself, if it has that.

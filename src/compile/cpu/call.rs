@@ -8,7 +8,7 @@ use crate::Result;
 use crate::kernels::cpu::{reduce, unscale as unscaling};
 use crate::ops::cpu::{for_real, for_stored};
 use crate::ops::lowering::Slices;
-use crate::optim::step_slices;
+use crate::optim::{direction, orthogonalize, step_slices};
 use candle_core::DType;
 use std::ops::ControlFlow;
 
@@ -33,7 +33,13 @@ pub(super) fn run(
         Op::ClipFactor { parameters } => clip_factor(plan, parameters, s, controls)?,
         Op::SumOfSquares { .. } => sum_of_squares(s)?,
         Op::Unscale { .. } => unscale(s, controls)?,
-        Op::Update { parameter, .. } => step(s, *parameter, controls)?,
+        Op::Momentum { parameter, .. } => {
+            direction(s, factor(s)?, &controls.updates[*parameter])?;
+        }
+        Op::Orthogonalize { rule, shape, .. } => orthogonalize(s, &rule.iteration(shape))?,
+        Op::Update { parameter, .. } => {
+            step_slices(s, factor(s)?, &controls.updates[*parameter])?;
+        }
     }
     Ok(ControlFlow::Continue(()))
 }
@@ -86,10 +92,10 @@ fn check_overflow(s: &Slices<'_>) -> Result<ControlFlow<()>> {
     })
 }
 
-fn step(s: &Slices<'_>, parameter: usize, controls: &Controls<'_>) -> candle_core::Result<()> {
-    let update = &controls.updates[parameter];
+/// Returns the factor of the gradients.
+fn factor(s: &Slices<'_>) -> candle_core::Result<f64> {
     let factor = s.some_x::<f64>("factor")?.map_or(1.0, |factor| factor[1]);
-    step_slices(s, factor.min(1.0), update)
+    Ok(factor.min(1.0))
 }
 
 /// Computes the norm and the factor that gradients are multiplied by, as `clip_grad_norm_checked` does.

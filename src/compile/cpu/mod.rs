@@ -7,7 +7,7 @@ pub(super) use memory::ExternalBuffers;
 
 use super::calls;
 pub(super) use super::executor::Controls;
-use super::op::{BufferRange, Call};
+use super::op::{BufferRange, Call, Op};
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::Plan;
 use crate::ops::cpu::for_stored;
@@ -27,7 +27,8 @@ pub(super) struct Executor {
 impl Executor {
     pub fn new(plan: &Plan) -> Result<Self> {
         let calls = plan.calls().iter();
-        let mut products = calls.filter(|call| call.op.is_matmul());
+        let multiplies = |op: &Op| op.is_matmul() || matches!(op, Op::Orthogonalize { .. });
+        let mut products = calls.filter(|call| multiplies(&call.op));
         if products.clone().next().is_some() {
             let rounds = |call: &Call| plan.dtype_of(call) != DType::F32;
             ops::reserve_scratch(products.any(rounds))?;

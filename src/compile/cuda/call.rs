@@ -11,6 +11,7 @@ use crate::attention::planned_flash_sizes;
 use crate::kernels::cuda::matmul::CublasLt;
 use crate::kernels::cuda::{View, flash_attention, source, update};
 use crate::ops::lowering::{Multiplier, Named, Operands};
+use crate::optim::orthogonalize_on_gpu;
 use crate::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use std::cell::RefCell;
@@ -82,8 +83,14 @@ impl<'a> Launcher<'a> {
             | Op::Broadcast { .. }
             | Op::AllGather { .. }
             | Op::ReduceScatter { .. } => self.start_exchanges(index)?,
-            Op::Unscale { .. } | Op::SumOfSquares { .. } | Op::Update { .. } => {
-                self.launch_fused_updates(index)?;
+            Op::Unscale { .. }
+            | Op::SumOfSquares { .. }
+            | Op::Momentum { .. }
+            | Op::Update { .. } => self.launch_fused_updates(index)?,
+            Op::Orthogonalize { rule, shape, .. } => {
+                let [_, writes] = self.operands(call);
+                let multiplier = Multiplier::Planned(RefCell::new(&mut *self.cublas_lt));
+                orthogonalize_on_gpu(gpu, &multiplier, &rule.iteration(shape), &writes)?;
             }
             Op::CheckOverflow { .. } => {
                 let [flags] = self.reads(call, ["found"]);
@@ -102,8 +109,7 @@ impl<'a> Launcher<'a> {
     /// Makes a call wait for the exchanges of its operands. A call after the micro-batches waits for all exchanges,
     /// because one launch covers all parameters; only updates wait for their own operands.
     fn wait_for_exchanged(&mut self, index: usize, call: &Call) -> Result<()> {
-        let is_update = matches!(call.op, Op::Update { .. });
-        if index >= self.plan.per_micro_batch().end && !is_update {
+        if index >= self.plan.per_micro_batch().end && !call.op.is_update() {
             return self.exchanges.wait_for_all(self.gpu);
         }
         let mut operands = call.operands();
@@ -154,7 +160,11 @@ impl<'a> Launcher<'a> {
         let count = calls.iter().take_while(same).count();
         let calls = &calls[..count];
         self.launched = index + count;
-        let (gpu, tables) = (self.gpu, &updates.tables);
+        let gpu = self.gpu;
+        let gradients = || match &updates.gradients {
+            Some(gradients) => gradients,
+            None => unreachable!("the plan checks gradients"),
+        };
         let joined = |name: &str| {
             let operands: Vec<&BufferRange> =
                 calls.iter().map(|call| call.writes.operand(name)).collect();
@@ -165,19 +175,23 @@ impl<'a> Launcher<'a> {
                 let flags = joined("found");
                 match self.checks {
                     true => {
-                        tables.unscale(gpu, 0..count, self.run_values.inverse_scale(), flags)?
+                        let inverse = self.run_values.inverse_scale();
+                        gradients().unscale(gpu, 0..count, inverse, flags)?
                     }
                     false => crate::kernels::cuda::set_to_zero(gpu, flags)?,
                 }
             }
             Op::SumOfSquares { .. } => {
-                tables.sums_of_squares(gpu, 0..count, joined("chunks"), joined("square"))?;
+                let (chunks, squares) = (joined("chunks"), joined("square"));
+                gradients().sums_of_squares(gpu, 0..count, chunks, squares)?;
             }
             _ => {
                 let first = updates.entry(index);
                 let clip = calls[0].reads.get("factor").map(|clip| self.view(clip));
                 let entries: Range<usize> = first..first + count;
-                tables.update(gpu, entries, self.run_values.updates(), clip)?;
+                updates
+                    .tables
+                    .update(gpu, entries, self.run_values.updates(), clip)?;
             }
         }
         Ok(())

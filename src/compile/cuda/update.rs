@@ -1,11 +1,13 @@
-//! The table of a plan's updates on a GPU.
+//! The tables of a plan's updates on a GPU.
 
+use super::super::buffer::Location;
 use super::super::executor::Controls;
 use super::super::op::Op;
 use super::super::plan::Plan;
 use super::device_pointers::DevicePointers;
 use super::run_values;
 use crate::Result;
+use crate::kernels::cpu::update::muon;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::update::{Entry, Tables};
 use crate::ops::cuda::elements;
@@ -48,7 +50,10 @@ impl OptimizerLayout {
 }
 
 pub(super) struct Updates {
+    /// The table of the updates, in the order of the plan's calls.
     pub tables: Tables,
+    /// The table of the [gradients](Plan::checked_gradients) that are checked before the update, if any are.
+    pub gradients: Option<Tables>,
     /// The optimizer data that the table was made from.
     pub known: OptimizerLayout,
     /// The table entry of each update, by call index.
@@ -56,7 +61,7 @@ pub(super) struct Updates {
 }
 
 impl Updates {
-    /// Builds the table in the order of the plan's calls.
+    /// Builds the tables.
     pub(super) fn new(
         gpu: &CudaDevice,
         plan: &Plan,
@@ -64,34 +69,42 @@ impl Updates {
         known: OptimizerLayout,
     ) -> Result<Self> {
         let (mut table, mut entries) = (Vec::new(), HashMap::new());
+        let view = |operand| device_pointers.view(plan, operand, 0);
         for (index, call) in plan.calls().iter().enumerate() {
-            let Op::Update {
-                parameter,
-                elements,
-                ..
-            } = call.op
-            else {
-                continue;
+            let (parameter, value, rule) = match call.op {
+                Op::Update { parameter, .. } => (parameter, "parameter", known.kernels[parameter]),
+                Op::Momentum { parameter, .. } => (parameter, "direction", muon::DIRECTION),
+                _ => continue,
             };
-            let view = |operand| device_pointers.view(plan, operand, 0);
             let Some(states) = &known.states[parameter] else {
                 panic!("the state of parameter {parameter} is another rank's"); // `Step` has checked this
             };
-            let mut states = states
-                .iter()
-                .map(|(start, dtype)| View::new(*start, *dtype, elements));
+            let written = call.writes.iter().filter_map(|operand| {
+                let Location::State { index, .. } = plan.buffer_of(operand).location else {
+                    return None;
+                };
+                let (start, dtype) = states[index];
+                Some(View::new(start, dtype, operand.elements.len()))
+            });
+            let mut written = written.collect::<Vec<_>>().into_iter();
             entries.insert(index, table.len());
             table.push(Entry {
-                value: view(call.writes.operand("parameter")),
+                value: view(call.writes.operand(value)),
                 gradient: view(call.reads.operand("gradient")),
-                states: [states.next(), states.next()],
+                states: [written.next(), written.next()],
                 copy: call.writes.get("copy").map(view),
-                rule: known.kernels[parameter],
+                rule,
                 update: known.groups[parameter],
             });
         }
+        let gradients: Vec<View<'_>> = plan.checked_gradients().map(view).collect();
+        let gradients = match gradients.is_empty() {
+            true => None,
+            false => Some(Tables::of_gradients(gpu, &gradients)?),
+        };
         Ok(Self {
             tables: Tables::new(gpu, &table)?,
+            gradients,
             known,
             entries,
         })

@@ -129,13 +129,15 @@ impl Lower<'_> {
 /// Returns the memory that a GPU's executor needs outside of the arena, in bytes.
 fn workspace_bytes(plan: &Plan) -> usize {
     let updated = plan.calls().iter().filter_map(|call| match call.op {
-        Op::Update { elements, .. } => Some(elements),
+        Op::Update { elements, .. } | Op::Momentum { elements, .. } => Some(elements),
         _ => None,
     });
+    let checked = plan.checked_gradients();
+    let in_tables = updated.chain(checked.map(|gradient| gradient.elements.len()));
     let outputs = plan
         .buffers()
         .iter()
         .filter(|b| b.location == Location::Output);
     let output_bytes = outputs.map(|b| b.bytes() as usize).sum::<usize>();
-    workspace::CUBLASLT_WORKSPACE_BYTES + workspace::update_tables_bytes(updated) + output_bytes
+    workspace::CUBLASLT_WORKSPACE_BYTES + workspace::update_tables_bytes(in_tables) + output_bytes
 }

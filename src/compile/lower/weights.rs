@@ -134,17 +134,15 @@ impl Lower<'_> {
 
     /// Returns the dtype of weight gradients that one matmul computes. With the optimizer in backward, only the update
     /// reads them. On a GPU they are then rounded to bf16 if the matmul's factors are bf16, as autocast rounds them
-    /// there, which moves 4 bytes less per parameter. So are gradients that ranks exchange in bf16, unless they are
-    /// processed in f32 first. (f16 does not have the range.)
+    /// there, which moves 4 bytes less per parameter. So are gradients that ranks exchange in bf16. (f16 does not have
+    /// the range.)
     pub(super) fn dtype_of_matmul_gradient(&self, weights: &[ValueId], factors: DType) -> DType {
         let is_last = |weight: &ValueId| match self.trained(*weight) {
             Some(number) => self.weights.remaining[number] == 1,
             None => false,
         };
         let config = self.request.config;
-        let exchanged = config.ranks.exchanged();
-        let is_rounded =
-            exchanged == Some(DType::BF16) && config.accumulation == 1 && !config.loss_scaling;
+        let is_rounded = config.ranks.exchanged() == Some(DType::BF16);
         let needs_grad = self.is_on_gpu() && (config.optimizer_in_backward || is_rounded);
         match factors {
             DType::F64 => DType::F64,
@@ -236,10 +234,7 @@ impl Lower<'_> {
         }
         let (path, phase) = (self.plan.path.clone(), self.plan.phase);
         let cost_index = self.plan.cost_index.take();
-        let mut updates = self.updates();
-        for number in numbers {
-            updates.update(*number, None);
-        }
+        self.updates().update(numbers, None);
         (self.plan.path, self.plan.phase, self.plan.cost_index) = (path, phase, cost_index);
     }
 

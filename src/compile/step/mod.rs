@@ -184,7 +184,7 @@ impl<'l> Step<'l> {
         let mut step = PlannedStep::new(
             OP,
             planned.lowered,
-            self.parameters.clone(),
+            (self.parameters.clone(), dims_of(&self.weights)),
             &self.device,
             &config,
             self.communicator.as_ref(),
@@ -323,6 +323,11 @@ impl<'l> Step<'l> {
             None => Err(nothing_run()),
         }
     }
+}
+
+fn dims_of(weights: &[(String, Var)]) -> Vec<Vec<usize>> {
+    let dims = weights.iter().map(|(_, var)| var.dims().to_vec());
+    dims.collect()
 }
 
 fn nothing_run() -> Error {

@@ -4,7 +4,7 @@ use super::super::config::{PlanKind, StepConfig, StepRanks};
 use super::super::loss::{Loss, PlanRequest, meta_model};
 use super::super::plan::Plan;
 use super::super::{Batch, Inputs, budget, parameters};
-use super::{OP, Step};
+use super::{OP, Step, dims_of};
 use crate::attention::Algorithm;
 use crate::distributed::{Communicator, FullyShard, Replicated};
 use crate::graph::Target;
@@ -131,7 +131,8 @@ impl<'l> Step<'l> {
     ) -> Result<Self> {
         config.validate()?;
         parameters::check(OP, &parameters, device, optimizer.is_some())?;
-        let updates = optimizer.map(|optimizer| optimizer.planned_updates(OP, &parameters));
+        let dims = dims_of(&weights);
+        let updates = optimizer.map(|optimizer| optimizer.planned_updates(OP, &parameters, &dims));
         let updates = updates.transpose()?.unwrap_or_default();
         Ok(Self {
             loss,

@@ -8,8 +8,11 @@ use std::cmp::Ordering;
 /// The sizes of x (outer, n, inner) and of indices (outer, k, inner).
 #[derive(Clone, Copy)]
 pub struct Sizes {
+    /// The elements of x along the dimension that is indexed.
     pub n: usize,
+    /// The indices along it.
     pub k: usize,
+    /// The elements after it.
     pub inner: usize,
 }
 

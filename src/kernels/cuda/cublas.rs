@@ -4,30 +4,39 @@
 //! handle has its own workspace, outside of the memory pool. Planned steps, whose stream is captured, use cuBLASLt
 //! ([`super::matmul`]).
 
-use super::matmul::{Matrix, write_empty_sums};
+use super::copy;
+use super::matmul::{Matrix, Product, write_empty_sums};
 use candle_core::cuda::gemm_reduced_precision_f32;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result, bail};
 use std::ffi::{c_int, c_void};
 
-/// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices. a and b are both f32, f16 or bf16; sums are f32;
-/// c is f32 or like a. f32 is multiplied exactly or in TF32, by candle's setting at the time of the call.
+/// Computes matmuls. a and b are both f32, f16 or bf16; sums are f32; c and d are f32 or like a. f32 is multiplied exactly
+/// or in TF32, by candle's setting at the time of the call. If c is not d it is copied to d first; its matrices must be
+/// contiguous.
 ///
 /// To cuBLAS, which is column-major, a row-major matrix is its transpose. The call is therefore `c^T = b^T a^T`.
 ///
 /// # Errors
 /// Another dtype; a size of 2^31 or more; errors of cuBLAS.
-pub(crate) fn multiply(
-    gpu: &CudaDevice,
-    [a, b]: [Matrix; 2],
-    c: Matrix,
-    count: usize,
-    adds: bool,
-) -> Result<()> {
+pub(crate) fn multiply(gpu: &CudaDevice, product: Product) -> Result<()> {
+    let Product {
+        factors: [a, b],
+        alpha,
+        beta,
+        d: c,
+        count,
+        ..
+    } = product;
     let depth = Matrix::depth_of([&a, &b], &c);
     if c.rows * c.cols * count * depth == 0 {
-        return write_empty_sums(gpu, c, count, adds);
+        return write_empty_sums(gpu, &product);
+    }
+    if beta != 0.0 && product.c.pointer != c.view.pointer {
+        let elements = c.rows * c.cols * count;
+        let [from, to] = [product.c, c.view].map(|view| view.slice(0, elements));
+        copy(gpu, from, to)?;
     }
     let [of_factors, of_c] = [data_type(a.view.dtype)?, data_type(c.view.dtype)?];
     let sums = match a.view.dtype {
@@ -36,7 +45,6 @@ pub(crate) fn multiply(
         }
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     };
-    let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
     gpu.cuda_stream().context().bind_to_thread().w()?;
     let blas = gpu.cublas_handle();
     // Otherwise cuBLAS may sum in half precision if it splits the depth and the result is in half precision.

@@ -112,17 +112,39 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Writes the empty sums of matmuls of depth 0 or without elements: zeros, unless they are added to `c`. The `count`
-/// matrices of `c` must be contiguous.
-pub(super) fn write_empty_sums(
-    gpu: &CudaDevice,
-    c: Matrix,
-    count: usize,
-    adds: bool,
-) -> Result<()> {
-    match adds {
-        true => Ok(()),
-        false => set_to_zero(gpu, c.view.slice(0, c.rows * c.cols * count)),
+/// The matmuls `d = alpha a b + beta c`, for `count` matrices.
+pub(crate) struct Product<'a> {
+    /// a and b.
+    pub factors: [Matrix<'a>; 2],
+    pub alpha: f32,
+    pub beta: f32,
+    /// The first element of c, which has the layout of d and may be d.
+    pub c: View<'a>,
+    pub d: Matrix<'a>,
+    pub count: usize,
+}
+
+impl<'a> Product<'a> {
+    /// Returns `c = a b`, or `c += a b` if `adds`.
+    pub(crate) fn of(factors: [Matrix<'a>; 2], c: Matrix<'a>, count: usize, adds: bool) -> Self {
+        Self {
+            factors,
+            alpha: 1.0,
+            beta: if adds { 1.0 } else { 0.0 },
+            c: c.view,
+            d: c,
+            count,
+        }
+    }
+}
+
+/// Writes the empty sums of matmuls of depth 0 or without elements: zeros, unless they are added to c. The matrices of d
+/// must be contiguous. A c that is scaled must not be empty.
+pub(super) fn write_empty_sums(gpu: &CudaDevice, product: &Product) -> Result<()> {
+    let (d, count) = (product.d, product.count);
+    match product.beta == 0.0 {
+        true => set_to_zero(gpu, d.view.slice(0, d.rows * d.cols * count)),
+        false => Ok(()),
     }
 }
 
@@ -172,34 +194,41 @@ impl CublasLt {
         self.tf32
     }
 
-    /// Computes `c = a b`, or `c += a b` if `adds`, for `count` matrices.
+    /// Computes matmuls.
     ///
     /// # Errors
     /// Errors of cuBLASLt.
-    pub(crate) fn multiply(
-        &mut self,
-        gpu: &CudaDevice,
-        [a, b]: [Matrix; 2],
-        c: Matrix,
-        count: usize,
-        adds: bool,
-    ) -> Result<()> {
-        let depth = Matrix::depth_of([&a, &b], &c);
-        if c.rows * c.cols * count * depth == 0 {
-            return write_empty_sums(gpu, c, count, adds);
+    pub(crate) fn multiply(&mut self, gpu: &CudaDevice, product: Product) -> Result<()> {
+        let Product {
+            factors: [a, b],
+            alpha,
+            beta,
+            d,
+            count,
+            ..
+        } = product;
+        let depth = Matrix::depth_of([&a, &b], &d);
+        if d.rows * d.cols * count * depth == 0 {
+            return write_empty_sums(gpu, &product);
         }
-        let descriptor = MatmulDescriptor::new(&a, &b, &c, count, self.tf32)?;
-        let key = ([a.shape(), b.shape(), c.shape()], count);
+        let c = Matrix {
+            view: product.c,
+            ..d
+        };
+        let descriptor = MatmulDescriptor::new(&a, &b, &d, count, self.tf32)?;
+        let mut of_d = d.shape();
+        of_d.alignment = of_d.alignment.min(c.alignment());
+        let key = ([a.shape(), b.shape(), of_d], count);
         let algorithm = match self.chosen.get(&key) {
             Some(algorithm) => *algorithm,
             None => {
-                let algorithm = descriptor.choose(self.handle, [&a, &b, &c])?;
+                let alignments = key.0.each_ref().map(|shape| shape.alignment);
+                let algorithm = descriptor.choose(self.handle, alignments)?;
                 self.chosen.insert(key, algorithm);
                 algorithm
             }
         };
         let stream = gpu.cuda_stream();
-        let (alpha, beta) = (1f32, if adds { 1f32 } else { 0f32 });
         let workspace = self.workspace.device_ptr(&stream).0;
         // SAFETY: the layouts describe the matrices, whose buffers their owners allocated; alpha and beta are read
         // before this returns; the workspace is only used in stream order.
@@ -215,7 +244,7 @@ impl CublasLt {
                 descriptor.layouts[1],
                 c.view.pointer as *const c_void,
                 descriptor.layouts[2],
-                c.view.pointer as *mut c_void,
+                d.view.pointer as *mut c_void,
                 descriptor.layouts[2],
                 &algorithm,
                 workspace as *mut c_void,
@@ -302,10 +331,11 @@ impl MatmulDescriptor {
     }
 
     /// Returns the algorithm that cuBLASLt's heuristic ranks first.
+    /// `alignments` are those of a, b, and c and d.
     fn choose(
         &self,
         handle: sys::cublasLtHandle_t,
-        [a, b, c]: [&Matrix; 3],
+        [a, b, d]: [u32; 3],
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = checked(result::create_matmul_pref())?;
@@ -322,13 +352,12 @@ impl MatmulDescriptor {
                 (&raw const workspace_bytes).cast(),
                 size_of::<usize>(),
             )?;
-            for (attribute, matrix) in [
+            for (attribute, alignment) in [
                 (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
                 (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
-                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
-                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, d),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
             ] {
-                let alignment = matrix.alignment();
                 set(attribute, (&raw const alignment).cast(), size_of::<u32>())?;
             }
             let [of_b, of_a, of_c] = self.layouts;

@@ -30,6 +30,7 @@ mod kernel;
 pub(crate) mod log_softmax;
 pub(crate) mod matmul;
 pub(crate) mod naive_attention;
+pub(crate) mod newton_schulz;
 pub(crate) mod norm;
 mod norm_rows;
 pub(crate) mod normal;

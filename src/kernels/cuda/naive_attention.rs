@@ -83,6 +83,8 @@ impl<'a> HeadGroups<'a> {
             first_keys: self.first_keys,
             heads: self.heads,
             first_head: self.first_head,
+            masked: false,
+            shown: None,
         }
     }
 

@@ -4,10 +4,14 @@
 // 0, keys): shift is 0 for Causal, keys - queries for CausalEnd, keys for Full. Masked elements and rows without keys
 // become 0. Masked inputs have no effect.
 //
-// With FIRST_KEYS=1, query q attends to no key before the q-th first key of its sequence either, if `of_sequences`
+// With FIRST_KEYS=1, query q attends to no key before the q-th first key of its sequence either, if `first_keys`
 // (sequences, queries) u32 is not null. `heads` consecutive matrices belong to one sequence; the matrix of row 0 is the
 // `first_head`-th, counted from the first sequence. If `window` is not 0, a query attends to at most `window` keys up
 // to its own. Packs before the first key are neither read nor computed.
+//
+// With MASKED=1, x is (B, H, queries, keys), `heads` is H, and `shown` (u8, 0 hides a key; null if it hides none) has the
+// given strides, 0 along dimensions that it repeats. Rows whose visible scores are all minus infinity, as a bias makes
+// them, become 0 instead of NaN. Backward reads p, in f32.
 //
 // Backward: dx = scale p (dp - sum(dp p)). f32 reads p; half precision recomputes p from x, without rounding. p may be
 // x's buffer, dx that of dp or of p: a thread reads only elements that it writes, and reads them first.
@@ -25,49 +29,71 @@
 // read twice, the second time from the level-2 cache if it holds the current rows. x and p (dp and dx) have the same
 // address modulo 16. Bytes: forward visible x in, p out; backward visible dp and p (or x) in, dx out.
 
-__device__ __forceinline__ int visible_keys(long long row, int queries, int keys, long long shift) {
-    long long query = row < 0x100000000 ? (unsigned)row % (unsigned)queries : row % queries; // 64-bit division is slow
-    long long visible = query + 1 + shift;
-    return visible < 0 ? 0 : visible > keys ? keys : (int)visible;
-}
-
 #ifndef FIRST_KEYS
 #define FIRST_KEYS 0
 #endif
+#ifndef MASKED
+#define MASKED 0
+#endif
 
-struct FirstKeys {
-    const unsigned* of_sequences; // may be null if there is a window
-    int heads, first_head, window;
+// The keys that a row attends to: those from `begin` on and under `end` that a key mask shows.
+struct Visible {
+    int begin, end, stride;
+    const unsigned char* shown; // the key mask of the row; may be null
 
-    // The first key that the query of a row attends to.
-    __device__ __forceinline__ int of(long long row, int queries, int keys) const {
-        if (!FIRST_KEYS) return 0;
-        bool is_short = row < 0x100000000;
-        unsigned matrix = is_short ? (unsigned)row / (unsigned)queries : (unsigned)(row / queries);
-        unsigned query = is_short ? (unsigned)row % (unsigned)queries : (unsigned)(row % queries);
-        unsigned first = window && query >= (unsigned)window ? query + 1 - (unsigned)window : 0;
-        if (of_sequences) {
-            long long sequence = (matrix + (unsigned)first_head) / (unsigned)heads;
-            first = max(first, __ldg(of_sequences + sequence * queries + query));
-        }
-        return (int)min(first, (unsigned)keys);
+    __device__ __forceinline__ bool has(int key) const {
+        return begin <= key && key < end && (!MASKED || !shown || shown[(long long)key * stride]);
+    }
+
+    // Whether keys first.. first + n are all visible, as far as that is known without reading a key mask.
+    __device__ __forceinline__ bool has_all(int first, int n) const {
+        return !(MASKED && shown) && begin <= first && first + n <= end;
     }
 };
 
-// Whether all, or some, of elements first.. first + N precede the first visible key, `begin`.
-#define ALL_BEFORE(first) (FIRST_KEYS && (first) + N <= begin)
-#define SOME_BEFORE(first) (FIRST_KEYS && (first) < begin)
+struct Masks {
+    long long shift;
+    const unsigned* first_keys; // may be null
+    int heads, first_head, window;
+    const unsigned char* shown; // may be null
+    long long of_batch, of_head, of_query;
+    int of_key;
+
+    __device__ __forceinline__ Visible of(long long row, int queries, int keys) const {
+        bool is_short = row < 0x100000000; // 64-bit division is slow
+        unsigned query = is_short ? (unsigned)row % (unsigned)queries : (unsigned)(row % queries);
+        long long end = query + 1 + shift;
+        Visible visible = {0, end < 0 ? 0 : end > keys ? keys : (int)end, of_key, nullptr};
+        if (!FIRST_KEYS && !MASKED) return visible;
+        unsigned matrix = is_short ? (unsigned)row / (unsigned)queries : (unsigned)(row / queries);
+        if (FIRST_KEYS) {
+            unsigned first = window && query >= (unsigned)window ? query + 1 - (unsigned)window : 0;
+            if (first_keys) {
+                long long sequence = (matrix + (unsigned)first_head) / (unsigned)heads;
+                first = max(first, __ldg(first_keys + sequence * queries + query));
+            }
+            visible.begin = (int)min(first, (unsigned)keys);
+        }
+        if (MASKED && shown) {
+            long long batch = matrix / (unsigned)heads, head = matrix % (unsigned)heads;
+            visible.shown = shown + batch * of_batch + head * of_head + query * of_query;
+        }
+        return visible;
+    }
+};
+
+// Whether all of elements first.. first + N precede the first visible key.
+#define ALL_BEFORE(first) (FIRST_KEYS && (first) + N <= visible.begin)
 
 // Scores of elements first.. first + N in units of ln 2; minus infinity for elements that are not visible.
-template <class T, int N> __device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, int begin,
-                                                                 int visible, float scale2, float (&t)[N]) {
+template <class T, int N> __device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, const Visible& visible,
+                                                                 float scale2, float (&t)[N]) {
     unpack(pack, t);
 #pragma unroll
     for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale works too
-    if (first < 0 || SOME_BEFORE(first) || first + N > visible) {
+    if (visible.has_all(first, N)) return;
 #pragma unroll
-        for (int i = 0; i < N; i++) t[i] = begin <= first + i && first + i < visible ? t[i] : MINUS_INFINITY;
-    }
+    for (int i = 0; i < N; i++) t[i] = visible.has(first + i) ? t[i] : MINUS_INFINITY;
 }
 
 // Of the elements that a thread has read: the largest score, and the sums of e = 2^(score - top) and of e dp.
@@ -118,15 +144,12 @@ template <bool WHOLE, class T> __device__ __forceinline__ void hide(T* row, int 
 
 // p from e and `share`, 1 / sum of the row.
 template <bool WHOLE, class T, int N>
-__device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin, int visible, int keys, float share) {
+__device__ __forceinline__ void finish(float (&e)[N], T* p, int first, const Visible& visible, int keys, float share) {
 #pragma unroll
     for (int i = 0; i < N; i++) e[i] *= share;
-    if (SOME_BEFORE(first) || first + N > visible) {
+    if (!visible.has_all(first, N)) {
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            bool is_seen = !(FIRST_KEYS && first + i < begin) && first + i < visible;
-            e[i] = is_seen ? e[i] : 0.f; // 0 even if the rest of the row is NaN
-        }
+        for (int i = 0; i < N; i++) e[i] = visible.has(first + i) ? e[i] : 0.f; // 0 even if the rest of the row is NaN
     }
     store<WHOLE>(p, first, keys, e);
 }
@@ -134,21 +157,21 @@ __device__ __forceinline__ void finish(float (&e)[N], T* p, int first, int begin
 // Loads the packs of row `row` that the thread keeps in registers. The row of p begins `skew` elements after a 16-byte
 // boundary.
 template <bool WHOLE, class S, int N, int PACKS>
-__device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, long long shift, int queries,
-                                          int keys, const FirstKeys& first_keys, Pack<S, N> (&kept)[PACKS]) {
+__device__ __forceinline__ void load_kept(const S* rows, long long row, int skew, int queries, int keys,
+                                          const Masks& masks, Pack<S, N> (&kept)[PACKS]) {
     const S* x = rows + row * keys;
-    int visible = visible_keys(row, queries, keys, shift), mine = threadIdx.x * N - skew;
-    int begin = first_keys.of(row, queries, keys);
+    Visible visible = masks.of(row, queries, keys);
+    int mine = threadIdx.x * N - skew;
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = mine + k * blockDim.x * N;
-        if (first < visible && !ALL_BEFORE(first)) kept[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
+        if (first < visible.end && !ALL_BEFORE(first)) kept[k] = load<S, N, WHOLE>(x, first, visible.end, 0.f);
     }
 }
 
 template <bool WHOLE, class S, class T, int N, int PACKS, class F>
-__device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (&of_x)[PACKS], int begin, int visible,
-                                            int keys, float scale2, F prefetch) {
+__device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (&of_x)[PACKS],
+                                            const Visible& visible, int keys, float scale2, F prefetch) {
     const int BATCH = 2;
     int stride = blockDim.x * N, mine = threadIdx.x * N - (WHOLE ? 0 : skew_of(p)), rest = mine + PACKS * stride;
     float t[PACKS][N]; // scores, then their exponentials
@@ -156,26 +179,26 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = mine + k * stride;
-        if (first >= visible || ALL_BEFORE(first)) continue;
-        scores(of_x[k], first, begin, visible, scale2, t[k]);
+        if (first >= visible.end || ALL_BEFORE(first)) continue;
+        scores(of_x[k], first, visible, scale2, t[k]);
 #pragma unroll
         for (int i = 0; i < N; i++) top = fmaxf(top, t[k][i]);
     }
     prefetch();
     Statistics seen = {LOWEST, 0.f, 0.f}; // of the packs that are not in registers
-    for (int start = rest; start < visible; start += BATCH * stride) {
+    for (int start = rest; start < visible.end; start += BATCH * stride) {
         Pack<S, N> more[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible && !ALL_BEFORE(first)) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
+            if (first < visible.end && !ALL_BEFORE(first)) more[k] = load<S, N, WHOLE>(x, first, visible.end, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible || ALL_BEFORE(first)) continue;
+            if (first >= visible.end || ALL_BEFORE(first)) continue;
             float values[N];
-            scores(more[k], first, begin, visible, scale2, values);
+            scores(more[k], first, visible, scale2, values);
             take(&seen, values);
         }
     }
@@ -183,19 +206,20 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
     float total = seen.total * exp2_fast(seen.top - top);
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        if (mine + k * stride >= visible || ALL_BEFORE(mine + k * stride)) continue;
+        if (mine + k * stride >= visible.end || ALL_BEFORE(mine + k * stride)) continue;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             t[k][i] = exp2_fast(t[k][i] - top);
             total += t[k][i];
         }
     }
-    float share = 1.f / reduce_row<Sum>(total, 1);
+    total = reduce_row<Sum>(total, 1);
+    float share = MASKED && total == 0.f ? 0.f : 1.f / total;
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = mine + k * stride;
-        if (first < visible && !ALL_BEFORE(first)) {
-            finish<WHOLE>(t[k], p, first, begin, visible, keys, share);
+        if (first < visible.end && !ALL_BEFORE(first)) {
+            finish<WHOLE>(t[k], p, first, visible, keys, share);
         } else if (first < keys) {
             hide<WHOLE>(p, first, keys);
         }
@@ -205,17 +229,17 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible && !ALL_BEFORE(first)) more[k] = load<S, N, WHOLE>(x, first, visible, 0.f);
+            if (first < visible.end && !ALL_BEFORE(first)) more[k] = load<S, N, WHOLE>(x, first, visible.end, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible && !ALL_BEFORE(first)) {
+            if (first < visible.end && !ALL_BEFORE(first)) {
                 float e[N];
-                scores(more[k], first, begin, visible, scale2, e);
+                scores(more[k], first, visible, scale2, e);
 #pragma unroll
                 for (int i = 0; i < N; i++) e[i] = exp2_fast(e[i] - top);
-                finish<WHOLE>(e, p, first, begin, visible, keys, share);
+                finish<WHOLE>(e, p, first, visible, keys, share);
             } else if (first < keys) {
                 hide<WHOLE>(p, first, keys);
             }
@@ -224,8 +248,8 @@ __device__ __forceinline__ void forward_row(const S* x, T* p, const Pack<S, N> (
 }
 
 template <class S, class T, bool WHOLE, bool PERSISTENT>
-__device__ __forceinline__ void forward(const S* x, T* p, float scale, long long shift, long long rows, int queries,
-                                        int keys, const FirstKeys& first_keys) {
+__device__ __forceinline__ void forward(const S* x, T* p, float scale, long long rows, int queries, int keys,
+                                        const Masks& masks) {
     const int N = InVector<T>::COUNT, PACKS = 32 / N;
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y, stride = (long long)gridDim.x * blockDim.y;
     float scale2 = scale * LOG2_E;
@@ -233,21 +257,21 @@ __device__ __forceinline__ void forward(const S* x, T* p, float scale, long long
     auto skew = [&](long long row) { return WHOLE ? 0 : skew_of(p + row * keys); };
     if (!PERSISTENT) {
         Pack<S, N> of_x[PACKS];
-        load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, first_keys, of_x);
-        int begin = first_keys.of(row, queries, keys), visible = visible_keys(row, queries, keys, shift);
-        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, begin, visible, keys, scale2, []() {});
+        load_kept<WHOLE>(x, row, skew(row), queries, keys, masks, of_x);
+        Visible visible = masks.of(row, queries, keys);
+        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, []() {});
         return;
     }
     Pack<S, N> next[PACKS];
-    load_kept<WHOLE>(x, row, skew(row), shift, queries, keys, first_keys, next);
+    load_kept<WHOLE>(x, row, skew(row), queries, keys, masks, next);
     for (; row < rows; row += stride) {
         Pack<S, N> of_x[PACKS];
 #pragma unroll
         for (int k = 0; k < PACKS; k++) of_x[k] = next[k];
-        int begin = first_keys.of(row, queries, keys), visible = visible_keys(row, queries, keys, shift);
-        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, begin, visible, keys, scale2, [&]() {
+        Visible visible = masks.of(row, queries, keys);
+        forward_row<WHOLE>(x + row * keys, p + row * keys, of_x, visible, keys, scale2, [&]() {
             if (row + stride < rows)
-                load_kept<WHOLE>(x, row + stride, skew(row + stride), shift, queries, keys, first_keys, next);
+                load_kept<WHOLE>(x, row + stride, skew(row + stride), queries, keys, masks, next);
         });
     }
 }
@@ -255,37 +279,34 @@ __device__ __forceinline__ void forward(const S* x, T* p, float scale, long long
 // ---- Backward
 
 // Sets masked elements to 0, because 0 times NaN is NaN.
-template <int N> __device__ __forceinline__ void clear_hidden(float (&values)[N], int first, int begin, int visible) {
-    if (begin <= first && first + N <= visible) return;
+template <int N> __device__ __forceinline__ void clear_hidden(float (&values)[N], int first, const Visible& visible) {
+    if (visible.has_all(first, N)) return;
 #pragma unroll
-    for (int i = 0; i < N; i++) values[i] = begin <= first + i && first + i < visible ? values[i] : 0.f;
+    for (int i = 0; i < N; i++) values[i] = visible.has(first + i) ? values[i] : 0.f;
 }
 
 // dx = e (dp - inner) factor, where e factor is scale p.
 template <bool WHOLE, class S, class T, int N>
-__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, int begin, int visible,
+__device__ __forceinline__ void finish(float (&e)[N], const Pack<S, N>& dp, T* dx, int first, const Visible& visible,
                                        int keys, float inner, float factor) {
     float d[N];
     unpack(dp, d);
 #pragma unroll
     for (int i = 0; i < N; i++) e[i] = e[i] * (d[i] - inner) * factor;
-    if (SOME_BEFORE(first) || first + N > visible) {
-#pragma unroll
-        for (int i = 0; i < N; i++) e[i] = !(FIRST_KEYS && first + i < begin) && first + i < visible ? e[i] : 0.f;
-    }
+    clear_hidden(e, first, visible);
     store<WHOLE>(dx, first, keys, e);
 }
 
 // FROM_SCORES: `source` is x, else p.
 template <class S, class T, bool FROM_SCORES, bool WHOLE>
-__device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, float scale, long long shift,
-                                         long long rows, int queries, int keys, const FirstKeys& first_keys) {
+__device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, float scale, long long rows,
+                                         int queries, int keys, const Masks& masks) {
     const int N = InVector<T>::COUNT, PACKS = 16 / N, BATCH = 2;
     const bool ROUNDED = !FROM_SCORES && sizeof(S) != sizeof(T);
     long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     dp += row * keys, source += row * keys, dx += row * keys;
-    int begin = first_keys.of(row, queries, keys), visible = visible_keys(row, queries, keys, shift);
+    Visible visible = masks.of(row, queries, keys);
     float scale2 = scale * LOG2_E;
     int stride = blockDim.x * N, mine = threadIdx.x * N - (WHOLE ? 0 : skew_of(dx)), rest = mine + PACKS * stride;
 
@@ -294,18 +315,18 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = mine + k * stride;
-        if (first >= visible || ALL_BEFORE(first)) continue;
-        of_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
-        of_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
+        if (first >= visible.end || ALL_BEFORE(first)) continue;
+        of_source[k] = load<T, N, WHOLE>(source, first, visible.end, 0.f);
+        of_dp[k] = load<S, N, WHOLE>(dp, first, visible.end, 0.f);
     }
     float e[PACKS][N]; // scores, then their exponentials; or p
     float top = LOWEST;
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = mine + k * stride;
-        if (first >= visible || ALL_BEFORE(first)) continue;
+        if (first >= visible.end || ALL_BEFORE(first)) continue;
         if (FROM_SCORES) {
-            scores(of_source[k], first, begin, visible, scale2, e[k]);
+            scores(of_source[k], first, visible, scale2, e[k]);
 #pragma unroll
             for (int i = 0; i < N; i++) top = fmaxf(top, e[k][i]);
         } else {
@@ -313,25 +334,25 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
         }
     }
     Statistics seen = {LOWEST, 0.f, 0.f}; // of the packs that are not in registers
-    for (int start = rest; start < visible; start += BATCH * stride) {
+    for (int start = rest; start < visible.end; start += BATCH * stride) {
         Pack<T, N> more_source[BATCH];
         Pack<S, N> more_dp[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible || ALL_BEFORE(first)) continue;
-            more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
-            more_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
+            if (first >= visible.end || ALL_BEFORE(first)) continue;
+            more_source[k] = load<T, N, WHOLE>(source, first, visible.end, 0.f);
+            more_dp[k] = load<S, N, WHOLE>(dp, first, visible.end, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible || ALL_BEFORE(first)) continue;
+            if (first >= visible.end || ALL_BEFORE(first)) continue;
             float values[N], d[N];
             unpack(more_dp[k], d);
-            if (FIRST_KEYS) clear_hidden(d, first, begin, visible);
+            if (FIRST_KEYS || MASKED) clear_hidden(d, first, visible);
             if (FROM_SCORES) {
-                scores(more_source[k], first, begin, visible, scale2, values);
+                scores(more_source[k], first, visible, scale2, values);
                 take(&seen, values, d);
             } else {
                 unpack(more_source[k], values);
@@ -351,10 +372,10 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
     }
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
-        if (mine + k * stride >= visible || ALL_BEFORE(mine + k * stride)) continue;
+        if (mine + k * stride >= visible.end || ALL_BEFORE(mine + k * stride)) continue;
         float d[N];
         unpack(of_dp[k], d);
-        if (FIRST_KEYS) clear_hidden(d, mine + k * stride, begin, visible);
+        if (FIRST_KEYS || MASKED) clear_hidden(d, mine + k * stride, visible);
 #pragma unroll
         for (int i = 0; i < N; i++) {
             if (FROM_SCORES) e[k][i] = exp2_fast(e[k][i] - top);
@@ -374,8 +395,8 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         int first = mine + k * stride;
-        if (first < visible && !ALL_BEFORE(first)) {
-            finish<WHOLE>(e[k], of_dp[k], dx, first, begin, visible, keys, inner, factor);
+        if (first < visible.end && !ALL_BEFORE(first)) {
+            finish<WHOLE>(e[k], of_dp[k], dx, first, visible, keys, inner, factor);
         } else if (first < keys) {
             hide<WHOLE>(dx, first, keys);
         }
@@ -386,23 +407,23 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first >= visible || ALL_BEFORE(first)) continue;
-            more_source[k] = load<T, N, WHOLE>(source, first, visible, 0.f);
-            more_dp[k] = load<S, N, WHOLE>(dp, first, visible, 0.f);
+            if (first >= visible.end || ALL_BEFORE(first)) continue;
+            more_source[k] = load<T, N, WHOLE>(source, first, visible.end, 0.f);
+            more_dp[k] = load<S, N, WHOLE>(dp, first, visible.end, 0.f);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             int first = start + k * stride;
-            if (first < visible && !ALL_BEFORE(first)) {
+            if (first < visible.end && !ALL_BEFORE(first)) {
                 float values[N];
                 if (FROM_SCORES) {
-                    scores(more_source[k], first, begin, visible, scale2, values);
+                    scores(more_source[k], first, visible, scale2, values);
 #pragma unroll
                     for (int i = 0; i < N; i++) values[i] = exp2_fast(values[i] - top);
                 } else {
                     unpack(more_source[k], values);
                 }
-                finish<WHOLE>(values, more_dp[k], dx, first, begin, visible, keys, inner, factor);
+                finish<WHOLE>(values, more_dp[k], dx, first, visible, keys, inner, factor);
             } else if (first < keys) {
                 hide<WHOLE>(dx, first, keys);
             }
@@ -412,26 +433,22 @@ __device__ __forceinline__ void backward(const S* dp, const T* source, T* dx, fl
 
 // Kernels: x and dp in S, p and dx in T.
 #define FORWARD(NAME, S, T, PERSISTENT, THREADS)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
-        softmax_forward_##NAME(const S* x, T* p, float scale, long long shift, long long rows, int queries, int keys,  \
-                               const unsigned* first_keys, int heads, int first_head, int window) {                    \
-        const FirstKeys first = {first_keys, heads, first_head, window};                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) softmax_forward_##NAME(                                   \
+        const S* x, T* p, float scale, long long rows, int queries, int keys, const Masks masks) {                     \
         if (whole_packs<InVector<T>::COUNT>(keys, x, p, nullptr)) {                                                    \
-            forward<S, T, true, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                           \
+            forward<S, T, true, PERSISTENT>(x, p, scale, rows, queries, keys, masks);                                  \
         } else {                                                                                                       \
-            forward<S, T, false, PERSISTENT>(x, p, scale, shift, rows, queries, keys, first);                          \
+            forward<S, T, false, PERSISTENT>(x, p, scale, rows, queries, keys, masks);                                 \
         }                                                                                                              \
     }
 
 #define BACKWARD(NAME, S, T, FROM_SCORES, THREADS)                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS) softmax_backward_##NAME(                                     \
-        const S* dp, const T* source, T* dx, float scale, long long shift, long long rows, int queries, int keys,      \
-        const unsigned* first_keys, int heads, int first_head, int window) {                                           \
-        const FirstKeys first = {first_keys, heads, first_head, window};                                               \
+        const S* dp, const T* source, T* dx, float scale, long long rows, int queries, int keys, const Masks masks) {  \
         if (whole_packs<InVector<T>::COUNT>(keys, dp, source, dx)) {                                                   \
-            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, shift, rows, queries, keys, first);               \
+            backward<S, T, FROM_SCORES, true>(dp, source, dx, scale, rows, queries, keys, masks);                      \
         } else {                                                                                                       \
-            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, shift, rows, queries, keys, first);              \
+            backward<S, T, FROM_SCORES, false>(dp, source, dx, scale, rows, queries, keys, masks);                     \
         }                                                                                                              \
     }
 

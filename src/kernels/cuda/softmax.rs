@@ -4,7 +4,9 @@ use super::kernel::Kernel;
 use super::source::{Definition, PRELUDE, Source};
 use super::{View, in_vector, launch_config, packs, suffix};
 use crate::kernels::Mask;
-use candle_core::cuda_backend::cudarc::driver::{LaunchArgs, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{
+    DeviceRepr, LaunchArgs, LaunchConfig, PushKernelArg,
+};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result};
 
@@ -26,6 +28,10 @@ pub(crate) struct Scores<'a> {
     pub heads: usize,
     /// The index of the first matrix, counted from the first head of the first sequence of `first_keys`.
     pub first_head: usize,
+    /// Whether a key mask or a bias hides keys, in f32: rows whose visible scores are all -inf are 0.
+    pub masked: bool,
+    /// The key mask in u8, 0 hides, and its strides of batch, head, query and key, 0 along dimensions that it repeats.
+    pub shown: Option<(View<'a>, [usize; 4])>,
 }
 
 impl Scores<'_> {
@@ -34,13 +40,17 @@ impl Scores<'_> {
         self.mask.offset(self.queries, self.keys)
     }
 
-    /// Returns the kernel `stem_dtype`. The code for first keys and windows is compiled only if there are any.
+    /// Returns the kernel `stem_dtype`. The code for first keys and windows, and for key masks, is compiled only if
+    /// there are any.
     fn kernel(&self, gpu: &CudaDevice, stem: &'static str, dtype: DType) -> Result<Kernel> {
-        let first_keys: &[_] = match self.first_keys.is_some() || self.mask.window().is_some() {
-            true => &[Definition::Size("FIRST_KEYS", 1)],
-            false => &[],
+        let has_first = self.first_keys.is_some() || self.mask.window().is_some();
+        let definitions: &[_] = match (has_first, self.masked) {
+            (false, false) => &[],
+            (true, false) => &[FIRST_KEYS],
+            (false, true) => &[MASKED],
+            (true, true) => &[FIRST_KEYS, MASKED],
         };
-        SOURCE.kernel_with(gpu, first_keys, stem, suffix(dtype))
+        SOURCE.kernel_with(gpu, definitions, stem, suffix(dtype))
     }
 
     /// Returns the launch configuration; a thread holds `in_registers` elements of a row of `result`.
@@ -57,40 +67,63 @@ impl Scores<'_> {
     }
 }
 
-/// The arguments of the kernels that describe the scores.
-struct Arguments {
-    scale: f32,
+const FIRST_KEYS: Definition = Definition::Size("FIRST_KEYS", 1);
+const MASKED: Definition = Definition::Size("MASKED", 1);
+
+/// `Masks` of `softmax.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Masks {
     shift: i64,
-    rows: i64,
-    queries: i32,
-    keys: i32,
     first_keys: u64,
     heads: i32,
     first_head: i32,
     window: i32,
+    shown: u64,
+    shown_strides: [i64; 3],
+    shown_key_stride: i32,
+}
+
+// SAFETY: it is plain data, laid out as the kernels declare it.
+unsafe impl DeviceRepr for Masks {}
+
+/// The arguments of the kernels that describe the scores.
+struct Arguments {
+    scale: f32,
+    rows: i64,
+    queries: i32,
+    keys: i32,
+    masks: Masks,
 }
 
 impl Arguments {
     fn new(scores: &Scores, rows: usize) -> Self {
+        let (shown, [batch, head, query, key]) = match scores.shown {
+            None => (0, [0; 4]),
+            Some((shown, strides)) => (shown.pointer, strides),
+        };
         Self {
             scale: scores.scale as f32,
-            shift: scores.shift(),
             rows: rows as i64,
             queries: scores.queries as i32,
             keys: scores.keys as i32,
-            first_keys: scores.first_keys.map_or(0, |all| all.pointer),
-            heads: scores.heads as i32,
-            first_head: scores.first_head as i32,
-            window: scores.mask.window_or_0(),
+            masks: Masks {
+                shift: scores.shift(),
+                first_keys: scores.first_keys.map_or(0, |all| all.pointer),
+                heads: scores.heads as i32,
+                first_head: scores.first_head as i32,
+                window: scores.mask.window_or_0(),
+                shown,
+                shown_strides: [batch, head, query].map(|stride| stride as i64),
+                shown_key_stride: key as i32,
+            },
         }
     }
 
     fn add_to<'a>(&'a self, launch: &mut LaunchArgs<'a>) {
-        launch.arg(&self.scale).arg(&self.shift).arg(&self.rows);
+        launch.arg(&self.scale).arg(&self.rows);
         launch.arg(&self.queries).arg(&self.keys);
-        launch.arg(&self.first_keys);
-        launch.arg(&self.heads).arg(&self.first_head);
-        launch.arg(&self.window);
+        launch.arg(&self.masks);
     }
 }
 

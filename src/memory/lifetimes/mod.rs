@@ -126,8 +126,14 @@ impl Lifetimes {
         }
     }
 
-    /// Computes the lifetimes of `graph` as far as `mode` goes, with `residents` alive from the beginning.
-    pub fn of(graph: &Graph, mode: Mode, residents: impl IntoIterator<Item = Buffer>) -> Self {
+    /// Computes the lifetimes of `graph` as far as `mode` goes, with `residents` alive from the beginning, and `update`,
+    /// scratch memory of the optimizer, at the end of a training step.
+    pub fn of(
+        graph: &Graph,
+        mode: Mode,
+        residents: impl IntoIterator<Item = Buffer>,
+        update: Option<Buffer>,
+    ) -> Self {
         let mut pass = Pass::new(graph, residents);
         pass.run(0..graph.events.len(), false);
         pass.now += 1;
@@ -146,6 +152,8 @@ impl Lifetimes {
             pass.end(after_forward);
             if mode == Mode::TrainStep {
                 pass.unscale();
+                pass.now += 1;
+                update.map(|scratch| pass.add(scratch));
             }
         } else {
             pass.end(END);

@@ -35,7 +35,7 @@ pub(super) fn weighted(
         ignore_index: config.ignore_index,
         ..Default::default()
     };
-    let checked = check(logits, targets, &of_rows)?;
+    let checked = check(logits, targets, config)?; // a mean of ignored targets only is an error
     let of_targets = |table: &Tensor| -> Result<Tensor> {
         let (table, ids) = (table.reshape((1, classes))?, &checked.ids);
         let weights = gather_checked(

@@ -1,7 +1,7 @@
 //! The operands of a call on a GPU.
 
 use super::{Kernel, Named};
-use crate::kernels::cuda::matmul::{CublasLt, Matrix};
+use crate::kernels::cuda::matmul::{CublasLt, Matrix, Product};
 use crate::kernels::cuda::{View, cublas};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, bail};
@@ -25,12 +25,14 @@ impl Multiplier<'_> {
         count: usize,
         adds: bool,
     ) -> Result<()> {
+        self.multiply_add(gpu, Product::of(factors, c, count, adds))
+    }
+
+    /// Computes matmuls whose result is scaled, and added to scaled matrices.
+    pub fn multiply_add(&self, gpu: &CudaDevice, product: Product) -> Result<()> {
         match self {
-            Self::Planned(cublas_lt) => {
-                let mut cublas_lt = cublas_lt.borrow_mut();
-                cublas_lt.multiply(gpu, factors, c, count, adds)
-            }
-            Self::Eager => cublas::multiply(gpu, factors, c, count, adds),
+            Self::Planned(cublas_lt) => cublas_lt.borrow_mut().multiply(gpu, product),
+            Self::Eager => cublas::multiply(gpu, product),
         }
     }
 }

@@ -7,6 +7,7 @@ mod sgd;
 
 pub use adamw::{AdamWConfig, Moments};
 pub use lion::LionConfig;
+pub(crate) use muon::batches;
 pub use muon::{IterationDType, MuonConfig, Scaling, is_hidden_matrix, muon_for_matrices};
 pub use sgd::SgdConfig;
 
@@ -204,15 +205,19 @@ impl Rule {
         state.map(|(_, dtype)| dtype.size_in_bytes()).sum()
     }
 
-    /// Returns name, elements and dtype of the scratch memory of an update on the CPU.
-    pub(crate) fn scratch(
+    /// Returns the scratch memory of an eager step of the parameters of `all` with this rule, in bytes.
+    pub(crate) fn step_bytes<'p>(
         &self,
-        dims: &[usize],
+        all: impl Iterator<Item = (&'p str, &'p [usize])>,
         parameter: DType,
-    ) -> Vec<(&'static str, usize, DType)> {
+        on_gpu: bool,
+    ) -> usize {
         match self {
-            Self::Muon(muon) => muon.scratch(dims, parameter),
-            _ => Vec::new(),
+            Self::Muon(muon) => {
+                let own = all.filter(|(name, dims)| self.of_parameter(name, dims) == *self);
+                muon.step_bytes(own.map(|(_, dims)| dims), parameter, on_gpu)
+            }
+            _ => 0,
         }
     }
 
@@ -231,10 +236,15 @@ impl Rule {
         self.describe_state() == other.describe_state()
     }
 
-    /// Returns the rule's name with the names of its state: `adamw (exp_avg, exp_avg_sq)`.
+    /// Returns the rule's name with the names of its state, and what else a plan depends on: `adamw (exp_avg,
+    /// exp_avg_sq)`.
     pub(crate) fn describe_state(&self) -> String {
         let states = self.states(DType::F32).into_iter().map(|state| state.name);
-        format!("{} ({})", self.name(), Vec::from_iter(states).join(", "))
+        let state = format!("{} ({})", self.name(), Vec::from_iter(states).join(", "));
+        match self {
+            Self::Muon(muon) => format!("{state}, {}", muon.describe_iteration()),
+            _ => state,
+        }
     }
 }
 

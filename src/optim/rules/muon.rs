@@ -3,7 +3,7 @@
 use super::{State, at_least_zero, finite_decay, is_finite_in_f32, under_one};
 use crate::inplace::wide;
 use crate::kernels::Update;
-use crate::kernels::cpu::update::{Muon, muon};
+use crate::kernels::cpu::update::muon::{self, Iteration, Muon};
 use crate::ops::info::OpInfo;
 use crate::optim::cost::elementwise;
 use crate::optim::{AdamWConfig, MissingGradients, ParameterGroup, Rule};
@@ -26,8 +26,20 @@ use std::fmt;
 ///
 /// [`Scaling`] is the scale. The result has singular values of about 0.7 to 1.2 instead of 1, which trains as well.
 ///
-/// The state is `momentum_buffer`, f32 or, for an f64 parameter, f64. A step needs scratch memory of two to three
-/// matrices. There is no kernel for GPUs: an eager step runs candle's ops there, and a planned step is refused.
+/// The state is `momentum_buffer`, f32 or, for an f64 parameter, f64.
+///
+/// # Cost
+/// With s and l the smaller and the larger side of a matrix, the iteration computes `steps (4 s^2 l + 2 s^3)` FLOPs.
+/// Matrices of one shape are iterated in batches, on a GPU by three batched matmuls of cuBLAS a step, in f32 exact or
+/// TF32 by the process's [setting](crate::hardware::set_tf32). A batch needs `8 s l + 8 s^2` bytes of scratch memory for
+/// a matrix, with an iteration in bf16 `8 s l + 4 s^2`. It has as many matrices as need four times the scratch memory of
+/// the one that needs most.
+///
+/// With [fully sharded](crate::distributed::FullyShard) weights each rank computes its part of the direction. The ranks
+/// gather it (4 bytes a parameter and step, in addition to the exchange of weights and gradients), and each rank runs
+/// the whole iteration. So the FLOPs of the iteration are those of one rank alone, on every rank. With a
+/// [sharded](crate::optim::Optimizer::shard) optimizer a rank iterates its own matrices only. Fully sharded weights are
+/// for [planned](crate::compile::Step::fully_sharded) steps: an eager step takes a part for a matrix of one column.
 ///
 /// Embeddings, heads, norms and biases are not for Muon; [`muon_for_matrices`] makes the groups.
 ///
@@ -162,18 +174,35 @@ impl MuonConfig {
     }
 
     pub(super) fn update(&self, _: usize, _: usize, dims: &[usize]) -> Update {
-        let [rows, columns] = dims.try_into().unwrap_or([dims.iter().product(), 1]); // `check` has refused others
+        let iteration = self.iteration(dims);
+        let [rows, columns] = iteration.shape;
         Muon {
             momentum: self.momentum,
             nesterov: self.nesterov,
             decay: 1.0 - self.lr * self.weight_decay,
             step_size: self.lr * self.scaling.factor(rows, columns),
-            eps: self.eps,
-            steps: self.steps,
-            in_bf16: self.dtype == IterationDType::Bf16,
-            shape: [rows, columns],
+            iteration,
         }
         .into()
+    }
+
+    /// Returns the iteration of a parameter with these dimensions.
+    pub(crate) fn iteration(&self, dims: &[usize]) -> Iteration {
+        Iteration {
+            steps: self.steps,
+            eps: self.eps,
+            in_bf16: self.dtype == IterationDType::Bf16,
+            shape: dims.try_into().unwrap_or([dims.iter().product(), 1]), // `check` has refused others
+        }
+    }
+
+    /// Describes the settings that a plan depends on: `5 steps in f32, eps 1e-7`.
+    pub(super) fn describe_iteration(&self) -> String {
+        let dtype = match self.dtype {
+            IterationDType::Wide => "f32",
+            IterationDType::Bf16 => "bf16",
+        };
+        format!("{} steps in {dtype}, eps {:e}", self.steps, self.eps)
     }
 
     pub(super) fn info(&self) -> &'static OpInfo {
@@ -184,34 +213,12 @@ impl MuonConfig {
         vec![State::wide("momentum_buffer", parameter, Numbers::Finite)]
     }
 
-    /// Returns the scratch memory of an update on the CPU.
-    pub(super) fn scratch(
-        &self,
-        dims: &[usize],
-        parameter: DType,
-    ) -> Vec<(&'static str, usize, DType)> {
-        let &[rows, columns] = dims else {
-            return Vec::new();
-        };
-        let computed = wide(parameter);
-        let (is_wide, dtype) = match self.dtype {
-            IterationDType::Wide => (true, computed),
-            IterationDType::Bf16 => (false, DType::BF16),
-        };
-        let scratch = muon::scratch_elements([rows, columns], is_wide);
-        vec![
-            ("direction", rows * columns, computed),
-            ("scratch", scratch, dtype),
-        ]
-    }
-
     pub(super) fn check(&self, name: &str, var: &Var) -> Result<()> {
         if var.rank() != 2 {
             return Err(
                 Error::shape("Optimizer", format!("{:?}", var.dims())).must_be(
                     format!("parameter {name} with two dimensions, because Muon updates matrices"),
-                    "make groups with muon_for_matrices; train fully sharded weights, whose shards have one dimension, \
-                     with another rule",
+                    "make groups with muon_for_matrices",
                 ),
             );
         }
@@ -298,17 +305,18 @@ pub(super) fn reference(
         false => buffer.clone(),
     };
     let norm = direction.sqr()?.sum_all()?.sqrt()?;
-    let x = direction.broadcast_div(&(norm + rule.eps)?)?;
-    let is_tall = rule.shape[0] > rule.shape[1];
+    let iteration = &rule.iteration;
+    let x = direction.broadcast_div(&(norm + iteration.eps)?)?;
+    let is_tall = iteration.is_tall();
     let x = if is_tall { x.t()?.contiguous()? } else { x };
     let computed = x.dtype();
-    let mut x = if rule.in_bf16 {
+    let mut x = if iteration.in_bf16 {
         x.to_dtype(DType::BF16)?
     } else {
         x
     };
     let [a, b, c] = muon::COEFFICIENTS_OF_A_STEP;
-    for _ in 0..rule.steps {
+    for _ in 0..iteration.steps {
         let gram = x.matmul(&x.t()?.contiguous()?)?;
         let square = ((gram.matmul(&gram)? * c)? + (gram * b)?)?;
         x = ((&x * a)? + square.matmul(&x)?)?;
@@ -319,9 +327,71 @@ pub(super) fn reference(
     Ok((p, vec![buffer]))
 }
 
-pub(super) const INFO: OpInfo = OpInfo::new("muon").costing(
-    "12 a parameter, without the iteration",
-    "gradient; weight and momentum buffer, read and written",
-    |o| elementwise(o, 12.0),
-    None,
-);
+/// The most scratch memory of a batch, as a multiple of that of the matrix that needs most. More would make the memory of
+/// a step depend on the number of layers; with less, small matrices do not fill a GPU.
+const BATCH_SCRATCH: usize = 4;
+
+/// Splits matrices into batches that are iterated together, in the order of their first matrices. Matrices are given by
+/// iteration and dtype of the computation. Those of a batch have both, and `key`, in common.
+pub(crate) fn batches<K: PartialEq>(matrices: &[(Iteration, DType, K)]) -> Vec<Vec<usize>> {
+    let bytes = |(iteration, wide, _): &(Iteration, DType, K)| scratch_bytes(iteration, *wide);
+    let most = BATCH_SCRATCH * matrices.iter().map(bytes).max().unwrap_or(0);
+    let mut alike: Vec<Vec<usize>> = Vec::new();
+    for (number, matrix) in matrices.iter().enumerate() {
+        match alike
+            .iter_mut()
+            .find(|others| matrices[others[0]] == *matrix)
+        {
+            Some(others) => others.push(number),
+            None => alike.push(vec![number]),
+        }
+    }
+    let batches = alike.into_iter().flat_map(|numbers| {
+        let limit = (most / bytes(&matrices[numbers[0]]).max(1)).max(1);
+        let each = numbers.len().div_ceil(numbers.len().div_ceil(limit)); // of about equal sizes
+        let batches = numbers.chunks(each).map(<[usize]>::to_vec);
+        batches.collect::<Vec<_>>()
+    });
+    batches.collect()
+}
+
+/// Returns the bytes that a matrix in a batch needs: its direction and its scratch memory.
+fn scratch_bytes(iteration: &Iteration, wide: DType) -> usize {
+    batch_bytes(iteration, 1, wide, false)
+}
+
+/// Returns the bytes of the directions and the scratch memory of a batch.
+fn batch_bytes(iteration: &Iteration, count: usize, wide: DType, on_gpu: bool) -> usize {
+    let scratch = iteration.scratch(count, wide, on_gpu).into_iter();
+    let scratch = scratch.map(|(_, elements, dtype)| elements * dtype.size_in_bytes());
+    count * iteration.elements() * wide.size_in_bytes() + scratch.sum::<usize>()
+}
+
+impl MuonConfig {
+    /// Returns the scratch memory of an eager step of matrices with these dimensions and this dtype, in bytes: that of
+    /// the batch that needs most.
+    pub(super) fn step_bytes<'d>(
+        &self,
+        matrices: impl Iterator<Item = &'d [usize]>,
+        parameter: DType,
+        on_gpu: bool,
+    ) -> usize {
+        let matrices = matrices.map(|dims| (self.iteration(dims), wide(parameter), ()));
+        let matrices: Vec<_> = matrices.collect();
+        let batches = batches(&matrices).into_iter();
+        let bytes = batches.map(|batch| {
+            let (iteration, wide, ()) = &matrices[batch[0]];
+            batch_bytes(iteration, batch.len(), *wide, on_gpu)
+        });
+        bytes.max().unwrap_or(0)
+    }
+}
+
+pub(super) const INFO: OpInfo = OpInfo::new("muon")
+    .costing(
+        "12 a parameter; a step of the iteration of a matrix with sides s <= l: matmuls of 4 s^2 l + 2 s^3",
+        "gradient; weight and momentum buffer, read and written",
+        |o| elementwise(o, 12.0),
+        None,
+    )
+    .on_gpu_up_to(usize::MAX);

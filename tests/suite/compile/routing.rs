@@ -26,7 +26,7 @@ const K: usize = 2;
 fn weights(x: &Tensor, router: &Tensor) -> Result<Tensor> {
     let scores = ops::softmax(&ops::linear(x, router)?, 1.0, Mask::Full)?;
     let (_, experts) = ops::topk(&scores, K)?; // (N, K)
-    let chosen = ops::sum_over(&ops::one_hot(&experts, E, x.dtype())?, 1)?;
+    let chosen = ops::sum_over(&ops::one_hot(&experts, router.dim(0)?, x.dtype())?, 1)?;
     let weights = ops::mul(&scores, &chosen)?;
     ops::div(&weights, &ops::sum_keepdim(&weights, 1)?)
 }
@@ -35,7 +35,7 @@ fn weights(x: &Tensor, router: &Tensor) -> Result<Tensor> {
 fn dense([x, router, w1, w2]: [&Tensor; 4]) -> Result<Tensor> {
     let weights = weights(x, router)?;
     let mut y = x.clone();
-    for expert in 0..E {
+    for expert in 0..router.dim(0)? {
         let of = |w: &Tensor| Result::Ok(w.narrow(0, expert, 1)?.squeeze(0)?);
         let h = ops::gelu(&ops::linear(x, &of(w1)?)?, Gelu::Tanh)?;
         let h = ops::linear(&h, &of(w2)?)?;
@@ -49,15 +49,16 @@ fn routed([x, router, w1, w2]: [&Tensor; 4], capacity: usize) -> Result<Tensor> 
     let weights = weights(x, router)?;
     let (gates, tokens) = ops::topk(&weights.t()?, capacity)?; // (E, C)
     let tokens = tokens.flatten_all()?;
-    let rows = ops::index_select(x, 0, &tokens)?.reshape((E, capacity, D))?;
+    let (experts, width) = router.dims2()?;
+    let rows = ops::index_select(x, 0, &tokens)?.reshape((experts, capacity, width))?;
     let h = ops::gelu(&ops::matmul_transposed(&rows, w1)?, Gelu::Tanh)?;
     let h = ops::mul(&ops::matmul_transposed(&h, w2)?, &gates.unsqueeze(2)?)?;
-    ops::index_add(x, 0, &tokens, &h.reshape((E * capacity, D))?)
+    ops::index_add(x, 0, &tokens, &h.reshape((experts * capacity, width))?)
 }
 
 /// How a mixture is computed.
 #[derive(Clone, Copy, Debug)]
-enum How {
+pub enum How {
     Dense,
     Routed(usize),
     Checkpointed,
@@ -71,7 +72,8 @@ fn mixture(how: How, x: [&Tensor; 4]) -> Result<Tensor> {
     }
 }
 
-fn loss(how: How, x: [&Tensor; 4]) -> Result<Tensor> {
+/// Returns the loss of x, the router and both weights of the experts.
+pub fn loss(how: How, x: [&Tensor; 4]) -> Result<Tensor> {
     let y = mixture(how, x)?;
     ops::mean(&ops::mul(&y, &y)?)
 }

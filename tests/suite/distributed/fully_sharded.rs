@@ -15,7 +15,9 @@ use tallow::distributed::{
 use tallow::internals::{Category, Op};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Architecture, Checkpointing, Layer, Linear};
-use tallow::optim::{AdamWConfig, Optimizer, decay_matrices_only};
+use tallow::optim::{
+    AdamWConfig, IterationDType, LionConfig, MuonConfig, Optimizer, Rule, usual_groups,
+};
 use tallow::precision::Precision;
 use tallow::{Error, Result, no_grad, ops};
 
@@ -31,11 +33,12 @@ fn adamw() -> AdamWConfig {
 fn sharded_model(
     ranks: &Communicator,
     meta: &TransformerLM,
+    rule: impl Into<Rule>,
 ) -> Result<(TransformerLM, Optimizer, FullyShard)> {
     let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let vb = sharded.builder(nn::seeded(1, DType::F32, &Device::Cpu));
     let model = with_weights(meta, vb);
-    let optimizer = Optimizer::with_groups(decay_matrices_only(sharded.parameters(), adamw()))?;
+    let optimizer = Optimizer::with_groups(usual_groups(sharded.parameters(), rule))?;
     Ok((model, optimizer, sharded))
 }
 
@@ -59,7 +62,12 @@ fn of(architecture: Architecture) -> TransformerConfig {
 }
 
 /// Runs three steps, replicated and fully sharded.
-fn both_ways(ranks: &Communicator, meta: &TransformerLM, config: &StepConfig) -> Result<[Run; 2]> {
+fn both_ways(
+    ranks: &Communicator,
+    meta: &TransformerLM,
+    config: &StepConfig,
+    rule: Rule,
+) -> Result<[Run; 2]> {
     let first = ranks.rank() * config.accumulation;
     let [tokens, targets] = batches(first..first + config.accumulation);
     let run = |mut step: Step<'_>, mut optimizer: Optimizer| -> Result<Vec<f32>> {
@@ -67,11 +75,11 @@ fn both_ways(ranks: &Communicator, meta: &TransformerLM, config: &StepConfig) ->
         losses.collect()
     };
     let whole = with_weights(meta, nn::seeded(1, DType::F32, &Device::Cpu));
-    let optimizer = Optimizer::with_groups(decay_matrices_only(whole.parameters(), adamw()))?;
+    let optimizer = Optimizer::with_groups(usual_groups(whole.parameters(), rule))?;
     let replicated = Replicated::new(ranks, whole.parameters(), ReplicatedConfig::default())?;
     let step = Step::for_model(&whole, &optimizer, config)?.replicated(&optimizer, &replicated)?;
     let wanted = run(step, optimizer)?;
-    let (divided, optimizer, sharded) = sharded_model(ranks, meta)?;
+    let (divided, optimizer, sharded) = sharded_model(ranks, meta, rule)?;
     let step = Step::fully_sharded_for_model(&divided, &optimizer, config, &sharded)?;
     let found = run(step, optimizer)?;
     let weights = whole.parameters().into_iter();
@@ -80,6 +88,19 @@ fn both_ways(ranks: &Communicator, meta: &TransformerLM, config: &StepConfig) ->
         (wanted, weights.collect()),
         (found, full_weights(&divided, &sharded)?),
     ])
+}
+
+/// Checks that fully sharded steps have the bits of replicated ones.
+fn same_bits(world_size: usize, model: &TransformerLM, config: &StepConfig, rule: Rule) {
+    let ranks = on_ranks(world_size, |ranks| both_ways(&ranks, model, config, rule));
+    for [wanted, found] in ranks {
+        assert_eq!(found.0, wanted.0, "{rule}");
+        assert_eq!(found.1.len(), wanted.1.len());
+        for ((name, found), (other, wanted)) in found.1.iter().zip(&wanted.1) {
+            assert_eq!(name, other);
+            assert!(bits(found) == bits(wanted), "{rule}: {name}");
+        }
+    }
 }
 
 /// Steps have the bits of replicated ones, also where ranks hold shards of few weights.
@@ -95,13 +116,31 @@ fn steps_without_sums_over_parts(
         ..plan_config(1, None)
     };
     let model = meta(&of(architecture)).with_checkpointing(checkpointing);
-    for [wanted, found] in on_ranks(world_size, |ranks| both_ways(&ranks, &model, &config)) {
-        assert_eq!(found.0, wanted.0);
-        assert_eq!(found.1.len(), wanted.1.len());
-        for ((name, found), (other, wanted)) in found.1.iter().zip(&wanted.1) {
-            assert_eq!(name, other);
-            assert!(bits(found) == bits(wanted), "{name}");
-        }
+    same_bits(world_size, &model, &config, adamw().into());
+}
+
+/// A rule that is not elementwise gathers the direction of each matrix.
+#[rstest]
+fn other_rules(
+    #[values(2, 3, 40)] world_size: usize,
+    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+) {
+    let config = StepConfig {
+        precision,
+        ..plan_config(1, None)
+    };
+    let in_bf16 = MuonConfig {
+        dtype: IterationDType::Bf16,
+        weight_decay: 0.1,
+        ..Default::default()
+    };
+    let rules = [
+        LionConfig::default().into(),
+        MuonConfig::default().into(),
+        in_bf16.into(),
+    ];
+    for rule in rules {
+        same_bits(world_size, &meta(&super::config()), &config, rule);
     }
 }
 
@@ -115,9 +154,9 @@ fn steps_with_sums_over_parts(
         Option<f64>,
     ),
 ) {
-    let config = plan_config(accumulation, clip_norm);
+    let (config, rule) = (plan_config(accumulation, clip_norm), adamw().into());
     let ranks = on_ranks(world_size, |ranks| {
-        both_ways(&ranks, &meta(&super::config()), &config)
+        both_ways(&ranks, &meta(&super::config()), &config, rule)
     });
     for [wanted, found] in &ranks {
         for (found, wanted) in found.0.iter().zip(&wanted.0) {
@@ -142,7 +181,7 @@ fn evaluations(
     let found = on_ranks(world_size, |ranks| {
         let [tokens, targets] = batch(ranks.rank());
         let whole = with_weights(&meta, nn::seeded(1, DType::F32, &Device::Cpu));
-        let (model, divided, sharded) = sharded_model(&ranks, &meta)?;
+        let (model, divided, sharded) = sharded_model(&ranks, &meta, adamw())?;
         let optimizer = Optimizer::new(whole.parameters(), adamw())?;
         let step_config = StepConfig {
             precision,
@@ -167,7 +206,7 @@ fn evaluations(
 #[test]
 fn overflows_and_what_is_not_finite() {
     let found = on_ranks(2, |ranks| {
-        let (model, mut optimizer, sharded) = sharded_model(&ranks, &meta(&config()))?;
+        let (model, mut optimizer, sharded) = sharded_model(&ranks, &meta(&config()), adamw())?;
         let config = StepConfig {
             loss_scaling: true,
             precision: Precision::F16,
@@ -308,7 +347,7 @@ fn what_a_rank_has(#[values(2, 8, 512)] world_size: usize) {
 #[test]
 fn what_is_refused() {
     on_ranks(2, |ranks| {
-        let (divided, optimizer, sharded) = sharded_model(&ranks, &meta(&config()))?;
+        let (divided, optimizer, sharded) = sharded_model(&ranks, &meta(&config()), adamw())?;
         let config = plan_config(1, None);
         // A plan without ranks for a model that is sharded.
         let error = Step::for_model(&divided, &optimizer, &config).unwrap_err();
@@ -319,6 +358,13 @@ fn what_is_refused() {
             &["FullyShard::builder"],
         );
         refusal(sharded.full_weight("nobody"), &["nobody"]);
+        let frozen = nn::freeze(nn::seeded(1, DType::F32, &Device::Cpu), |name| {
+            name == "weight"
+        });
+        refusal(
+            Linear::new(4, 4, sharded.builder(frozen)),
+            &["weight is frozen", "freeze none"],
+        );
         let in_half = FullyShardConfig {
             dtype: Some(DType::F16),
             ..Default::default()

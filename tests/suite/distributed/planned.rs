@@ -202,11 +202,46 @@ fn what_is_refused() {
         ..Default::default()
     };
     let replicated = Replicated::new(&ranks, model.parameters(), bf16).unwrap();
-    let config = plan_config(1, Some(0.5));
+    let in_bf16 = StepConfig {
+        precision: Precision::BF16,
+        ..plan_config(1, Some(0.5))
+    };
     let [tokens, targets] = batch(0);
-    let step = Step::for_model(&model, &optimizer, &config).unwrap();
+    let step = Step::for_model(&model, &optimizer, &in_bf16).unwrap();
     let mut step = step.replicated(&optimizer, &replicated).unwrap();
     refusal(step.prepare((&tokens, &targets)), &["None or f32"]);
+    let exchanging = StepConfig {
+        ranks: StepRanks::Replicated(bf16),
+        ..in_bf16.clone()
+    };
+    exchanging.validate().unwrap();
+    let [f32, accumulating, scaling] = [(); 3].map(|()| exchanging.clone());
+    for (config, words) in [
+        (
+            StepConfig {
+                precision: Precision::F32,
+                ..f32
+            },
+            ["precision", "bf16 for gradients"],
+        ),
+        (
+            StepConfig {
+                accumulation: 2,
+                ..accumulating
+            },
+            ["accumulation", "1 for gradients"],
+        ),
+        (
+            StepConfig {
+                loss_scaling: true,
+                ..scaling
+            },
+            ["loss_scaling", "false for gradients"],
+        ),
+    ] {
+        refusal(config.validate(), &words);
+    }
+    let config = plan_config(1, Some(0.5));
     let without_ranks = StepConfig {
         ranks: StepRanks::Replicated(ReplicatedConfig::default()),
         ..config.clone()

@@ -13,18 +13,32 @@ use tallow::compile::{Batch, Phase, Plan, Step, StepConfig, StepRanks};
 use tallow::distributed::{Communicator, Replicated, ReplicatedConfig, Shard};
 use tallow::internals::{Category, Location, Op};
 use tallow::model::TransformerLM;
-use tallow::optim::{AdamWConfig, Moments, Optimizer, ParameterGroup, decay_matrices_only};
+use tallow::optim::{
+    AdamWConfig, LionConfig, Moments, MuonConfig, Optimizer, ParameterGroup, Rule, usual_groups,
+};
 use tallow::precision::Precision;
 use tallow::{Error, Result};
 
 fn groups(model: &TransformerLM, moments: Moments) -> Vec<ParameterGroup> {
+    usual_groups(model.parameters(), adamw(moments))
+}
+
+fn adamw(moments: Moments) -> Rule {
     let config = AdamWConfig {
         lr: 1e-2,
         weight_decay: 0.1,
         moments,
         ..Default::default()
     };
-    decay_matrices_only(model.parameters(), config)
+    config.into()
+}
+
+fn muon() -> Rule {
+    let config = MuonConfig {
+        weight_decay: 0.1,
+        ..Default::default()
+    };
+    config.into()
 }
 
 /// The bits of weights or state, by name.
@@ -61,16 +75,19 @@ fn gradients(model: &TransformerLM, step: usize) -> Result<GradStore> {
 fn eager_steps(
     #[values(2, 3, 64)] world_size: usize,
     #[values(
-        (DType::F32, Moments::Wide),
-        (DType::F32, Moments::Bf16 { seed: 3 }),
-        (DType::BF16, Moments::Wide)
+        (DType::F32, adamw(Moments::Wide)),
+        (DType::F32, adamw(Moments::Bf16 { seed: 3 })),
+        (DType::BF16, adamw(Moments::Wide)),
+        (DType::F32, LionConfig::default().into()),
+        (DType::F32, muon()),
+        (DType::BF16, muon())
     )]
-    (dtype, moments): (DType, Moments),
+    (dtype, rule): (DType, Rule),
 ) {
     let of = |ranks: Option<&Communicator>| -> Result<(Bits, Bits)> {
         let vb = tallow::nn::seeded(1, dtype, &Device::Cpu);
         let model = with_weights(&meta(&config()), vb);
-        let mut optimizer = Optimizer::with_groups(groups(&model, moments))?;
+        let mut optimizer = Optimizer::with_groups(usual_groups(model.parameters(), rule))?;
         if let Some(ranks) = ranks {
             optimizer.shard(ranks)?;
         }
@@ -101,12 +118,14 @@ fn planned_steps(
     #[values(1, 2)] accumulation: usize,
     #[values(Precision::F32, Precision::BF16)] precision: Precision,
     #[values(None, Some(0.5))] clip_norm: Option<f64>,
+    #[values(adamw(Moments::Wide), LionConfig::default().into(), muon())] rule: Rule,
 ) {
     for exchange in EXCHANGES {
         let found = on_ranks(2, |ranks| {
             let run = |sharded: bool| -> Result<_> {
                 let model = model(1);
-                let mut optimizer = Optimizer::with_groups(groups(&model, Moments::Wide))?;
+                let groups = usual_groups(model.parameters(), rule);
+                let mut optimizer = Optimizer::with_groups(groups)?;
                 if sharded {
                     optimizer.shard(&ranks)?;
                 }
@@ -145,7 +164,10 @@ fn planned_steps(
             assert!(joined(&parts, &wanted.3) == wanted.3, "{exchange}");
             // A rank has its own weights of the last step immediately, and the others only after gathering.
             for ((name, before), (_, after)) in found.1.iter().zip(&found.2) {
-                let is_own = found.4.contains(&format!("exp_avg.{name}"));
+                let kinds = ["exp_avg", "momentum_buffer"];
+                let is_own = kinds
+                    .iter()
+                    .any(|kind| found.4.contains(&format!("{kind}.{name}")));
                 assert_eq!(before == after, is_own, "{name}");
             }
         }

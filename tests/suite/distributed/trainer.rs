@@ -10,7 +10,7 @@ use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard, FullyShardConfig, ReplicatedConfig};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, DropoutRates};
-use tallow::optim::{GradScalerConfig, Schedule};
+use tallow::optim::{GradScalerConfig, MuonConfig, Rule, Scaling, Schedule};
 use tallow::precision::Precision;
 use tallow::train::{TrainConfig, Trainer};
 use tallow::{Error, Result};
@@ -37,6 +37,15 @@ fn train_config(steps: usize) -> TrainConfig {
         attention: Some(Algorithm::Flash),
         ..Default::default()
     }
+}
+
+fn muon() -> Rule {
+    let config = MuonConfig {
+        lr: 1e-3,
+        scaling: Scaling::Moonlight,
+        ..Default::default()
+    };
+    config.into()
 }
 
 fn trainer(steps: usize) -> Result<Trainer> {
@@ -218,8 +227,8 @@ fn ranks_of_other_settings_are_refused(
 }
 
 /// A fully sharded run equals a replicated one. Two ranks write one file each; two, three and one resume them.
-#[test]
-fn in_parts() {
+#[rstest]
+fn in_parts(#[values(TrainConfig::default().optimizer, muon())] optimizer: Rule) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.safetensors");
     let path = &path;
@@ -227,6 +236,7 @@ fn in_parts() {
         accumulation: 6,
         max_grad_norm: Some(0.5),
         keep: 2,
+        optimizer,
         ..train_config(steps)
     };
     let sharded_trainer = |ranks: &Communicator, steps: usize| -> Result<(Trainer, FullyShard)> {

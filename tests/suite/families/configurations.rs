@@ -60,6 +60,23 @@ fn sizes(config: &TransformerConfig) -> [usize; 8] {
     ]
 }
 
+/// The folders of `examples/families` have the published numbers of parameters.
+#[test]
+fn shapes_of_examples() {
+    for (name, parameters) in [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("llama-3.1-8b", 8_030_261_248),
+    ] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/families");
+        let config = hf::config(folder.join(name)).unwrap();
+        let model = TransformerLM::meta(&config).unwrap();
+        assert_eq!(model.num_parameters(), parameters, "{name}");
+    }
+}
+
 /// The output of `to_dict()` of each family's configuration class, with all defaults.
 #[rstest]
 #[case("transformers_4.30.2.json", &["gpt2", "llama"])]

@@ -3,6 +3,7 @@
 use super::config;
 use crate::check::refusal;
 use crate::child;
+use crate::compile::routing::{self, How};
 use crate::custom_model::gpt2::{Gpt2, Gpt2Config};
 use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
@@ -265,6 +266,26 @@ fn a_model_of_ones_own_takes_what_is_predicted() {
             let loss = || model.loss_with(&tokens, &targets, &context, None);
             let found = compared(|| precision.run(loss));
             wrong.extend(mismatch(&format!("dropout {attention} {precision}"), found));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_mixture_of_experts_takes_what_is_predicted() {
+    if child::ran("memory::graphs::a_mixture_of_experts_takes_what_is_predicted") {
+        return;
+    }
+    let random = |dims: &[usize]| Var::randn(0f32, 0.1, dims, &Device::Cpu).unwrap();
+    let [router, w1, w2] = [&[8, 64][..], &[8, 96, 64], &[8, 64, 96]].map(random);
+    let mut wrong = Vec::new();
+    gemm::reserve_scratch(true).unwrap();
+    for tokens in [40, 640] {
+        let x = random(&[tokens, 64]).detach();
+        let capacity = tokens / 4;
+        for how in [How::Dense, How::Routed(capacity), How::Checkpointed] {
+            let found = compared(|| routing::loss(how, [&x, &router, &w1, &w2]));
+            wrong.extend(mismatch(&format!("{how:?} {tokens}"), found));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -289,6 +289,18 @@ fn losses() {
         &["class_weights [4]", "[5]"],
         of(weights(&[4])),
     );
+    for class_weights in [None, Some(x(&[5]))] {
+        let config = CrossEntropyConfig {
+            ignore_index: Some(1),
+            class_weights,
+            ..Default::default()
+        };
+        refused(
+            |e| matches!(e, Error::Data { .. }),
+            &["2 targets, all ignored"],
+            move || ops::cross_entropy_with(&x(&[2, 5]), &ids(&[1, 1]), &config),
+        );
+    }
     shape("cross_entropy", &["targets [2, 4]", "[2, 5]"], || {
         ops::cross_entropy_with(&x(&[2, 5]), &x(&[2, 4]), &CrossEntropyConfig::default())
     });

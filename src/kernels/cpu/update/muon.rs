@@ -1,17 +1,20 @@
-//! Muon's update of a matrix.
+//! Muon's update of matrices.
 //!
 //! ```text
 //! b += (1 - momentum) (g - b);  d = g + momentum (b - g) (Nesterov) or b
 //! p  = decay p - step_size orthogonal(d)
 //! ```
 //!
-//! `orthogonal` is a Newton-Schulz iteration, see [`newton_schulz`]. Its matmuls bound the update: with s and l the
-//! smaller and the larger side, a step of it computes `4 s^2 l + 2 s^3` FLOPs.
+//! The two lines are elementwise passes, [`direction`] and [`Step`]. `orthogonal` is a Newton-Schulz
+//! [iteration](Iteration). Its matmuls bound the update.
 
-use super::{COEFFICIENTS, Elementwise, Moment, Real, Stored, Update, step, step_half};
+use super::{COEFFICIENTS, Elementwise, Moment, Real, Stored, Update, step};
 use crate::kernels::cpu::gemm::{MatRef, Threads, matmul};
+use crate::kernels::cpu::parallel::Shared;
 use crate::kernels::cpu::simd::{self, BLOCK};
 use crate::kernels::cpu::{parallel, reduce};
+use crate::kernels::workspace;
+use candle_core::DType;
 
 /// The coefficients of a step of Muon, for one parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,21 +27,78 @@ pub struct Muon {
     pub decay: f64,
     /// The learning rate, scaled by the parameter's shape.
     pub step_size: f64,
+    /// The iteration that makes the direction orthogonal.
+    pub iteration: Iteration,
+}
+
+/// The Newton-Schulz iteration of a matrix, which makes it nearly orthogonal. With `X` the matrix, divided by its
+/// Frobenius norm plus eps, and transposed if it has more rows than columns, each step is
+///
+/// ```text
+/// A = X X^T;  X = a X + (b A + c A^2) X
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Iteration {
+    /// The number of steps.
+    pub steps: usize,
     /// The eps that is added to the norm.
     pub eps: f64,
-    /// The steps of the Newton-Schulz iteration.
-    pub steps: usize,
-    /// Whether the iteration is in bf16.
+    /// Whether it is in bf16.
     pub in_bf16: bool,
-    /// The rows and columns of the parameter.
+    /// The rows and columns of the matrix.
     pub shape: [usize; 2],
 }
 
-/// The coefficients of the Newton-Schulz iteration. They move singular values from 0 to 1 fast, to about 0.7 to 1.2.
+/// The name of the kernel of [`direction`] on a GPU.
+#[cfg(feature = "cuda")]
+pub const DIRECTION: &str = "muon_direction";
+
+/// The coefficients a, b and c of the iteration. They move singular values from 0 to 1 fast, to about 0.7 to 1.2.
 pub const COEFFICIENTS_OF_A_STEP: [f64; 3] = [3.4445, -4.7750, 2.0315];
 
+impl Iteration {
+    /// Returns the number of elements of the matrix.
+    pub fn elements(&self) -> usize {
+        self.shape[0] * self.shape[1]
+    }
+
+    /// Returns the smaller side of the matrix.
+    pub fn side(&self) -> usize {
+        self.shape[0].min(self.shape[1])
+    }
+
+    /// Returns whether the matrix has more rows than columns.
+    pub fn is_tall(&self) -> bool {
+        self.shape[0] > self.shape[1]
+    }
+
+    /// Returns the FLOPs of the matmuls: `4 s^2 l + 2 s^3` a step, with s and l the smaller and the larger side.
+    pub fn flops(&self) -> f64 {
+        let (elements, side) = (self.elements() as f64, self.side() as f64);
+        self.steps as f64 * (4.0 * side * elements + 2.0 * side * side * side)
+    }
+
+    /// Returns name, elements and dtype of the scratch memory for `count` matrices. `wide` is the dtype of the
+    /// computation.
+    pub fn scratch(
+        &self,
+        count: usize,
+        wide: DType,
+        on_gpu: bool,
+    ) -> Vec<(&'static str, usize, DType)> {
+        let dtype = if self.in_bf16 { DType::BF16 } else { wide };
+        let (matrices, squares) = (count * self.elements(), count * self.side() * self.side());
+        let rounded = self.in_bf16.then_some(("x", matrices, dtype));
+        let others = [("next", matrices), ("gram", squares), ("square", squares)];
+        let others = others.map(|(name, elements)| (name, elements, dtype));
+        let sums = count * workspace::chunks(self.elements());
+        let sums = on_gpu.then_some(("sums", sums, DType::F64));
+        rounded.into_iter().chain(others).chain(sums).collect()
+    }
+}
+
 impl Muon {
-    /// Returns the name in errors; there is no kernel for GPUs.
+    /// Returns the name of the kernel of [`Step`] on a GPU.
     pub fn kernel(&self) -> &'static str {
         "muon"
     }
@@ -72,10 +132,10 @@ impl Elementwise<1> for Momentum {
     }
 }
 
-/// Updates a parameter from its orthogonal direction.
-struct Apply;
+/// Updates a parameter from its orthogonal direction, which takes the place of the gradient.
+pub struct Step;
 
-impl Elementwise<0> for Apply {
+impl Elementwise<0> for Step {
     const STATES: [&'static str; 0] = [];
 
     #[inline(always)]
@@ -89,119 +149,132 @@ impl Elementwise<0> for Apply {
     }
 }
 
-/// The memory of an update: `direction` has the parameter's elements, `scratch` those of [`scratch_elements`].
-pub struct Scratch<'a, T, S> {
-    pub direction: &'a mut [T],
-    pub scratch: &'a mut [S],
-}
-
-/// Returns the elements of scratch memory for a matrix, in the dtype of the iteration. `is_wide` is whether that is the
-/// dtype of the computation.
-pub fn scratch_elements([rows, columns]: [usize; 2], is_wide: bool) -> usize {
-    let (n, side) = (rows * columns, rows.min(columns));
-    let copies = if is_wide { 1 } else { 2 };
-    copies * n + 2 * side * side
-}
-
-/// Computes the orthogonal direction from `gradient * factor`, in place of `scratch.direction`, and updates `buffer`.
-pub fn direction<G: Stored<Wide = T>, T: Moment<Wide = T> + Real, S: Stored<Wide = T>>(
-    rule: &Muon,
+/// Computes the direction from `gradient * factor`, and updates `buffer`. All have the length of a matrix or of a part
+/// of one.
+pub fn direction<G: Stored<Wide = T>, T: Moment<Wide = T> + Real>(
+    direction: &mut [T],
     gradient: &[G],
     factor: f64,
     buffer: &mut [T],
-    scratch: &mut Scratch<'_, T, S>,
     update: &Update,
 ) {
-    let direction = &mut *scratch.direction;
-    if direction.is_empty() {
-        return;
-    }
     match G::as_wide(gradient) {
         Some(g) => step::<Momentum, T, T, 1>(direction, g, factor, [buffer], update),
         None => {
             let mut wide = vec![T::ZERO; gradient.len()];
-            convert(gradient, &mut wide, G::load);
+            convert(gradient, &mut wide, G::load, Threads::All);
             step::<Momentum, T, T, 1>(direction, &wide, factor, [buffer], update);
         }
     }
-    let norm = T::real(reduce::sum_of_squares(direction).sqrt() + rule.eps);
-    parallel::for_rows(direction, 1, |_, x| {
+}
+
+/// Scratch memory of [`orthogonalize`], by the names of [`Iteration::scratch`]; `x` is empty in the dtype of the
+/// computation.
+pub struct Scratch<'a, S> {
+    /// The rounded matrices.
+    pub x: &'a mut [S],
+    /// The matrices after a step.
+    pub next: &'a mut [S],
+    /// `A = X X^T` of each.
+    pub gram: &'a mut [S],
+    /// `b A + c A^2` of each.
+    pub square: &'a mut [S],
+}
+
+/// Makes matrices of one shape, stored one after another, nearly orthogonal, in place.
+///
+/// Parallel over the matrices if there are at least as many as threads, else inside each step of the iteration.
+pub fn orthogonalize<T: Real + Stored<Wide = T>, S: Stored<Wide = T>>(
+    iteration: &Iteration,
+    matrices: &mut [T],
+    scratch: Scratch<'_, S>,
+) {
+    let (n, side) = (iteration.elements(), iteration.side());
+    if matrices.is_empty() {
+        return;
+    }
+    let (count, squares) = (matrices.len() / n, side * side);
+    let matrices = Shared::new(matrices);
+    let rounded = if scratch.x.is_empty() { 0 } else { n };
+    let Scratch {
+        x,
+        next,
+        gram,
+        square,
+    } = scratch;
+    let [x, next, gram, square] = [x, next, gram, square].map(Shared::new);
+    let each = |i: usize, threads: Threads| {
+        // SAFETY: matrix i has parts of its own, and is run once.
+        let (matrix, parts) = unsafe {
+            let parts = [
+                x.range(i * rounded, rounded),
+                next.range(i * n, n),
+                gram.range(i * squares, squares),
+                square.range(i * squares, squares),
+            ];
+            (matrices.range(i * n, n), parts)
+        };
+        one(iteration, matrix, parts, threads);
+    };
+    match count < rayon::current_num_threads() {
+        true => (0..count).for_each(|i| each(i, Threads::All)),
+        false => parallel::for_tasks(count, |i| each(i, Threads::One)),
+    }
+}
+
+/// Makes one matrix nearly orthogonal, in place.
+fn one<T: Real + Stored<Wide = T>, S: Stored<Wide = T>>(
+    iteration: &Iteration,
+    matrix: &mut [T],
+    [x, next, gram, square]: [&mut [S]; 4],
+    threads: Threads,
+) {
+    let norm = T::real(reduce::sum_of_squares(matrix).sqrt() + iteration.eps);
+    for_blocks(matrix, threads, |_, x| {
         x.iter_mut().for_each(|x| *x /= norm);
     });
-    match S::as_wide_mut(scratch.scratch) {
-        Some(scratch) => newton_schulz(rule.shape, rule.steps, direction, scratch),
-        None => {
-            let (x, rest) = scratch.scratch.split_at_mut(direction.len());
-            convert(direction, x, |from, to| S::store(from, to));
-            newton_schulz(rule.shape, rule.steps, x, rest);
-            convert(x, direction, S::load);
-        }
+    if x.is_empty() {
+        let wide = [next, gram, square].map(|part| S::as_wide_mut(part));
+        let [Some(next), Some(gram), Some(square)] = wide else {
+            panic!("an iteration in another dtype needs a rounded matrix");
+        };
+        return newton_schulz(iteration, matrix, [next, gram, square], threads);
     }
+    convert(matrix, x, |from, to| S::store(from, to), threads);
+    newton_schulz(iteration, x, [next, gram, square], threads);
+    convert(x, matrix, S::load, threads);
 }
 
-/// Updates a parameter in the dtype of the computation from its orthogonal direction.
-pub fn apply<T: Moment<Wide = T> + Real>(parameter: &mut [T], direction: &[T], update: &Update) {
-    step::<Apply, T, T, 0>(parameter, direction, 1.0, [], &unclipped(update));
-}
-
-/// Updates a parameter in half precision and its master value from its orthogonal direction.
-pub fn apply_half<P: Stored<Wide = f32>>(
-    parameter: &mut [P],
-    direction: &[f32],
-    master: &mut [f32],
-    update: &Update,
-) {
-    step_half::<Apply, P, f32, f32, 0>(parameter, direction, master, [], &unclipped(update));
-}
-
-/// Returns an update that does not clip: only gradients are.
-fn unclipped(update: &Update) -> Update {
-    Update {
-        clip_value: f64::INFINITY,
-        ..*update
-    }
-}
-
-/// Makes a matrix of norm 1 nearly orthogonal, in place: with `X` (s, l) the matrix, transposed if it has more rows
-/// than columns, each step is
-///
-/// ```text
-/// A = X X^T;  X = a X + (b A + c A^2) X
-/// ```
-///
-/// `scratch` has a matrix and two of (s, s).
+/// Runs the steps of the iteration on a matrix of norm 1, in place.
 fn newton_schulz<S: Stored>(
-    [rows, columns]: [usize; 2],
-    steps: usize,
+    iteration: &Iteration,
     x: &mut [S],
-    scratch: &mut [S],
+    [next, gram, squared]: [&mut [S]; 3],
+    threads: Threads,
 ) {
-    let side = rows.min(columns);
-    let (next, squares) = scratch.split_at_mut(x.len());
-    let (gram, squared) = squares.split_at_mut(side * side);
-    let squared = &mut squared[..side * side];
+    let ([rows, columns], side) = (iteration.shape, iteration.side());
     let [a, b, c] = COEFFICIENTS_OF_A_STEP.map(S::Wide::real);
-    for _ in 0..steps {
+    for _ in 0..iteration.steps {
         let matrix = MatRef::new(x, rows, columns);
-        match rows > columns {
-            true => matmul(matrix.t(), matrix, gram, false, Threads::All),
-            false => matmul(matrix, matrix.t(), gram, false, Threads::All),
+        match iteration.is_tall() {
+            true => matmul(matrix.t(), matrix, gram, false, threads),
+            false => matmul(matrix, matrix.t(), gram, false, threads),
         }
         let square = MatRef::new(gram, side, side);
-        matmul(square, square, squared, false, Threads::All);
-        combine(squared, c, gram, b);
+        matmul(square, square, squared, false, threads);
+        combine(squared, c, gram, b, threads);
         let square = MatRef::new(squared, side, side);
-        match rows > columns {
-            true => matmul(matrix, square, next, false, Threads::All),
-            false => matmul(square, matrix, next, false, Threads::All),
+        match iteration.is_tall() {
+            true => matmul(matrix, square, next, false, threads),
+            false => matmul(square, matrix, next, false, threads),
         }
-        combine(x, a, next, S::Wide::ONE);
+        combine(x, a, next, S::Wide::ONE, threads);
     }
 }
 
 /// Computes `y = alpha y + beta x`.
-fn combine<S: Stored>(y: &mut [S], alpha: S::Wide, x: &[S], beta: S::Wide) {
-    parallel::for_rows(y, 1, |first, y| {
+fn combine<S: Stored>(y: &mut [S], alpha: S::Wide, x: &[S], beta: S::Wide, threads: Threads) {
+    for_blocks(y, threads, |first, y| {
         let x = &x[first..first + y.len()];
         simd::vectorized(
             #[inline(always)]
@@ -221,9 +294,22 @@ fn combine<S: Stored>(y: &mut [S], alpha: S::Wide, x: &[S], beta: S::Wide) {
     });
 }
 
-/// Converts all elements by `convert`, in parallel.
-fn convert<A: Sync, B: Send>(from: &[A], to: &mut [B], convert: impl Fn(&[A], &mut [B]) + Sync) {
-    parallel::for_rows(to, 1, |first, to| {
+/// Converts all elements by `convert`.
+fn convert<A: Sync, B: Send>(
+    from: &[A],
+    to: &mut [B],
+    convert: impl Fn(&[A], &mut [B]) + Sync,
+    threads: Threads,
+) {
+    for_blocks(to, threads, |first, to| {
         convert(&from[first..first + to.len()], to)
     });
+}
+
+/// Calls `f` with consecutive elements and the index of their first.
+fn for_blocks<T: Send>(x: &mut [T], threads: Threads, f: impl Fn(usize, &mut [T]) + Sync) {
+    match threads {
+        Threads::All => parallel::for_rows(x, 1, f),
+        Threads::One => f(0, x),
+    }
 }

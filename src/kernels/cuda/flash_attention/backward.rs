@@ -37,8 +37,24 @@ const HOPPER: Source = Source {
         include_str!("masks.cuh"),
         include_str!("hopper.cuh"),
         include_str!("backward.cuh"),
+        include_str!("backward_works.cuh"),
         include_str!("backward_hopper.cuh"),
         include_str!("backward_hopper.cu"),
+    ],
+};
+const CLUSTER: Source = Source {
+    name: "flash_backward_cluster",
+    parts: &[
+        include_str!("../philox.cuh"),
+        include_str!("../dropout.cuh"),
+        include_str!("common.cuh"),
+        include_str!("dropped.cuh"),
+        include_str!("masks.cuh"),
+        include_str!("hopper.cuh"),
+        include_str!("backward.cuh"),
+        include_str!("backward_works.cuh"),
+        include_str!("backward_cluster.cuh"),
+        include_str!("backward_cluster.cu"),
     ],
 };
 
@@ -152,7 +168,14 @@ pub(crate) fn backward(
     let generic = generic_kernels(dtype, tf32, head_dim);
     let hopper_keys = tiles::BackwardHopper::KEYS;
     let (source, tiles, queries, keys) = match &hopper {
-        Some(tiles) => (&HOPPER, tiles.definitions(), tiles.queries, hopper_keys),
+        Some(tiles) => {
+            let source = if tiles.cluster == 1 {
+                &HOPPER
+            } else {
+                &CLUSTER
+            };
+            (source, tiles.definitions(), tiles.queries, hopper_keys)
+        }
         None => (
             generic.source,
             generic.tiles.clone(),
@@ -200,17 +223,18 @@ pub(crate) fn backward(
     run(&kernel("flash_backward_prepare")?, blocks, 256, 0)?;
     match hopper {
         Some(tiles) => {
+            let block_keys = keys / tiles.cluster;
             let maps = BackwardMaps([
                 Map::new(&inputs.q, queries)?,
-                Map::new(&inputs.k, keys)?,
-                Map::new(&inputs.v, keys)?,
+                Map::new(&inputs.k, block_keys)?,
+                Map::new(&inputs.v, block_keys)?,
                 Map::new(&inputs.d_out, queries)?,
             ]);
             let matmul_kernel = kernel("flash_backward_hopper")?;
             let shared_bytes = tiles.shared_bytes(head_dim);
             matmul_kernel.allow_shared_bytes(shared_bytes)?;
             let works = sizes.keys.div_ceil(keys) * sizes.batch * sizes.kv_heads;
-            let blocks = works.min(multiprocessors(gpu)?);
+            let blocks = tiles.cluster * works.min(multiprocessors(gpu)? / tiles.cluster);
             let mut launch = matmul_kernel.builder();
             launch.arg(&maps).arg(&arguments);
             // SAFETY: as above.

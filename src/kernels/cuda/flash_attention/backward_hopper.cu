@@ -25,20 +25,6 @@
 // tiles, so that the groups need not run in lockstep: one's exponentials overlap the other's matmuls. dQ leaves through
 // shared memory: two warps let the copy engine add it to dq_sums when it is their turn. One warp copies tiles in.
 
-// Writes a half of dq of a tile, of which each of 128 threads has 32 elements.
-__device__ __forceinline__ void write_dq(const BackwardArguments& arguments, const float (&dq)[32], int index,
-                                         int query_tiles, int half, int thread) {
-    const Sizes& sizes = arguments.sizes;
-    const float scaled[2] = {sizes.scale, sizes.scale};
-    const Strides& of_dq = arguments.dq_strides;
-    const int head = index / query_tiles, lane = thread % 32,
-              query = index % query_tiles * QUERIES + (HEAD_DIM == 64 ? half * 64 : 0) + thread / 32 * 16 + lane / 4;
-    write_rows<64>(
-        dq, scaled,
-        arguments.dq + head / sizes.heads * of_dq.batch + head % sizes.heads * of_dq.head + query * of_dq.row,
-        of_dq.row, sizes.queries - query, HEAD_DIM == 128 ? half * 64 : 0, sizes.head_dim, lane);
-}
-
 extern "C" __global__ void __launch_bounds__(384, 1)
     JOIN(flash_backward_hopper_, ELEMENT)(const __grid_constant__ Maps maps,
                                           const __grid_constant__ BackwardArguments arguments) {
@@ -61,8 +47,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     take_registers<240>();
-    const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16, quad_row = lane / 4, quad_column = lane % 4 * 2;
-    const float to_log2 = exponent_of_score(sizes);
+    const int thread = threadIdx.x % 128, warp_row = thread / 32 * 16;
     const Dropped dropped(arguments.dropout, sizes);
     const Descriptor known_k(at.k_tiles + warpgroup * 64 * 128), known_v(at.v_tile + warpgroup * 64 * 128);
     const Blocks<128, BY_ROWS> ds_blocks(at.ds_tiles, warpgroup * 64 + warp_row, lane);
@@ -103,24 +88,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     auto finish_dq = [&](int index, bool is_alone) {
         named_sync(TURN_HAS_COME + warpgroup, 160);
         named_arrive(TURN_IS_TAKEN + warpgroup, 160);
-        if (!is_alone) {
-            const float* sums = arguments.dq_sums + (long long)index * DQ_TILE + warpgroup * (DQ_TILE / 2) + thread * 4;
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float4 x = __ldcg(reinterpret_cast<const float4*>(sums + n * 512));
-                dq[n * 4] += x.x, dq[n * 4 + 1] += x.y, dq[n * 4 + 2] += x.z, dq[n * 4 + 3] += x.w;
-            }
-        }
+        if (!is_alone) add_sums(dq, arguments.dq_sums + (long long)index * DQ_TILE + warpgroup * DQ_PART, thread);
         write_dq(arguments, dq, index, query_tiles, warpgroup, thread);
     };
     // dQ of any other tile is written to shared memory.
     int added = 0;
     auto store_dq = [&] {
         barrier_wait(at.dq_empty + warpgroup * 8, added - 1);
-        const u32 tile = at.dq_tile + warpgroup * DQ_TILE * 2 + thread * 16;
-#pragma unroll
-        for (int n = 0; n < 8; n++)
-            write_shared(tile + n * 2048, dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
+        store_part(at.dq_tile + warpgroup * DQ_PART * 4 + thread / 32 * DQ_WARP * 4, dq, lane);
         added++;
     };
     auto send_dq = [&] {
@@ -128,105 +103,26 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         __syncwarp();
         free(at.dq_full + warpgroup * 8);
     };
-    // Reads lse or delta of this thread's queries among 64: two of the columns 8 n .. 8 n + 7, for each n.
-    auto read_statistics = [&](float (&of_queries)[16], int stage, int first) {
-#pragma unroll
-        for (int n = 0; n < 16; n += 4) {
-            const float4 x = read_shared_floats(at.statistics_tiles + stage * STATISTICS_BYTES +
-                                                (first + quad_column * 2) * 4 + n * 16);
-            of_queries[n] = x.x, of_queries[n + 1] = x.y, of_queries[n + 2] = x.z, of_queries[n + 3] = x.w;
-        }
-    };
 
     barrier_wait(at.keys_full, 0);
     if (at.numbers[0] >= works) return;
     Work work(sizes, at.numbers[0], query_tiles, key_tiles);
-#if FIRST_KEYS
     work.end_at(at.ends[0], sizes.heads / sizes.kv_heads);
+    if (KEY_MASK) work.steps = at.steps[0];
     FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
-#endif
-    int tile = END_TILE(work) - 1, head = work.first_head;
-#if KEY_MASK
-    const MaskArguments& masks = arguments.masks;
-    auto begin_work = [&](int keys_stage) {
-        work.steps = at.steps[keys_stage];
-        const Place place = work.first_place(masks, sizes, query_tiles);
-        head = place.head, tile = place.tile;
+    Place place = work.first_place(arguments.masks, sizes, query_tiles);
+    auto exponentiate_step = [&](int stage) {
+        exponentiate(s, at.statistics_tiles + stage * STATISTICS_BYTES, arguments, dropped, first_keys, place,
+                     work.key_tile, work.key_tile * KEYS + warpgroup * 64, warp_row, lane, [] { wgmma_wait<1>(); });
     };
-    begin_work(0);
-#endif
-    // Overwrites S with P while dP is computed. Dropped elements are negated.
-    auto exponentiate = [&](int stage) {
-        float lse[16];
-        read_statistics(lse, stage, 0);
-#if FIRST_KEYS
-        const int latest_first = first_keys.of(tile * QUERIES + QUERIES - 1);
-#endif
-        const int first_key = work.key_tile * KEYS + warpgroup * 64, my_key = first_key + warp_row + quad_row;
-#if KEY_MASK
-        const HeadMask mask(masks, sizes.keys, head / sizes.heads, head % sizes.heads);
-        const bool partial = mask.is_partial(work.key_tile, tile);
-#endif
-        wgmma_wait<1>();
-        if (SOFT_CAP) cap_scores(s, sizes);
-        if (BIAS) {
-            static_assert(!BIAS || !SOFT_CAP, "the cap's slope is taken from P, which has no bias");
-            const HeadBias bias(arguments.masks, sizes, head / sizes.heads, head % sizes.heads);
-            add_bias_by_keys<QUERIES / 8>([&](int n, int i) -> float& { return s[n * 4 + i]; }, bias, tile* QUERIES,
-                                          first_key + warp_row, lane);
-        }
-#if KEY_MASK
-        if (partial)
-            hide_pairs<QUERIES / 8>([&](int n, int i) -> float& { return s[n * 4 + i]; }, mask, my_key, tile* QUERIES,
-                                    lane);
-#endif
-        if (tile * QUERIES + sizes.offset < first_key + 63 || first_key + 64 > sizes.keys) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int key = first_key + warp_row + quad_row + i / 2 * 8;
-                // The first query, counted from this thread's first, that attends to the key.
-                const int visible = (key < sizes.keys ? key - sizes.offset : sizes.queries + QUERIES) - tile * QUERIES -
-                                    quad_column - i % 2;
-#pragma unroll
-                for (int n = 0; n < QUERIES / 8; n++) s[n * 4 + i] = n * 8 >= visible ? s[n * 4 + i] : -INFINITE;
-            }
-        }
-#if FIRST_KEYS
-        // Some queries have first keys after the group's first key.
-        if (latest_first > first_key) {
-#pragma unroll
-            for (int n = 0; n < QUERIES / 8; n++)
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    // Counted from this thread's first key.
-                    const int query = tile * QUERIES + n * 8 + quad_column + odd;
-                    const int first = first_keys.of(query) - first_key - warp_row - quad_row;
-                    if (0 < first) s[n * 4 + odd] = -INFINITE;
-                    if (8 < first) s[n * 4 + odd + 2] = -INFINITE;
-                }
-        }
-#endif
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            if (half > 0) read_statistics(lse, stage, half * 64);
-#pragma unroll
-            for (int n = 0; n < 8; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float& x = s[half * 32 + n * 4 + i];
-                    x = power_of_2(fmaf(x, to_log2, -lse[n * 2 + i % 2]));
-                }
-        }
-        if (DROPOUT) {
-#pragma unroll
-            for (int pair = 0; pair < QUERIES / 16; pair++) {
-                u32 stay[2];
-                dropped.by_keys(stay, head, first_key + warp_row, tile * QUERIES + pair * 16, lane);
-#pragma unroll
-                for (int i = 0; i < 8; i++)
-                    if (!(stay[i / 4] >> 8 * (i % 2 * 2 + i / 2 % 2) & 1)) s[pair * 8 + i] = -s[pair * 8 + i];
-            }
-        }
+    // Writes dK or dV of the work item.
+    auto write_keys = [&](const float (&sum)[HEAD_DIM / 2], E* x, const Strides& of_x, int width, float factor) {
+        const float factors[2] = {factor, factor};
+        const int key = work.key_tile * KEYS + warpgroup * 64 + warp_row + lane / 4;
+        const int batch = work.first_head / sizes.heads,
+                  head = work.first_head % sizes.heads / (sizes.heads / sizes.kv_heads);
+        write_rows<HEAD_DIM>(sum, factors, x + batch * of_x.batch + head * of_x.head + key * of_x.row, of_x.row,
+                             sizes.keys - key, 0, width, lane);
     };
     barrier_wait(at.queries_full, 0);
     // One group begins later, so that its exponentials overlap the other's matmuls.
@@ -239,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     issue_dp(0);
     wgmma_commit();
     if (warpgroup == 0) named_arrive(ORDER, 256);
-    exponentiate(0);
+    exponentiate_step(0);
     wgmma_wait<0>();
     if (work.steps == 1) free(at.v_empty);
 
@@ -254,22 +150,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
         for (int i = 0; i < steps; i++, step++) {
             const int stage = step % 2, next_stage = stage ^ 1, next_round = (step + 1) / 2;
+            const u32 statistics = at.statistics_tiles + stage * STATISTICS_BYTES;
             const Descriptor q(at.q_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128),
                 d_out(at.d_out_tiles + stage * QUERY_TILE_BYTES, QUERIES * 128);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
                 u32 p[4][4], ds[4][4];
-                float delta[16];
-                read_statistics(delta, stage, QUERIES + half * 64);
-#if SOFT_CAP
-                float lse[16];
-                read_statistics(lse, stage, half * 64);
-#endif
-#pragma unroll
-                for (int k = 0; k < 16; k++) {
-                    const float p0 = s[half * 32 + k * 2], p1 = s[half * 32 + k * 2 + 1];
-                    p[k / 4][k % 4] = E::pack(DROPOUT && p0 < 0 ? 0 : p0, DROPOUT && p1 < 0 ? 0 : p1);
-                }
+                float delta[16], lse[16];
+                read_statistics(delta, statistics, QUERIES + half * 64, lane);
+                if (SOFT_CAP) read_statistics(lse, statistics, half * 64, lane);
+                round_probabilities(p, s + half * 32);
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
@@ -281,18 +171,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                     for (int k = 0; k < 4; k += 2) {
                         const int at = half * 32 + n * 4 + k;
-                        float dp0 = dp[at], dp1 = dp[at + 1], p0 = s[at], p1 = s[at + 1];
-                        if (DROPOUT) {
-                            dp0 = p0 < 0 ? 0 : dp0 * arguments.dropout.scale;
-                            dp1 = p1 < 0 ? 0 : dp1 * arguments.dropout.scale;
-                            p0 = fabsf(p0), p1 = fabsf(p1);
-                        }
-                        float ds0 = p0 * (dp0 - delta[n * 2]), ds1 = p1 * (dp1 - delta[n * 2 + 1]);
-#if SOFT_CAP
-                        ds0 *= cap_slope(score_of(p0, lse[n * 2], sizes));
-                        ds1 *= cap_slope(score_of(p1, lse[n * 2 + 1], sizes));
-#endif
-                        ds[n / 2][n % 2 * 2 + k / 2] = E::pack(ds0, ds1);
+                        ds[n / 2][n % 2 * 2 + k / 2] =
+                            differentiate(s[at], s[at + 1], dp[at], dp[at + 1], delta + n * 2, lse + n * 2, arguments);
                     }
 #pragma unroll
                 for (int k = 0; k < 4; k++)
@@ -322,13 +202,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const bool sends = step > 0 && due < 0;
             if (sends) store_dq();
             else if (step > 0) finish_dq(due, due_alone);
-#if FIRST_KEYS
-            const int alone = first_to_meet(first_keys, sizes, tile);
-#else
-            const int alone = 0;
-#endif
-            due = !KEY_MASK && tile < work.own_tiles ? head * query_tiles + tile : -1,
-            due_alone = work.key_tile == alone;
+            due = !KEY_MASK && place.tile < work.own_tiles ? place.head * query_tiles + place.tile : -1,
+            due_alone = work.key_tile == first_to_meet(first_keys, sizes, place.tile);
 
             // S and dP of the next step, also in the last one.
             const bool last = i == steps - 1;
@@ -343,17 +218,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             issue_scores(next_stage, keys_stage ^ last);
             wgmma_commit();
             if (last) {
-                const float stay_scale = DROPOUT ? arguments.dropout.scale : 1;
-                const float stayed[2] = {stay_scale, stay_scale}, scaled[2] = {sizes.scale, sizes.scale};
-                const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
-                const int my_key = work.key_tile * KEYS + warpgroup * 64 + warp_row + quad_row;
-                const int batch = head / sizes.heads, kv_head = head % sizes.heads / (sizes.heads / sizes.kv_heads);
-                write_rows<HEAD_DIM>(dk, scaled,
-                                     arguments.dk + batch * of_dk.batch + kv_head * of_dk.head + my_key * of_dk.row,
-                                     of_dk.row, sizes.keys - my_key, 0, sizes.head_dim, lane);
-                write_rows<HEAD_DIM>(dv, stayed,
-                                     arguments.dv + batch * of_dv.batch + kv_head * of_dv.head + my_key * of_dv.row,
-                                     of_dv.row, sizes.keys - my_key, 0, sizes.value_dim, lane);
+                write_keys(dk, arguments.dk, arguments.dk_strides, sizes.head_dim, sizes.scale);
+                write_keys(dv, arguments.dv, arguments.dv_strides, sizes.value_dim, DROPOUT ? arguments.dropout.scale : 1);
                 if (more) barrier_wait(at.v_full, turn + 1);
             }
             wgmma_fence();
@@ -362,24 +228,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             if (sends) send_dq();
             if (last && more) {
                 work = Work(sizes, number, query_tiles, key_tiles);
-#if FIRST_KEYS
                 work.end_at(at.ends[keys_stage ^ 1], sizes.heads / sizes.kv_heads);
+                if (KEY_MASK) work.steps = at.steps[keys_stage ^ 1];
                 first_keys = FirstKeys(arguments.first_keys, sizes, work.first_head / sizes.heads);
-#endif
-                tile = END_TILE(work) - 1, head = work.first_head;
-#if KEY_MASK
-                begin_work(keys_stage ^ 1);
+                place = work.first_place(arguments.masks, sizes, query_tiles);
             } else if (!last) {
-                Place place = {head, tile};
-                place.seek_back(tile - 1, work.visits(sizes, query_tiles), masks, sizes);
-                tile = place.tile, head = place.head;
+                work.step(place, arguments.masks, sizes, query_tiles);
             }
-#else
-            } else if (--tile < work.first_tile) {
-                tile = END_TILE(work) - 1, head++;
-            }
-#endif
-            exponentiate(next_stage);
+            exponentiate_step(next_stage);
             barrier_wait(at.ds_empty + next_stage * 8,
                          next_round - 1); // here, since the compiler moves no exponential across it
             wgmma_wait<0>();
@@ -395,42 +251,3 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (due < 0) store_dq(), send_dq();
     else finish_dq(due, due_alone);
 }
-
-#if KEY_MASK
-extern "C" __global__ void __launch_bounds__(256)
-    JOIN(flash_backward_finish_, ELEMENT)(const __grid_constant__ BackwardArguments arguments) {
-    const Sizes& sizes = arguments.sizes;
-    const int query_tiles = CEIL_DIV(sizes.queries, QUERIES), key_tiles = CEIL_DIV(sizes.keys, KEYS);
-    const int dq_tiles = query_tiles * sizes.batch * sizes.heads, index = blockIdx.x;
-    if (index < dq_tiles) {
-        const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
-        const FirstKeys first_keys(arguments.first_keys, sizes, index / query_tiles / sizes.heads);
-        float dq[32] = {};
-        // No block has visited queries without keys.
-        if (arguments.turns[2 * index + half] > first_to_meet(first_keys, sizes, index % query_tiles)) {
-            const float* sums = arguments.dq_sums + (long long)index * DQ_TILE + half * (DQ_TILE / 2) + thread * 4;
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float4 x = *reinterpret_cast<const float4*>(sums + n * 512);
-                dq[n * 4] = x.x, dq[n * 4 + 1] = x.y, dq[n * 4 + 2] = x.z, dq[n * 4 + 3] = x.w;
-            }
-        }
-        write_dq(arguments, dq, index, query_tiles, half, thread);
-        return;
-    }
-    const Work work = located(arguments, index - dq_tiles, query_tiles, key_tiles);
-    if (work.steps > 0) return;
-    const Strides &of_dk = arguments.dk_strides, &of_dv = arguments.dv_strides;
-    const int batch = work.first_head / sizes.heads,
-              kv_head = work.first_head % sizes.heads / (sizes.heads / sizes.kv_heads);
-    E* dk = arguments.dk + batch * of_dk.batch + kv_head * of_dk.head;
-    E* dv = arguments.dv + batch * of_dv.batch + kv_head * of_dv.head;
-    for (int i = threadIdx.x; i < KEYS * CHUNKS; i += 256) {
-        const int key = work.key_tile * KEYS + i / CHUNKS, column = i % CHUNKS * CHUNK;
-        if (key >= sizes.keys) continue;
-        const uint4 zeros = make_uint4(0, 0, 0, 0);
-        if (column < sizes.head_dim) *reinterpret_cast<uint4*>(dk + key * of_dk.row + column) = zeros;
-        if (column < sizes.value_dim) *reinterpret_cast<uint4*>(dv + key * of_dv.row + column) = zeros;
-    }
-}
-#endif

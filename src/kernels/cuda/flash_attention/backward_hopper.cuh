@@ -1,72 +1,12 @@
-// Parts of backward_hopper.cu without matmuls: work items, the shared memory of a block, the warp that copies tiles in,
-// and the warps that add dQ to dq_sums. Included between backward.cuh and backward_hopper.cu.
+// Parts of backward_hopper.cu without matmuls: the shared memory of a block, the warp that copies tiles in,
+// and the warps that add dQ to dq_sums. Included between backward_works.cuh and backward_hopper.cu.
 
-constexpr int HALVES = QUERIES / 64; // of a tile of queries: P and dS are computed for one half at a time
-constexpr int K_STEPS = HEAD_DIM / 16;
-constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES, QUERY_TILE_BYTES = QUERIES * ROW_BYTES;
-constexpr int DS_TILE_BYTES = KEYS * QUERIES * 2, STATISTICS_BYTES = QUERIES * 8;
-constexpr int DQ_TILE = QUERIES * HEAD_DIM;
+constexpr int KEY_TILE_BYTES = KEYS * ROW_BYTES;
 static_assert(KEYS == 128 && QUERIES * HEAD_DIM == 64 * 128 && (HEAD_DIM == 64 || HEAD_DIM == 128),
               "one dQ of 64 x 64 for each group");
 
-struct Maps {
-    Map q, k, v, d_out;
-};
 // One per group, except ORDER.
 enum Named { TURN_HAS_COME = 1, TURN_IS_TAKEN = 3, ORDER = 5 };
-
-// A tile of keys of one head, with the tiles of queries that it meets: from its end down to first_tile, for each of the
-// heads first_head .. first_head + group.
-struct Work {
-    int key_tile, first_tile, first_head, steps;
-    int own_tiles; // the first of these tiles, which have no later keys: this item finishes their dq
-    __device__ __forceinline__ Work(const Sizes& sizes, int number, int tiles, int key_tiles) {
-        // The first keys come first: with a causal mask most queries attend to them.
-        int kv_head;
-        locate_ticket(number, sizes.batch * sizes.kv_heads, key_tiles, sizes.heads_at_once, kv_head, key_tile);
-        const int group = sizes.heads / sizes.kv_heads;
-        first_head = kv_head * group;
-        // Keys that no query attends to visit the last tile in vain.
-        first_tile = min(max(0, key_tile * KEYS - sizes.offset) / QUERIES, tiles - 1);
-        steps = (tiles - first_tile) * group;
-        own_tiles =
-            key_tile == key_tiles - 1 ? tiles : min(max(0, (key_tile + 1) * KEYS - sizes.offset) / QUERIES, tiles - 1);
-#if KEY_MASK
-        // Only visible tiles, in all of which flash_backward_finish finishes dq.
-        first_tile = max(0, key_tile * KEYS - sizes.offset) / QUERIES, own_tiles = 0;
-#endif
-    }
-    // Sets the end of the tiles of queries, from end_of_queries. Without first keys it is fixed. (KEYS >= QUERIES, so a
-    // shortened item still finishes the dq of its remaining own tiles.)
-#if FIRST_KEYS
-    int end_tile;
-    __device__ __forceinline__ void end_at(int tile, int group) {
-        end_tile = tile, own_tiles = min(own_tiles, tile);
-        steps = (tile - first_tile) * group;
-    }
-#define END_TILE(work) work.end_tile
-#else
-    __device__ __forceinline__ void end_at(int, int) {}
-#define END_TILE(work) query_tiles
-#endif
-    __device__ __forceinline__ Visits visits(const Sizes& sizes, int query_tiles) const {
-        return {key_tile, first_head, sizes.heads / sizes.kv_heads, first_tile, END_TILE((*this))};
-    }
-    // The first place.
-    __device__ __forceinline__ Place first_place(const MaskArguments& masks, const Sizes& sizes,
-                                                 int query_tiles) const {
-        Place place = {first_head, END_TILE((*this)) - 1};
-        if (KEY_MASK) place.seek_back(place.tile, visits(sizes, query_tiles), masks, sizes);
-        return place;
-    }
-};
-// Waits until all tiles of keys before `mine` have added their sums.
-__device__ __forceinline__ void await_turn(const int* turn, int mine) {
-    int value;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(turn) : "memory");
-    while (value < mine);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
 
 // Shared memory: tiles at multiples of 1024 bytes, then barriers. There are two of each barrier (per stage or group),
 // except for V.
@@ -102,22 +42,6 @@ struct Shared {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 };
-
-#if KEY_MASK
-// A work item with its end and its number of steps.
-__device__ __forceinline__ Work located(const BackwardArguments& arguments, int number, int query_tiles,
-                                        int key_tiles) {
-    const Sizes& sizes = arguments.sizes;
-    Work work(sizes, number, query_tiles, key_tiles);
-    if (FIRST_KEYS) {
-        const FirstKeys first_keys(arguments.first_keys, sizes, work.first_head / sizes.heads);
-        work.end_at(end_of_queries(first_keys, work.key_tile, work.first_tile, query_tiles),
-                    sizes.heads / sizes.kv_heads);
-    }
-    work.steps = work.visits(sizes, query_tiles).count(arguments.masks, sizes);
-    return work;
-}
-#endif
 
 // Run by one thread: takes work items by ticket and copies their inputs: keys one item ahead, queries one step ahead.
 __device__ __forceinline__ void copy_tiles(const Shared& at, const Maps& maps, const BackwardArguments& arguments,

@@ -10,7 +10,9 @@
 // 1024 bytes.
 struct Descriptor {
     u32 low;
-    __device__ __forceinline__ Descriptor(u32 address, u32 leading = 16) : low(address >> 4 | leading >> 4 << 16) {}
+    // The rank of a block in its cluster, in the upper bits of addresses, is left out.
+    __device__ __forceinline__ Descriptor(u32 address, u32 leading = 16)
+        : low((address & 0x3ffff) >> 4 | leading >> 4 << 16) {}
     // The same descriptor, opaque to the compiler, which would otherwise keep everything derived from it in registers.
     __device__ __forceinline__ Descriptor opaque_copy() const {
         Descriptor same = *this;
@@ -122,15 +124,16 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 struct alignas(64) Map {
     u64 opaque[16];
 };
-// Copies a tile of LENGTH rows of one head, from row `row` on: HEAD_DIM / 64 boxes.
-template <int LENGTH>
-__device__ __forceinline__ void copy_boxes(u32 tile, const Map& map, u32 barrier, int row, int head, int batch) {
+// Copies a tile of LENGTH rows of one head, from row `row` on: BOXES boxes, from box `first` on.
+template <int LENGTH, int BOXES = HEAD_DIM / 64>
+__device__ __forceinline__ void copy_boxes(u32 tile, const Map& map, u32 barrier, int row, int head, int batch,
+                                           int first = 0) {
 #pragma unroll
-    for (int box = 0; box < HEAD_DIM / 64; box++)
+    for (int box = 0; box < BOXES; box++)
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
             "[%2];" ::"r"(tile + box * LENGTH * 128),
-            "l"(&map), "r"(barrier), "r"(box * 64), "r"(row), "r"(head), "r"(batch)
+            "l"(&map), "r"(barrier), "r"((first + box) * 64), "r"(row), "r"(head), "r"(batch)
             : "memory");
 }
 
@@ -201,3 +204,43 @@ __device__ __forceinline__ void add_floats(float* target, u32 source, int bytes)
 }
 __device__ __forceinline__ void writes_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void writes_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- clusters of blocks, which run at the same time and reach each other's shared memory
+
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Synchronizes all threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+// The address in the shared memory of block `rank` that corresponds to `address` in this block's.
+__device__ __forceinline__ u32 address_in(int rank, u32 address) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// These take addresses of `address_in`.
+__device__ __forceinline__ void store_there(u32 address, int value) {
+    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void arrive_there(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Copies shared memory to another block, and completes on its barrier.
+__device__ __forceinline__ void copy_there(u32 target, u32 source, int bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "r"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+// barrier_wait for a barrier of this block at which other blocks arrive.
+__device__ __forceinline__ void barrier_wait_for_cluster(u32 barrier, int phase) {
+    asm volatile(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; "
+        "@p bra done; bra again; done: }" ::"r"(barrier),
+        "r"(phase & 1)
+        : "memory");
+}

@@ -2,10 +2,11 @@
 //! backward. Sums are f32, and every run has the same bits.
 //!
 //! For half precision there are two sets of kernels. `forward.cu` and `backward.cu` run on every GPU since compute
-//! capability 8.0 (mma.sync, cp.async). `forward_hopper.cu` and `backward_hopper.cu` need Hopper (wgmma, the tensor
-//! copy engine, specialized warpgroups for copies and matmuls). lse is the same, so forward and backward may come from
-//! different sets. For f32 there is one set ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32.
-//! Its lse belongs to the computed scores, so both passes of a call must have the same accuracy.
+//! capability 8.0 (mma.sync, cp.async). `forward_hopper.cu`, `backward_hopper.cu` and, for heads of 256,
+//! `backward_cluster.cu` need Hopper (wgmma, the tensor copy engine, specialized warpgroups for copies and matmuls,
+//! clusters of blocks). lse is the same, so forward and backward may come from different sets. For f32 there is one set
+//! ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32. Its lse belongs to the computed scores, so
+//! both passes of a call must have the same accuracy.
 //!
 //! A key mask is packed into bits before each pass, with flags of the tiles that it hides completely, which are skipped
 //! ([`masks`]). The gradient of a bias has a kernel for every GPU ([`bias_gradient`](self::bias_gradient)).

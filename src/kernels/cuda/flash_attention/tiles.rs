@@ -150,21 +150,26 @@ impl Backward {
     }
 }
 
-/// Tiles of `backward_hopper.cu`.
+/// Tiles of `backward_hopper.cu` and `backward_cluster.cu`.
 pub(super) struct BackwardHopper {
     pub queries: usize,
+    /// The blocks that share a tile of keys: a cluster, if there are two.
+    pub cluster: usize,
 }
 
 impl BackwardHopper {
-    /// Keys per block.
+    /// Keys per tile.
     pub(super) const KEYS: usize = 128;
 
     /// Returns `None` for head dimensions without a Hopper kernel.
     pub(super) fn new(head_dim: usize) -> Option<Self> {
-        let known = matches!(head_dim, 64 | 128);
-        known.then(|| Self {
-            queries: 8192 / head_dim,
-        })
+        let (queries, cluster) = match head_dim {
+            64 => (128, 1),
+            128 => (64, 1),
+            256 => (64, 2),
+            _ => return None,
+        };
+        Some(Self { queries, cluster })
     }
 
     /// Returns the number of heads of concurrent blocks. With more blocks per head, more of its queries and dQ are in
@@ -181,12 +186,19 @@ impl BackwardHopper {
     }
 
     pub(super) fn definitions(&self) -> Vec<Definition> {
-        vec![Definition::Size("QUERIES", self.queries)]
+        vec![
+            Definition::Size("KEYS", Self::KEYS),
+            Definition::Size("QUERIES", self.queries),
+        ]
     }
 
     pub(super) fn shared_bytes(&self, head_dim: usize) -> usize {
-        (3 * Self::KEYS + 6 * self.queries) * head_dim * 2
-            + Self::KEYS * self.queries * 4
+        let (rows, bytes_a_pair) = match self.cluster {
+            1 => (3 * Self::KEYS + 6 * self.queries, 4),
+            _ => (5 * Self::KEYS / 4 + 3 * self.queries, 6),
+        };
+        rows * head_dim * 2
+            + Self::KEYS * self.queries * bytes_a_pair
             + self.queries * 16
             + 1024
             + 256

@@ -1,7 +1,7 @@
 //! Matmuls by cuBLAS: batched, transposed, accumulated, with results in f32, of depth 0.
 
 use super::super::cublas::multiply;
-use super::super::matmul::Matrix;
+use super::super::matmul::{Matrix, Product};
 use super::{Buffer, Element, assert_close, gpu, numbers, wide};
 use candle_core::cuda_backend::CudaDevice;
 use half::{bf16, f16};
@@ -58,7 +58,7 @@ fn check<T: Element, C: Element>(
         factor(of_b.view(gpu), [k, n], transposed[1]),
     ];
     let c = factor(of_c.view(gpu), [m, n], false);
-    multiply(gpu, factors, c, count, adds).unwrap();
+    multiply(gpu, Product::of(factors, c, count, adds)).unwrap();
 
     let (a, b) = (wide(&a), wide(&b));
     let at = |of: &[f64], [rows, cols]: [usize; 2], transposed, number: usize, i, j| {

@@ -7,6 +7,7 @@ mod heads;
 mod losses;
 mod maps;
 mod matmuls;
+mod newton_schulz;
 mod norm;
 mod reduce;
 mod rows;

@@ -268,6 +268,8 @@ fn probabilities<T: Element>(gpu: &CudaDevice, mask: Mask, queries: usize, keys:
         first_keys: None,
         heads: 1,
         first_head: 0,
+        masked: false,
+        shown: None,
     };
     let [x, dp] = [1, 2].map(|seed| numbers::<T>(batch * queries * keys, seed));
     let mut exact = vec![0.0; x.len()];

@@ -7,6 +7,7 @@
 
 struct AdamW {
     static const int STATES = 2; // exp_avg, exp_avg_sq
+    static const bool CLIPS = true;
     float decay, one_minus_beta1, beta2, one_minus_beta2, step_size, second_correction, eps;
 
     __device__ __forceinline__ void step(float* p, float g, float* states) const {

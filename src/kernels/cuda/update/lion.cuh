@@ -6,6 +6,7 @@
 
 struct Lion {
     static const int STATES = 1; // exp_avg
+    static const bool CLIPS = true;
     float decay, one_minus_beta1, one_minus_beta2, lr;
 
     __device__ __forceinline__ void step(float* p, float g, float* states) const {

@@ -20,6 +20,7 @@ const SOURCE: Source = Source {
         include_str!("tables.cuh"),
         include_str!("adamw.cuh"),
         include_str!("lion.cuh"),
+        include_str!("muon.cuh"),
         include_str!("sgd.cuh"),
         include_str!("update.cu"),
         include_str!("gradients.cu"),

@@ -5,6 +5,7 @@
 
 struct Sgd {
     static const int STATES = 0;
+    static const bool CLIPS = true;
     float lr, weight_decay;
 
     __device__ __forceinline__ void step(float* p, float g, float*) const {
@@ -15,6 +16,7 @@ struct Sgd {
 
 struct SgdMomentum {
     static const int STATES = 1; // momentum_buffer
+    static const bool CLIPS = true;
     float lr, weight_decay, momentum, share, nesterov;
 
     __device__ __forceinline__ void step(float* p, float g, float* states) const {

@@ -1,7 +1,7 @@
 // Updates of many tensors in one launch, by a rule. Included after tables.cuh and the rules.
 //
 // A rule is a struct of at most 7 coefficients, with the number of its tensors of state, STATES, and step(p, g, states),
-// which updates an element's value p and states from its gradient g. Gradients are clipped before:
+// which updates an element's value p and states from its gradient g. If the rule CLIPS, gradients are clipped before:
 // g = min(max(g factor, -clip_value), clip_value). Every operation is rounded separately, in the CPU's order, so the
 // bits are the CPU's. Pointers at 16 bytes are fastest.
 //
@@ -65,8 +65,11 @@ __device__ __forceinline__ void update(const Tensor* tensors, const Chunk* chunk
         }
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float one = mul(g[i], factor), states[2];
-            one = one > u.clip_value ? u.clip_value : one < -u.clip_value ? -u.clip_value : one; // keeps NaN
+            float one = g[i], states[2];
+            if (R::CLIPS) {
+                one = mul(one, factor);
+                one = one > u.clip_value ? u.clip_value : one < -u.clip_value ? -u.clip_value : one; // keeps NaN
+            }
 #pragma unroll
             for (int k = 0; k < STATES; k++) states[k] = s[k][i];
             rule.step(&p[i], one, states);
@@ -101,3 +104,5 @@ UPDATES(adamw, AdamW, bf16, _moments)
 UPDATES(lion, Lion, f32, )
 UPDATES(sgd, Sgd, f32, )
 UPDATES(sgd_momentum, SgdMomentum, f32, )
+UPDATES(muon_direction, MuonDirection, f32, )
+UPDATES(muon, Muon, f32, )
