@@ -245,10 +245,10 @@ pub(crate) fn chunks(elements: usize) -> usize {
 /// The size of the AdamW kernel's entry for a parameter, in words of 8 bytes.
 pub(crate) const UPDATE_WORDS: usize = 7;
 
-/// Returns the size, in bytes, of the tables of one update: an entry per parameter and a word per chunk. `parameters`
-/// are element counts.
-pub(crate) fn update_tables_bytes(parameters: impl Iterator<Item = usize>) -> usize {
-    let words = parameters.map(|elements| UPDATE_WORDS + chunks(elements));
+/// Returns the size, in bytes, of the tables of one update, with an entry for each parameter that is updated, each
+/// direction of Muon and each gradient that is checked, and a word per chunk. `entries` are element counts.
+pub(crate) fn update_tables_bytes(entries: impl Iterator<Item = usize>) -> usize {
+    let words = entries.map(|elements| UPDATE_WORDS + chunks(elements));
     words.sum::<usize>() * size_of::<u64>()
 }
 

@@ -16,7 +16,7 @@ use tallow::distributed::{
 };
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
-use tallow::optim::Optimizer;
+use tallow::optim::{MuonConfig, Optimizer, Rule, Scaling, usual_groups};
 use tallow::precision::Precision;
 use tallow::profile::Profiler;
 
@@ -34,7 +34,9 @@ pub fn as_one_process() -> Result<()> {
                 clip_norm, // larger than any gradient norm here
                 ..Default::default()
             };
-            ten_steps(&ranks, tied, &config)?;
+            for rule in [CONFIG.into(), MuonConfig::default().into()] {
+                ten_steps(&ranks, tied, &config, rule)?;
+            }
         }
     }
     if ranks.device().is_cuda() {
@@ -43,16 +45,23 @@ pub fn as_one_process() -> Result<()> {
             (Precision::BF16, None, Some(1e6)),
             (Precision::BF16, Some(DType::BF16), None),
         ] {
-            as_replicated(&ranks, precision, exchange, clip_norm)?;
+            let muon = MuonConfig {
+                lr: 1e-3,
+                scaling: Scaling::Moonlight,
+                ..Default::default()
+            };
+            for rule in [Rule::default(), muon.into()] {
+                as_replicated(&ranks, precision, exchange, clip_norm, rule)?;
+            }
         }
     }
     ranks.barrier()
 }
 
-fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()> {
+fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig, rule: Rule) -> Result<()> {
     let device = ranks.device();
     let alone = Network::new(1, tied, device)?;
-    let mut wanted = Optimizer::new(distinct(&alone), CONFIG)?;
+    let mut wanted = Optimizer::new(distinct(&alone), rule)?;
     let sharded = FullyShard::new(ranks, FullyShardConfig::default())?;
     let given = Network::new(1, tied, device)?.parameters().into_iter();
     let given: HashMap<String, Tensor> =
@@ -65,7 +74,7 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
         layers.push(Var::from_tensor(&meta)?);
     }
     let network = Network { layers };
-    let mut optimizer = Optimizer::new(sharded.parameters(), CONFIG)?;
+    let mut optimizer = Optimizer::new(sharded.parameters(), rule)?;
     let rows = BATCH / ranks.world_size();
     let mut step = Step::fully_sharded(&optimizer, config, &sharded, |inputs| {
         network.loss(&inputs.get("x")?, &inputs.get("y")?)
@@ -82,7 +91,8 @@ fn ten_steps(ranks: &Communicator, tied: bool, config: &StepConfig) -> Result<()
         let values = |x: &Tensor| x.flatten_all().and_then(|x| x.to_vec1::<f32>());
         let found = values(&sharded.full_weight(&name)?)?;
         for (a, b) in found.into_iter().zip(values(&wanted)?) {
-            assert!((a - b).abs() <= 1e-4, "tied {tied}, {config:?}: {a} {b}");
+            let what = format!("{rule}, tied {tied}, {config:?}");
+            assert!((a - b).abs() <= 1e-4, "{what}: {a} {b}");
         }
     }
     Ok(())
@@ -112,6 +122,7 @@ fn as_replicated(
     precision: Precision,
     exchange: Option<DType>,
     clip_norm: Option<f64>,
+    rule: Rule,
 ) -> Result<()> {
     let (device, config) = (ranks.device(), model());
     let plan = StepConfig {
@@ -132,9 +143,8 @@ fn as_replicated(
         }
         Ok(losses)
     };
-    let adamw = tallow::optim::AdamWConfig::default();
     let whole = TransformerLM::new(&config, 3, device)?.with_attention(Algorithm::Flash)?;
-    let optimizer = Optimizer::new(whole.parameters(), adamw)?;
+    let optimizer = Optimizer::with_groups(usual_groups(whole.parameters(), rule))?;
     let way = ReplicatedConfig {
         dtype: exchange,
         ..Default::default()
@@ -150,20 +160,23 @@ fn as_replicated(
     let vb = sharded.builder(nn::seeded(3, DType::F32, device));
     let model = TransformerLM::from_var_builder(&config, vb)?;
     let model = model.with_attention(Algorithm::Flash)?;
-    let optimizer = Optimizer::new(sharded.parameters(), adamw)?;
+    let optimizer = Optimizer::with_groups(usual_groups(sharded.parameters(), rule))?;
     let step = Step::fully_sharded_for_model(&model, &optimizer, &plan, &sharded)?;
     let found = run(step, optimizer)?;
     for (a, b) in found.iter().zip(&wanted) {
         assert!(
             (a - b).abs() <= 1e-3 * b,
-            "{precision}, {exchange:?}: {found:?} {wanted:?}"
+            "{rule}, {precision}, {exchange:?}: {found:?} {wanted:?}"
         );
     }
     for (name, wanted) in whole.parameters() {
         let off = (sharded.full_weight(&name)? - wanted.as_tensor())?.abs()?;
         let off = off.mean_all()?.to_scalar::<f32>()?;
-        // One step moves a weight by at most the learning rate, 1e-3.
-        assert!(off < 2e-4, "{precision}, {exchange:?}, {name}: {off}");
+        // One step of AdamW moves a weight by at most the learning rate, 1e-3, one of Muon by 2e-4 on average.
+        assert!(
+            off < 2e-4,
+            "{rule}, {precision}, {exchange:?}, {name}: {off}"
+        );
     }
     Ok(())
 }

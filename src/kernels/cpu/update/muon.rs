@@ -171,9 +171,13 @@ pub fn direction<G: Stored<Wide = T>, T: Moment<Wide = T> + Real>(
 /// Scratch memory of [`orthogonalize`], by the names of [`Iteration::scratch`]; `x` is empty in the dtype of the
 /// computation.
 pub struct Scratch<'a, S> {
+    /// The rounded matrices.
     pub x: &'a mut [S],
+    /// The matrices after a step.
     pub next: &'a mut [S],
+    /// `A = X X^T` of each.
     pub gram: &'a mut [S],
+    /// `b A + c A^2` of each.
     pub square: &'a mut [S],
 }
 

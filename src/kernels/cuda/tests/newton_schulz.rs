@@ -1,11 +1,11 @@
 //! Muon's iteration against that of the CPU in f64.
 
+use super::super::cublas::multiply;
 use super::super::matmul::CublasLt;
 use super::super::newton_schulz::{Buffers, orthogonalize};
 use super::{Buffer, Element, gpu, numbers, view_of, wide};
 use crate::kernels::cpu::Stored;
 use crate::kernels::cpu::update::muon::{self, Iteration, Scratch};
-use crate::ops::lowering::Multiplier;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
@@ -69,11 +69,7 @@ fn on_the_gpu<S: Element>(
         .each_ref()
         .map(|part| part.as_ref().map(|part| part.view(gpu)));
     let [x, next, gram, square] = views;
-    let mut cublas_lt = CublasLt::new(gpu, false).unwrap();
-    let multiplier = match planned {
-        true => Multiplier::Planned(RefCell::new(&mut cublas_lt)),
-        false => Multiplier::Eager,
-    };
+    let cublas_lt = RefCell::new(CublasLt::new(gpu, false).unwrap());
     let buffers = Buffers {
         directions: directions.view(gpu),
         x,
@@ -82,8 +78,9 @@ fn on_the_gpu<S: Element>(
         square: square.unwrap(),
         sums: view_of(gpu, &sums, sums.len()),
     };
-    orthogonalize(gpu, iteration, &buffers, |product| {
-        multiplier.multiply_add(gpu, product)
+    orthogonalize(gpu, iteration, &buffers, |product| match planned {
+        true => cublas_lt.borrow_mut().multiply(gpu, product),
+        false => multiply(gpu, product),
     })
     .unwrap();
     for buffer in scratch.iter().flatten() {
