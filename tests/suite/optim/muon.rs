@@ -532,8 +532,8 @@ mod on_a_gpu {
     }
 
     /// Two runs have the same bits, launched call by call or replayed, with clipping, accumulation and the optimizer in
-    /// backward. The copies of weights in half precision are those of the updated weights. In f32 the weights move as on
-    /// the CPU.
+    /// backward. The copies of weights in half precision are those of the updated weights. In f32 the weights move as
+    /// on the CPU.
     #[rstest]
     #[ignore = "needs a CUDA device"]
     fn planned_steps_of_every_kind(
