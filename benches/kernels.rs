@@ -21,8 +21,9 @@ use tallow::internals::heads::{HeadSizes, split};
 use tallow::internals::muon::{Iteration, Scratch, orthogonalize};
 use tallow::internals::update::{AdamW, Lion, Sgd, step};
 use tallow::internals::{
-    Activation, Gate, KeyRanges, Norm, Stored, Update, activation, cross_entropy, embedding,
-    extremes, flash, gated, index, multiply_adds, norm, relu, rope, select, softmax, sums,
+    Activation, Gate, KeyRanges, Norm, PerScore, Stored, Update, activation, cross_entropy,
+    embedding, extremes, flash, gated, index, multiply_adds, norm, relu, rope, select, softmax,
+    sums,
 };
 
 const TOKENS: usize = 1024;
@@ -144,12 +145,15 @@ fn products(bench: &mut Bench) {
 }
 
 /// Measures flash attention. FLOPs are those of the matmuls that the mask leaves: 4 Tq Tk Dh forward and 10 Tq Tk Dh
-/// backward, of each head.
+/// backward, of each head. A padding mask hides the last quarter of every other sequence; a bias has a term for each
+/// pair, the same for all heads.
 fn flash_attention(bench: &mut Bench) {
-    for (batch, heads, length, head_dim, mask) in [
-        (8, 1, 4096, 64, Mask::Full),
-        (1, 12, 2048, 64, Mask::Causal),
-        (4, 16, 256, 32, Mask::Causal),
+    for (batch, heads, length, head_dim, mask, tensors) in [
+        (8, 1, 4096, 64, Mask::Full, ""),
+        (8, 1, 4096, 64, Mask::Full, "padding"),
+        (8, 1, 4096, 64, Mask::Full, "bias"),
+        (1, 12, 2048, 64, Mask::Causal, ""),
+        (4, 16, 256, 32, Mask::Causal, ""),
     ] {
         let sizes = flash::Sizes {
             batch,
@@ -172,8 +176,29 @@ fn flash_attention(bench: &mut Bench) {
         };
         let [q, k, v, d_out] = [0, 1, 2, 3].map(view);
         let (mut out, mut lse) = (vec![0f32; n], vec![0f32; 2 * rows]);
-        let shape = format!("{batch}x{heads}x{length}x{head_dim} {mask:?}");
+        let key =
+            |i: usize| u8::from((i / length).is_multiple_of(2) || i % length < length / 4 * 3);
+        let padding: Vec<u8> = (0..batch * length).map(key).collect();
+        let terms: Vec<f32> = values(if tensors == "bias" {
+            length * length
+        } else {
+            0
+        });
+        let masks = match tensors {
+            "padding" => flash::Masks {
+                visible: Some(PerScore::new(&padding, [batch, 1, 1, length])),
+                bias: None,
+            },
+            "bias" => flash::Masks {
+                visible: None,
+                bias: Some(PerScore::new(&terms, [1, 1, length, length])),
+            },
+            _ => flash::Masks::NONE,
+        };
+        let shape = format!("{batch}x{heads}x{length}x{head_dim} {mask:?} {tensors}");
+        let shape = shape.trim_end();
         let pairs = match mask {
+            Mask::Full if tensors == "padding" => length * length * 7 / 8,
             Mask::Full => length * length,
             _ => length * (length + 1) / 2,
         };
@@ -189,7 +214,7 @@ fn flash_attention(bench: &mut Bench) {
                 k,
                 v,
                 first_keys: &[],
-                masks: flash::Masks::NONE,
+                masks,
                 dropout: None,
             };
             flash::forward(&sizes, &tiles, inputs, outputs);
@@ -205,7 +230,7 @@ fn flash_attention(bench: &mut Bench) {
                 lse: &lse,
                 d_out,
                 first_keys: &[],
-                masks: flash::Masks::NONE,
+                masks,
                 dropout: None,
             };
             let gradients = flash::Gradients {

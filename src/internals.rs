@@ -4,7 +4,7 @@
 pub use crate::compile::arena::ALIGNMENT_BYTES;
 pub use crate::compile::buffer::{Buffer, BufferId, Category, Location};
 pub use crate::compile::op::{BufferRange, Call, Op};
-pub use crate::kernels::attention::KeyRanges;
+pub use crate::kernels::attention::{KeyRanges, PerScore};
 pub use crate::kernels::cpu::Stored;
 pub use crate::kernels::cpu::parallel::TASK_ELEMENTS;
 pub use crate::kernels::cpu::simd::multiply_adds;

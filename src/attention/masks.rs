@@ -1,11 +1,12 @@
 //! Masks and biases that are tensors: padding, any pairs of queries and keys, and terms of the scores.
 
 use super::AttentionConfig;
+use crate::graph::{self, Target};
 use crate::kernels::attention::Sizes;
 use crate::ops::record::contiguous;
 use crate::ops::{self, check_same_or_f32};
 use crate::probe::Operand;
-use crate::{Error, Result, graph};
+use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 
 const KEY_MASK: &str = "attention::KeyMask";
@@ -15,8 +16,8 @@ const BIAS: &str = "attention::ScoreBias";
 /// No other value is allowed.
 ///
 /// [`padding`](Self::padding) hides keys from all queries of a sequence; no tensor of size Tq Tk is made.
-/// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is the
-/// opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
+/// [`new`](Self::new) takes any tensor that broadcasts to the scores (B, H, Tq, Tk). PyTorch's `key_padding_mask` is
+/// the opposite: there, true hides. Its boolean `attn_mask` of `scaled_dot_product_attention` is the same as here.
 ///
 /// A query that attends to no key has an output and gradients of zero. [`flash`](super::flash()) skips tiles of keys
 /// that are hidden from all queries of a tile, forward and backward. On a GPU a kernel packs the mask first, a bit for
@@ -176,9 +177,10 @@ impl KeyMask {
 /// Terms of the scores, such as ALiBi's or T5's relative positions: a float tensor that is added to the scaled (and
 /// capped) scores.
 ///
-/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides a
-/// key; a query whose terms are all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed over
-/// the dimensions in which it was broadcast.
+/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides
+/// a key; a query whose terms are all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed
+/// over the dimensions in which it was broadcast. Flash attention on a GPU reads a bias in its own dtype: in half
+/// precision it needs half of the bandwidth.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -256,13 +258,37 @@ impl ScoreBias {
 pub(super) struct MaskTensors {
     /// u8.
     pub visible: Option<Tensor>,
-    /// In the compute dtype, contiguous.
+    /// Contiguous.
     pub bias: Option<Tensor>,
 }
 
 impl MaskTensors {
-    /// Returns the tensors of a configuration that [`check`] has accepted.
+    /// Returns the tensors of a configuration that [`check`] has accepted, the bias in the compute dtype.
     pub fn new(
+        op: &'static str,
+        config: &AttentionConfig,
+        q: &Tensor,
+        sizes: &Sizes,
+    ) -> Result<Self> {
+        let wide = Operand::from(q).wide_dtype();
+        Self::with_bias_in(|_| wide, op, config, q, sizes)
+    }
+
+    /// Returns the same for flash attention's kernels. Those of a GPU read a bias in its dtype.
+    pub fn of_flash(
+        op: &'static str,
+        config: &AttentionConfig,
+        q: &Tensor,
+        sizes: &Sizes,
+    ) -> Result<Self> {
+        match graph::target().unwrap_or_else(|| Target::of(q.device())) {
+            Target::Cpu => Self::new(op, config, q, sizes),
+            Target::Cuda => Self::with_bias_in(|bias| bias, op, config, q, sizes),
+        }
+    }
+
+    fn with_bias_in(
+        dtype: impl FnOnce(DType) -> DType,
         op: &'static str,
         config: &AttentionConfig,
         q: &Tensor,
@@ -279,7 +305,8 @@ impl MaskTensors {
         });
         let bias = config.bias.as_ref().map(|bias| {
             let dims = bias.check(op, q, &scores)?;
-            let bias = ops::cast(&contiguous(&bias.0)?, Operand::from(q).wide_dtype())?;
+            let bias = contiguous(&bias.0)?;
+            let bias = ops::cast(&bias, dtype(bias.dtype()))?;
             Result::Ok(bias.reshape(&dims)?)
         });
         Ok(Self {

@@ -137,7 +137,6 @@ pub fn flash_with_lse(
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = &cast_for(NAME, [q, k, v])?;
     let sizes = check(q, k, v, config)?;
-    let masks = MaskTensors::new(NAME, config, q, &sizes)?;
     let tf32 = hardware::tf32(q.device());
     #[cfg(feature = "cuda")]
     let path = match q.device().is_cuda() {
@@ -149,6 +148,7 @@ pub fn flash_with_lse(
     if path? == Path::Reference {
         return reference(q, k, v, config);
     }
+    let masks = MaskTensors::of_flash(NAME, config, q, &sizes)?;
     if let Some(out) = nothing(NAME, &sizes, &masks.inputs([q, k, v]))? {
         return Ok((out, lse_of_nothing(q)?));
     }

@@ -2,15 +2,15 @@
 //! that are not finite spread.
 
 use super::judge::judge;
-use super::masks::{combined, of_shape};
+use super::masks::{combined, of_shape, with_bias};
 use super::oracle::Oracle;
 use super::packed::problems;
 use super::problem::{Attend, MASKS, Problem, Sizes, elements, on, tensor};
 use super::value_width::{self, Widths};
 use super::wide_scores::no_worse_than_naive;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use rstest::rstest;
-use tallow::attention::{self, AttentionConfig, Mask};
+use tallow::attention::{self, AttentionConfig, Mask, ScoreBias};
 use tallow::ops::{KernelPolicy, with_kernel_policy};
 
 /// The GPU's kernel, on inputs copied from the CPU, with results copied back.
@@ -130,6 +130,50 @@ fn masked(
         if dtype == DType::F32 {
             judge(&problem, &Oracle::of(&problem), dtype, ON_CARD)
                 .unwrap_or_else(|error| panic!("{:?} {head_dim}: {error}", problem.config));
+        }
+    }
+}
+
+/// A bias in half precision gives the bits of the same bias in f32, however its terms are read: one by one, or in
+/// vectors. Its gradient is that of f32, rounded.
+#[rstest]
+#[ignore = "needs a CUDA device"]
+fn a_bias_of_either_dtype(
+    #[values(DType::F16, DType::BF16)] dtype: DType,
+    #[values(16, 64, 128, 256)] head_dim: usize,
+    #[values((64, 64), (130, 200), (300, 264), (129, 201))] lengths: (usize, usize),
+    #[values(None, Some(2.0))] soft_cap: Option<f64>,
+) {
+    let gpu = crate::gpu();
+    let there = |x: &Tensor| Var::from_tensor(&x.to_device(&gpu).unwrap()).unwrap();
+    let sizes = Sizes::new((2, 4, 2), lengths, head_dim);
+    for which in 0..16 {
+        let problem = Problem::random(sizes, Mask::CausalEnd, None, 95);
+        let problem = with_bias(problem, which, 0.2, 7);
+        let terms = problem.bias.as_ref().unwrap();
+        let terms = tensor(&terms.data, &terms.dims, dtype);
+        let run = |of_bias: DType| {
+            let [q, k, v] = problem.operands(dtype).map(|x| there(&x));
+            let bias = there(&terms.to_dtype(of_bias).unwrap());
+            let config = AttentionConfig {
+                bias: Some(ScoreBias::new(&bias).unwrap()),
+                soft_cap,
+                ..problem.config.clone()
+            };
+            let strict = || attention::flash(&q, &k, &v, &config);
+            let out = with_kernel_policy(KernelPolicy::Strict, strict).unwrap();
+            let loss = (&out * there(&problem.d_out(dtype)).as_tensor()).unwrap();
+            let gradients = loss.sum_all().unwrap().backward().unwrap();
+            let gradients = [&q, &k, &v, &bias].map(|x| gradients.get(x).unwrap());
+            assert_eq!(gradients[3].dtype(), of_bias);
+            let all = [&out].into_iter().chain(gradients);
+            let on_cpu = |x: &Tensor| x.to_dtype(dtype)?.to_device(&Device::Cpu);
+            all.map(|x| elements(&on_cpu(x).unwrap()))
+                .collect::<Vec<_>>()
+        };
+        let (wide, narrow) = (run(DType::F32), run(dtype));
+        for (i, name) in ["out", "dq", "dk", "dv", "d_bias"].into_iter().enumerate() {
+            assert!(wide[i] == narrow[i], "{name}, dimensions {which:04b}");
         }
     }
 }

@@ -341,6 +341,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                                                first_query + warp_query + part, lane);
             }
 
+            // With a soft cap, terms are added below: the cap's slope is that of the score without them.
+            if (BIAS && !SOFT_CAP) {
+#pragma unroll
+                for (int m = 0; m < K_BLOCKS; m++)
+                    add_bias_by_keys<QUERY_STEP / 8>([&](int n, int i) -> float& { return s[m][n][i]; }, bias,
+                                                     first_query + warp_query + part, first_key + warp_key + m * 16,
+                                                     lane);
+            }
+
             Factor p, ds;
             u32 stay[K_BLOCKS][2];
 #pragma unroll
@@ -359,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         float s0 = s[m][n][half * 2], s1 = s[m][n][half * 2 + 1];
-                        if (BIAS) {
+                        if (BIAS && SOFT_CAP) {
                             const int query = first_query + warp_query + part + n * 8 + quad_column,
                                       key = first_key + warp_key + m * 16 + quad_row + half * 8;
                             s0 = bias.add(s0, bias.at(query, key)), s1 = bias.add(s1, bias.at(query + 1, key));

@@ -125,18 +125,8 @@ __device__ __forceinline__ void exponentiate(float (&s)[QUERIES / 2], u32 statis
     if (BIAS) {
         static_assert(!BIAS || !SOFT_CAP, "the cap's slope is taken from P, which has no bias");
         const HeadBias bias(masks, sizes, head / sizes.heads, head % sizes.heads);
-        // Some elements at a time, all of whose loads are in flight together.
-        constexpr int SOME = 4; // blocks of 8 queries
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; n += SOME) {
-            float terms[SOME * 4];
-#pragma unroll
-            for (int i = 0; i < SOME * 4; i++)
-                terms[i] = bias.at(tile * QUERIES + (n + i / 4) * 8 + quad_column + i % 2, my_key + i / 2 % 2 * 8);
-#pragma unroll
-            for (int i = 0; i < SOME * 4; i++) s[n * 4 + i] = bias.add(s[n * 4 + i], terms[i]);
-            asm volatile("" ::: "memory");
-        }
+        add_bias_by_keys<QUERIES / 8>([&](int n, int i) -> float& { return s[n * 4 + i]; }, bias, tile* QUERIES,
+                                      first_key + warp_row, lane);
     }
 #if KEY_MASK
     if (partial)

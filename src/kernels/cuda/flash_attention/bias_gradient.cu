@@ -4,7 +4,7 @@
 //
 //   inputs and statistics: see backward.cu and f32/backward.cu; flash_backward_prepare computes the statistics
 //   masks: the key mask with queries as rows, in tiles of QUERIES x KEYS
-//   d_bias (B, H, Tq, Tk), where each dimension may be 1: f32, contiguous
+//   d_bias (B, H, Tq, Tk), where each dimension may be 1: TERM, contiguous; sums are f32 and rounded once
 //
 // A block has the elements of a tile, QUERIES x KEYS, of one matrix of d_bias, or all queries or keys that share
 // elements. It recomputes P and dO V^T of each head that shares the matrix, and adds them in order: every run has the
@@ -19,7 +19,7 @@ constexpr int N = KEYS / 8; // blocks of 8 keys
 static_assert(QUERIES == 64 && KEYS % 16 == 0, "a warp has 16 queries");
 
 struct BiasGradientArguments {
-    float* d_bias;
+    Term* d_bias;
     int batches, heads, queries, keys; // of d_bias: 1 where a dimension is repeated
     long long unused;
 };
@@ -54,6 +54,11 @@ __device__ __forceinline__ void multiply_by_dims(float (&c)[1][N][4], unsigned c
         }
     }
 #endif
+}
+
+__device__ __forceinline__ void store_term(f32* to, float term) { to->value = term; }
+template <typename T> __device__ __forceinline__ void store_term(T* to, float term) {
+    to->bits = (unsigned short)T::pack(term, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -176,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
 
     // Writes the sums, or adds those of all queries or keys first.
-    float* const d_bias = of_bias.d_bias + (long long)matrix * of_bias.queries * of_bias.keys;
+    Term* const d_bias = of_bias.d_bias + (long long)matrix * of_bias.queries * of_bias.keys;
     float* const tile = reinterpret_cast<float*>(shared); // (QUERIES, KEYS + 1)
     __syncthreads();
 #pragma unroll
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int columns = all_keys ? 1 : min(KEYS, of_bias.keys - column * KEYS);
     for (int i = threadIdx.x; i < rows * columns; i += THREADS) {
         const int query = i / columns, key = i % columns;
-        d_bias[(row * QUERIES + query) * (long long)of_bias.keys + column * KEYS + key] =
-            tile[query * (KEYS + 1) + key];
+        store_term(d_bias + (row * QUERIES + query) * (long long)of_bias.keys + column * KEYS + key,
+                   tile[query * (KEYS + 1) + key]);
     }
 }

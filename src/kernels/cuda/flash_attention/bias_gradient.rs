@@ -53,7 +53,7 @@ struct BiasGradientArguments {
 // SAFETY: plain data with the layout that the source declares.
 unsafe impl DeviceRepr for BiasGradientArguments {}
 
-/// Computes the gradient `d_bias` f32 of the bias of a call. `tf32` must be that of forward. `workspace` u32 is scratch
+/// Computes the gradient `d_bias`, in the dtype of the bias, of the bias of a call. `tf32` must be that of forward. `workspace` u32 is scratch
 /// of [`flash_bias_gradient`](crate::kernels::workspace::flash_bias_gradient) words.
 pub(crate) fn bias_gradient(
     gpu: &CudaDevice,

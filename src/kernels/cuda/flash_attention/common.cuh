@@ -176,6 +176,27 @@ __device__ __forceinline__ float4 read_shared_floats(u32 address) {
     return r;
 }
 
+// ---- exchanges between lanes
+
+// Transposes a 4 x 4 matrix over four adjacent lanes. Each lane holds a column; lane i gets row i.
+__device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
+    const bool odd = lane & 1, upper = lane & 2;
+    // Transposes within 2 x 2 blocks, then swaps the blocks.
+    const u32 a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+    if (odd) x[0] = a, x[2] = b;
+    else x[1] = a, x[3] = b;
+    const u32 c = __shfl_xor_sync(~0u, upper ? x[0] : x[2], 2), d = __shfl_xor_sync(~0u, upper ? x[1] : x[3], 2);
+    if (upper) x[0] = c, x[1] = d;
+    else x[2] = c, x[3] = d;
+}
+
+// Transposes an 8 x 8 matrix of 16-bit elements, of which each lane has a pair: row lane / 4, columns 2 (lane % 4) and
+// the next.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+    return pair;
+}
+
 // ---- copies that run concurrently with arithmetic
 
 // Copies 16 bytes, or writes 16 zero bytes without reading `source`.

@@ -137,18 +137,6 @@ __device__ __forceinline__ void copy_boxes(u32 tile, const Map& map, u32 barrier
             : "memory");
 }
 
-// Transposes a 4 x 4 matrix over four adjacent lanes. Each lane holds a column; lane i gets row i.
-__device__ __forceinline__ void exchange(u32 (&x)[4], int lane) {
-    const bool odd = lane & 1, upper = lane & 2;
-    // Transposes within 2 x 2 blocks, then swaps the blocks.
-    const u32 a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
-    if (odd) x[0] = a, x[2] = b;
-    else x[1] = a, x[3] = b;
-    const u32 c = __shfl_xor_sync(~0u, upper ? x[0] : x[2], 2), d = __shfl_xor_sync(~0u, upper ? x[1] : x[3], 2);
-    if (upper) x[0] = c, x[1] = d;
-    else x[2] = c, x[3] = d;
-}
-
 // Writes this thread's two rows of a result of N columns, times `factor`, to `x`, the address of the first; the other
 // is 8 rows below. The four threads of a quad have two columns each in four blocks of eight. They exchange them, so
 // that each has the eight columns of one block and writes 16 bytes. With `rounding_error`, writes the rounding error

@@ -5,6 +5,7 @@ use super::tiles::compiled_head_dim;
 use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::View;
 use crate::kernels::cuda::source::{Definition, Source};
+use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 
 /// A forward kernel for every GPU, as opposed to Hopper's: its source, definitions and launch sizes.
@@ -55,6 +56,8 @@ pub(super) fn definitions(
     tiles.extend(options.map(|(name, is_set)| Definition::Size(name, usize::from(is_set))));
     tiles.push(Definition::Size("HEAD_DIM", head_dim));
     tiles.push(Definition::Type("ELEMENT", element));
+    let of_bias = masks.bias.map_or(DType::F32, |bias| bias.view.dtype);
+    tiles.push(Definition::Type("TERM", super::element(of_bias)));
     tiles
 }
 

@@ -6,9 +6,9 @@ use crate::kernels::attention::Sizes;
 use crate::kernels::cuda::source::Source;
 use crate::kernels::cuda::{View, set_to_zero};
 use crate::kernels::workspace::{MaskRows, PackedMask};
-use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result};
 
 const SOURCE: Source = Source {
     name: "flash_mask",
@@ -31,7 +31,7 @@ pub(crate) struct PerScore<'a> {
 pub(crate) struct Masks<'a> {
     /// u8: 0 hides a pair.
     pub visible: Option<PerScore<'a>>,
-    /// f32: added to the scaled and capped scores; -inf hides a pair.
+    /// f32, or the dtype of q: added to the scaled and capped scores; -inf hides a pair.
     pub bias: Option<PerScore<'a>>,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct MaskArguments {
     shown_row: i32,
     across_row: i32,
     bias_column: i32,
-    bias_pairs: i32,
+    bias_vectors: i32,
     unused: u32,
 }
 
@@ -117,11 +117,14 @@ impl MaskArguments {
         let [_, heads, queries, keys] = bias.dims;
         let [batch, head, row, column] =
             broadcast(bias.dims, [heads * queries * keys, queries * keys, keys, 1]);
-        let are_pairs = column == 1 && keys.is_multiple_of(2);
+        let vector = if bias.view.dtype == DType::F32 { 2 } else { 8 }; // elements, as masks.cuh reads them
+        let bytes = vector * bias.view.dtype.size_in_bytes();
+        let are_whole = column == 1 && keys.is_multiple_of(vector);
         self.bias = bias.view.pointer;
         self.bias_strides = [batch, head, row];
         self.bias_column = column as i32;
-        self.bias_pairs = i32::from(are_pairs && bias.view.pointer.is_multiple_of(8));
+        let are_aligned = bias.view.pointer.is_multiple_of(bytes as u64);
+        self.bias_vectors = i32::from(are_whole && are_aligned);
     }
 
     fn pack(

@@ -407,6 +407,10 @@ impl<T: Lanes> Scratch<T> {
 
     /// Returns the range from the first key that some of these queries see to the last.
     fn keys_of_rows(&self, rows: &Range<usize>) -> Range<usize> {
+        if !self.has_terms {
+            // Neither end decreases from a query to the next.
+            return self.queries[rows.start].seen.start..self.queries[rows.end - 1].seen.end;
+        }
         let seen = self.queries[rows.clone()].iter().map(|query| &query.seen);
         let seen = seen.filter(|seen| !seen.is_empty());
         let all = seen.fold(None, |all: Option<Range<usize>>, seen| match all {

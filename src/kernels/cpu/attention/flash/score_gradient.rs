@@ -19,8 +19,8 @@ pub(super) struct Query<T> {
     pub seen: Range<usize>,
 }
 
-/// Replaces scores by `p = exp(scores + terms - lse - lse_rest)` and dp by `ds = p (dp - delta)`; both are 0 for hidden keys
-/// (algorithm 2, lines 11 and 14). With a soft cap, `ds = p (dp - delta) (1 - (score / cap)^2)`.
+/// Replaces scores by `p = exp(scores + terms - lse - lse_rest)` and dp by `ds = p (dp - delta)`; both are 0 for hidden
+/// keys (algorithm 2, lines 11 and 14). With a soft cap, `ds = p (dp - delta) (1 - (score / cap)^2)`.
 pub(super) struct ScoreGradient<'a, T> {
     pub queries: &'a [Query<T>],
     /// Scores, then p: (queries, row).
@@ -46,11 +46,14 @@ impl<T: Lanes> ScoreGradient<'_, T> {
     }
 }
 
-impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
-    type Output = ();
-
+impl<T: Lanes> ScoreGradient<'_, T> {
+    /// Computes all rows. `PLAIN` means neither a soft cap nor terms, without branches on them in the inner loop.
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
+    fn rows<S: Simd, const PLAIN: bool>(self, simd: S) {
+        let (soft_cap, terms) = match PLAIN {
+            true => (None, None),
+            false => (self.soft_cap, self.terms),
+        };
         let lanes = T::lanes::<S>();
         let [zero, one] = [T::ZERO, T::ONE].map(|x| T::vsplat(simd, x));
         for (i, query) in self.queries.iter().enumerate() {
@@ -69,7 +72,7 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                         continue;
                     }
                     let score = T::vload::<S>(scores);
-                    let terms = self.terms.map(|terms| {
+                    let terms = terms.map(|terms| {
                         let at = terms.as_ptr().add(i * self.row + first);
                         T::vload::<S>(at)
                     });
@@ -80,7 +83,7 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                     let exponent = T::vsub(simd, total, lse);
                     let mut p = T::vexp(simd, T::vsub(simd, exponent, lse_rest));
                     let mut ds = T::vmul(simd, p, T::vsub(simd, T::vload::<S>(dp), delta));
-                    if let Some(cap) = self.soft_cap {
+                    if let Some(cap) = soft_cap {
                         let share = T::vmul(simd, score, T::vsplat(simd, T::ONE / cap));
                         let slope = T::vsub(simd, one, T::vmul(simd, share, share));
                         ds = T::vmul(simd, ds, slope);
@@ -101,6 +104,18 @@ impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
                     }
                 }
             }
+        }
+    }
+}
+
+impl<T: Lanes> WithSimd for ScoreGradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match (self.soft_cap, self.terms) {
+            (None, None) => self.rows::<S, true>(simd),
+            _ => self.rows::<S, false>(simd),
         }
     }
 }
