@@ -177,9 +177,9 @@ impl KeyMask {
 /// Terms of the scores, such as ALiBi's or T5's relative positions: a float tensor that is added to the scaled (and
 /// capped) scores.
 ///
-/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides a
-/// key; a query whose terms are all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed over
-/// the dimensions in which it was broadcast.
+/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides
+/// a key; a query whose terms are all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed
+/// over the dimensions in which it was broadcast.
 ///
 /// Flash attention on a GPU reads a bias in its own dtype: in half precision it needs half of the bandwidth. Tiles that
 /// a bias hides are computed; those that a [`KeyMask`] hides are skipped.

@@ -292,8 +292,8 @@ impl Update<'_> {
             .call(op, reads, Named::from(written).with_some("copy", copy));
     }
 
-    /// Adds Muon's update of matrices of one shape. With sharded weights each rank computes its parts of the directions,
-    /// and then iterates all of them.
+    /// Adds Muon's update of matrices of one shape. With sharded weights each rank computes its parts of the
+    /// directions, and then iterates all of them.
     fn update_matrices(
         &mut self,
         rule: MuonConfig,

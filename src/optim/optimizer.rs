@@ -28,8 +28,9 @@ use std::collections::{HashMap, HashSet};
 /// value.
 ///
 /// On the CPU a step is one pass in place without allocations, with the same bits for any number of threads. On CUDA
-/// all parameters of a rule in f32 are updated in one launch. On other devices it is composed of candle's own ops
-/// ([`Optimizer::step_reference`]).
+/// all parameters of a rule in f32 are updated in one launch. Muon's matrices are updated
+/// [in batches](super::MuonConfig#cost) instead, with scratch memory. On other devices a step is composed of candle's
+/// own ops ([`Optimizer::step_reference`]).
 ///
 /// ```
 /// use candle_core::{Device, Var};

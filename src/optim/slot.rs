@@ -74,8 +74,8 @@ pub(super) fn step_cpu(
     with_slices(Some(gradient), &written, |s| step_slices(s, 1.0, update))
 }
 
-/// Calls `run` with the elements of a gradient, if there is one, and of the tensors that are written. Each of these must
-/// be alone on its storage.
+/// Calls `run` with the elements of a gradient, if there is one, and of the tensors that are written. Each of these
+/// must be alone on its storage.
 pub(super) fn with_slices(
     gradient: Option<&Tensor>,
     written: &[(&'static str, &Tensor)],
@@ -131,8 +131,8 @@ pub(crate) fn step_slices(s: &Slices<'_>, factor: f64, update: &Update) -> candl
     }
 }
 
-/// Computes Muon's direction on the CPU: reads `gradient`, and writes `direction` and `momentum_buffer`. The gradient is
-/// multiplied by `factor`.
+/// Computes Muon's direction on the CPU: reads `gradient`, and writes `direction` and `momentum_buffer`. The gradient
+/// is multiplied by `factor`.
 pub(crate) fn direction(s: &Slices<'_>, factor: f64, update: &Update) -> candle_core::Result<()> {
     fn of<G, T>(s: &Slices<'_>, factor: f64, update: &Update) -> candle_core::Result<()>
     where

@@ -12,9 +12,9 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Error, Result, bail};
 use std::ffi::{c_int, c_void};
 
-/// Computes matmuls. a and b are both f32, f16 or bf16; sums are f32; c and d are f32 or like a. f32 is multiplied exactly
-/// or in TF32, by candle's setting at the time of the call. If c is not d it is copied to d first; its matrices must be
-/// contiguous.
+/// Computes matmuls. a and b are both f32, f16 or bf16; sums are f32; c and d are f32 or like a. f32 is multiplied
+/// exactly or in TF32, by candle's setting at the time of the call. If c is not d it is copied to d first; its matrices
+/// must be contiguous.
 ///
 /// To cuBLAS, which is column-major, a row-major matrix is its transpose. The call is therefore `c^T = b^T a^T`.
 ///

@@ -138,8 +138,8 @@ impl<'a> Product<'a> {
     }
 }
 
-/// Writes the empty sums of matmuls of depth 0 or without elements: zeros, unless they are added to c. The matrices of d
-/// must be contiguous. A c that is scaled must not be empty.
+/// Writes the empty sums of matmuls of depth 0 or without elements: zeros, unless they are added to c. The matrices of
+/// d must be contiguous. A c that is scaled must not be empty.
 pub(super) fn write_empty_sums(gpu: &CudaDevice, product: &Product) -> Result<()> {
     let (d, count) = (product.d, product.count);
     match product.beta == 0.0 {

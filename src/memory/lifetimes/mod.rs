@@ -126,8 +126,8 @@ impl Lifetimes {
         }
     }
 
-    /// Computes the lifetimes of `graph` as far as `mode` goes, with `residents` alive from the beginning, and `update`,
-    /// scratch memory of the optimizer, at the end of a training step.
+    /// Computes the lifetimes of `graph` as far as `mode` goes, with `residents` alive from the beginning, and
+    /// `update`, scratch memory of the optimizer, at the end of a training step.
     pub fn of(
         graph: &Graph,
         mode: Mode,

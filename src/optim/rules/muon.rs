@@ -31,9 +31,9 @@ use std::fmt;
 /// # Cost
 /// With s and l the smaller and the larger side of a matrix, the iteration computes `steps (4 s^2 l + 2 s^3)` FLOPs.
 /// Matrices of one shape are iterated in batches, on a GPU by three batched matmuls of cuBLAS a step, in f32 exact or
-/// TF32 by the process's [setting](crate::hardware::set_tf32). A batch needs `8 s l + 8 s^2` bytes of scratch memory for
-/// a matrix, with an iteration in bf16 `8 s l + 4 s^2`. It has as many matrices as need four times the scratch memory of
-/// the one that needs most.
+/// TF32 by the process's [setting](crate::hardware::set_tf32). A batch needs `8 s l + 8 s^2` bytes of scratch memory
+/// for a matrix, with an iteration in bf16 `8 s l + 4 s^2`. It has at most four times the scratch memory of the matrix
+/// that needs most.
 ///
 /// With [fully sharded](crate::distributed::FullyShard) weights each rank computes its part of the direction. The ranks
 /// gather it (4 bytes a parameter and step, in addition to the exchange of weights and gradients), and each rank runs
@@ -327,8 +327,8 @@ pub(super) fn reference(
     Ok((p, vec![buffer]))
 }
 
-/// The most scratch memory of a batch, as a multiple of that of the matrix that needs most. More would make the memory of
-/// a step depend on the number of layers; with less, small matrices do not fill a GPU.
+/// The most scratch memory of a batch, as a multiple of that of the matrix that needs most. More would make the memory
+/// of a step depend on the number of layers; with less, small matrices do not fill a GPU.
 const BATCH_SCRATCH: usize = 4;
 
 /// Splits matrices into batches that are iterated together, in the order of their first matrices. Matrices are given by

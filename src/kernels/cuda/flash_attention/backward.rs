@@ -271,6 +271,19 @@ mod tests {
     use super::*;
     use crate::kernels::{Mask, workspace};
 
+    /// The tiles of the Hopper kernels fit in the shared memory of its blocks; otherwise calls would have no kernel.
+    #[test]
+    fn the_tiles_of_hopper_fit() {
+        for head_dim in [64, 128, 256] {
+            let tiles = tiles::BackwardHopper::new(head_dim).expect("a Hopper kernel");
+            let bytes = tiles.shared_bytes(head_dim);
+            assert!(
+                bytes <= 227 * 1024,
+                "head dimension {head_dim}: {bytes} bytes"
+            );
+        }
+    }
+
     /// The planned size holds the parts of every kernel, wherever the workspace begins.
     #[test]
     fn the_workspace_holds_all_parts() {

@@ -1,5 +1,5 @@
 // Parts of backward_cluster.cu without matmuls: the shared memory of a block, the thread that copies tiles in, and the
-// thread that keeps the turns of dq_sums. Included between backward_works.cuh and backward_cluster.cu.
+// threads that keep the turns of dq_sums. Included between backward_works.cuh and backward_cluster.cu.
 
 constexpr int BLOCK_KEYS = KEYS / 2; // of each block of a cluster
 constexpr int KEY_TILE_BYTES = BLOCK_KEYS * ROW_BYTES, OTHER_KEYS_BYTES = KEY_TILE_BYTES / 2;
@@ -15,8 +15,8 @@ struct Turn {
     int unused;
 };
 
-// Shared memory: tiles at multiples of 1024 bytes, then barriers. There are two of the barriers of queries, dS and turns
-// (one per stage), four of those of P (one per warp), one of the others.
+// Shared memory: tiles at multiples of 1024 bytes, then barriers. There are two of the barriers of queries, dS and
+// turns (one per stage), four of those of P (one per warp), one of the others.
 struct Shared {
     u32 k_tile, other_keys, v_tile, q_tiles, d_out_tile, ds_tiles, p_tile, statistics_tiles;
     u32 keys_full, keys_empty, queries_full, queries_empty, d_out_full, d_out_empty, p_full, p_empty, ds_full, ds_empty;

@@ -5,8 +5,8 @@
 //! capability 8.0 (mma.sync, cp.async). `forward_hopper.cu`, `backward_hopper.cu` and, for heads of 256,
 //! `backward_cluster.cu` need Hopper (wgmma, the tensor copy engine, specialized warpgroups for copies and matmuls,
 //! clusters of blocks). lse is the same, so forward and backward may come from different sets. For f32 there is one set
-//! ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32. Its lse belongs to the computed scores, so
-//! both passes of a call must have the same accuracy.
+//! ([`f32`](self::f32)), which multiplies in TF32 or with the accuracy of f32. Its lse belongs to the computed scores,
+//! so both passes of a call must have the same accuracy.
 //!
 //! A key mask is packed into bits before each pass, with flags of the tiles that it hides completely, which are skipped
 //! ([`masks`]). The gradient of a bias has a kernel for every GPU ([`bias_gradient`](self::bias_gradient)).

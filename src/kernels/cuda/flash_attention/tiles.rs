@@ -173,10 +173,12 @@ impl BackwardHopper {
     }
 
     /// Returns the number of heads of concurrent blocks. With more blocks per head, more of its queries and dQ are in
-    /// the level-2 cache, but blocks wait longer to add to dQ. (H200, T 512 to 16k, Dh 64 and 128.)
+    /// the level-2 cache, but blocks wait longer to add to dQ. (H200, T 512 to 16k; Dh 256 from T 1k on.)
     pub(super) fn heads_at_once(&self, sizes: &Sizes) -> usize {
         let query_tiles = sizes.queries.div_ceil(self.queries).max(1);
         match sizes.mask {
+            Mask::Full if self.cluster == 2 => (256 / query_tiles).clamp(2, 16),
+            _ if self.cluster == 2 => ((1 << 15) / sizes.keys.max(1)).clamp(4, 16),
             Mask::Full => (512 / query_tiles).clamp(4, 64),
             Mask::Causal | Mask::CausalEnd | Mask::Window(_) => {
                 let most = if query_tiles > 8 { 32 } else { 64 };
