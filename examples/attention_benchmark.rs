@@ -28,7 +28,7 @@ use tallow::Result;
 use tallow::attention::Mask;
 use tallow::bench::Sampling;
 use tallow::precision::Precision;
-use tallow::report::{Fields, Report, format_mib};
+use tallow::report::{Fields, Report, format_mib, plot};
 
 const EXAMPLES: &str = "Examples:
   attention_benchmark --full --plot attention.svg
@@ -198,7 +198,8 @@ impl Flags {
         };
         let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
-            figure::figure(&all, letter, self.caption(&report)).save(path)?;
+            let charts = figure::figure(&all, letter, self.caption(&report));
+            plot::save(&charts, path)?;
             common::wrote(path);
         }
         published

@@ -22,7 +22,7 @@ use tables::{Details, Named, columns, line};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
-use tallow::report::{Answer, Fields, Report};
+use tallow::report::{Answer, Fields, Report, plot};
 
 const EXAMPLES: &str = "Examples:
   memory_profile --size 2.7b --mode forward train-step --timeline step.svg
@@ -264,7 +264,7 @@ impl Flags {
             let device = self.common.device()?;
             let machine = tallow::hardware::description(&device);
             chart.caption = vec![format!("{}: {machine}", self.common.device)];
-            chart.save(&path)?;
+            plot::save(&[chart], &path)?;
             common::wrote(&path);
         }
         if let Some(path) = &self.snapshot {

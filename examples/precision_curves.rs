@@ -20,7 +20,7 @@ use tallow::data::Tokens;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::Schedule;
 use tallow::precision::Precision;
-use tallow::report::plot::{Figure, LineChart, Series};
+use tallow::report::plot::{self, Chart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 
@@ -123,7 +123,7 @@ impl Flags {
             ..Default::default()
         });
         if let Some(path) = self.plot.as_ref().filter(|_| !runs.is_empty()) {
-            figure(&runs).save(path)?;
+            plot::save(&figure(&runs), path)?;
             common::wrote(path);
         }
         published
@@ -203,8 +203,8 @@ impl Flags {
 }
 
 /// Draws the curves, and their distance from f32's.
-fn figure(runs: &[Run]) -> Figure {
-    let chart = |title: String, y_label: &str, of: &dyn Fn(&Run) -> Vec<(f64, f64)>| LineChart {
+fn figure(runs: &[Run]) -> Vec<Chart> {
+    let chart = |title: String, y_label: &str, of: &dyn Fn(&Run) -> Vec<(f64, f64)>| Chart {
         title,
         x_label: "step".into(),
         y_label: y_label.into(),
@@ -228,7 +228,7 @@ fn figure(runs: &[Run]) -> Figure {
         let title = "Distance from f32".into();
         charts.push(chart(title, "loss over f32's (%)", &distance));
     }
-    Figure { charts }
+    charts
 }
 
 fn columns() -> Vec<Column> {

@@ -380,7 +380,7 @@
 //! let mut out = std::io::stdout();
 //! recording.phase_report().write_to(Format::Text, &mut out)?; // the peak of each phase, and what it holds
 //! recording.largest_report(5).write_to(Format::Text, &mut out)?; // the largest allocations
-//! let chart = memory::timeline(&recording, "A step"); // chart.save("step.svg") writes the timeline
+//! let chart = memory::timeline(&recording, "A step"); // report::plot::save writes it
 //! # drop(chart);
 //! # Ok::<(), tallow::Error>(())
 //! ```
