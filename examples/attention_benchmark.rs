@@ -136,7 +136,6 @@ impl Flags {
     /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
             .only(
                 "with --module",
                 &["d-model", "autocast", "full-half", "drop-casts"],
@@ -161,8 +160,6 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
-        let tables = [measured::columns(self.module), measured::memory_columns()];
-        self.output.check_columns(tables)?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let sampling = self.sampling(&device);

@@ -81,15 +81,13 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
-    let flags = flags.parse();
+    let flags = Effects::<Flags>::new().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
-        self.output.check_columns([columns()])?;
         let precisions = self.precision.precisions()?;
         let tokens = match self.data.is_dir() {
             true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
@@ -236,11 +234,11 @@ fn columns() -> Vec<Column> {
         Column::text("precision", "Precision"),
         Column::number("last_loss", "Last loss", "nats", 4),
         Column::number("from_f32_percent", "From f32", "%", 3),
-        Column::number("validation_loss", "Validation", "nats", 4).drop_rank(1),
-        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).drop_rank(1),
-        Column::number("first_loss", "First loss", "nats", 4).drop_rank(3),
-        Column::count("skipped_steps", "Skipped steps").drop_rank(2),
-        Column::number("loss_scale", "Loss scale", "", 0).drop_rank(3),
+        Column::number("validation_loss", "Validation", "nats", 4),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3),
+        Column::number("first_loss", "First loss", "nats", 4),
+        Column::count("skipped_steps", "Skipped steps"),
+        Column::number("loss_scale", "Loss scale", "", 0),
         Column::ms("step_ms", "Step"),
         Column::count("tokens_per_s", "Tokens/s"),
     ]

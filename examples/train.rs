@@ -187,7 +187,7 @@ impl Flags {
             configuration: self.configuration(data, family.as_ref(), &trainer),
             ..Default::default()
         };
-        let header = header.to_text(&common::outputs::terminal_layout());
+        let header = header.to_text(Some(common::outputs::terminal_width()));
         self.say(format!("{}\n", header.trim_end()))?;
 
         let mut run = Run::new(self, trainer);

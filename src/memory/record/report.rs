@@ -32,11 +32,9 @@ impl MemoryRecording {
             Column::text("phase", "Phase"),
             Column::mib("peak_bytes", "Peak"),
         ];
-        columns.extend((1..).zip(&kinds).map(|(minor, kind)| {
+        columns.extend(kinds.iter().map(|kind| {
             let key = format!("{}_bytes", kind.name().replace(' ', "_"));
-            Column::mib(key, kind.name())
-                .group("By kind")
-                .drop_rank(minor)
+            Column::mib(key, kind.name()).group("By kind")
         }));
         let rows = self.phases.iter().zip(&by_kind).map(|(phase, held)| {
             let mut row = vec![json!(phase.name), json!(self.peak_bytes_in(phase))];
@@ -106,7 +104,7 @@ impl MemoryRecording {
     }
 }
 
-/// Returns the colour of a kind in every timeline, as an index of [`Series::colour`]; a plan's memory map uses the same.
+/// Returns the colour of a kind in every timeline, as a [`Series::colour`]; a plan's memory map uses the same.
 fn colour(kind: MemoryKind) -> usize {
     match kind {
         MemoryKind::Other => 0,
