@@ -28,7 +28,7 @@ use tallow::Result;
 use tallow::attention::Mask;
 use tallow::bench::Sampling;
 use tallow::precision::Precision;
-use tallow::report::{Fields, Report, format_mib};
+use tallow::report::{Fields, Report, format_mib, plot};
 
 const EXAMPLES: &str = "Examples:
   attention_benchmark --full --plot attention.svg
@@ -136,7 +136,6 @@ impl Flags {
     /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
             .only(
                 "with --module",
                 &["d-model", "autocast", "full-half", "drop-casts"],
@@ -161,8 +160,6 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
-        let tables = [measured::columns(self.module), measured::memory_columns()];
-        self.output.check_columns(tables)?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions()?;
         let sampling = self.sampling(&device);
@@ -198,7 +195,8 @@ impl Flags {
         };
         let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
-            figure::figure(&all, letter, self.caption(&report)).save(path)?;
+            let charts = figure::figure(&all, letter, self.caption(&report));
+            plot::save(&charts, path)?;
             common::wrote(path);
         }
         published

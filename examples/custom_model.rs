@@ -43,15 +43,13 @@ struct Flags {
 }
 
 fn main() -> std::process::ExitCode {
-    let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
-    let flags = flags.parse();
+    let flags = Effects::<Flags>::new().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
-        self.output.check_columns([ProfileReport::columns()])?;
         let device = self.common.device()?;
         let estimated = estimate(&device)?.peak_bytes;
         let vb = nn::seeded(self.common.seed, DType::F32, &device);

@@ -158,7 +158,6 @@ impl Flags {
         let with_model = of(&[Steps, Memory, Paper, Accounting]);
         let with_step = of(&[Steps, Memory, Paper]);
         Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
             .of_ranks(|flags| (&flags.processes, &flags.common))
             .only(ON_THREADS, &["ranks"], |flags| {
                 matches!(flags.ranks_as_threads(), Ok(Some(_)))
@@ -231,8 +230,6 @@ impl Flags {
             if is_first {
                 self.output.check_with([&self.trace])?;
             }
-            let columns = self.part.iter().map(|part| part.table().columns);
-            self.output.check_columns(columns)?;
             let mut rank = Rank::new(self, communicator, is_thread)?;
             let reports = self.part.iter().map(|part| rank.report(*part));
             let mut reports: Vec<Report> = reports.collect::<Result<_>>()?;

@@ -66,7 +66,6 @@ fn main() -> ExitCode {
 impl Flags {
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
             .of_grid(|flags| &flags.grid)
             .only_group::<StepFlags>("with --compile", |flags| flags.grid.compile.is_some())
             .only_group::<ExchangeFlags>("with a --world-size over 1", |flags| {
@@ -82,7 +81,6 @@ impl Flags {
     /// Predicts every run. The answers are about one of them: preferably eager, and with a backward.
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
-        self.output.check_columns([columns(), terms()])?;
         let device = match tallow::device(&self.device) {
             Ok(device) => Some(device),
             Err(_) if self.device == "cuda" => None,
@@ -221,15 +219,15 @@ fn columns() -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
         Column::mib("peak_bytes", "Peak"),
-        Column::count("largest_batch_size", "Largest B").drop_rank(1),
-        Column::count("largest_context_length", "Largest T").drop_rank(1),
-        Column::mib("after_forward_bytes", "After forward").drop_rank(2),
-        Column::text("recommended_checkpointing", "Checkpointing that fits").drop_rank(3),
-        Column::mib("residual_stream_bytes", "Residual stream").drop_rank(4),
+        Column::count("largest_batch_size", "Largest B"),
+        Column::count("largest_context_length", "Largest T"),
+        Column::mib("after_forward_bytes", "After forward"),
+        Column::text("recommended_checkpointing", "Checkpointing that fits"),
+        Column::mib("residual_stream_bytes", "Residual stream"),
     ]);
     columns.extend(MemoryKind::ALL.map(|kind| {
         let column = Column::mib(kind.name(), kind.name());
-        column.group("Of the peak").drop_rank(5)
+        column.group("Of the peak")
     }));
     columns
 }

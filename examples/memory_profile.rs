@@ -22,7 +22,7 @@ use tables::{Details, Named, columns, line};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
-use tallow::report::{Answer, Fields, Report};
+use tallow::report::{Answer, Fields, Report, plot};
 
 const EXAMPLES: &str = "Examples:
   memory_profile --size 2.7b --mode forward train-step --timeline step.svg
@@ -67,14 +67,11 @@ fn main() -> ExitCode {
 
 impl Flags {
     fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
-            .of_grid(|flags| &flags.grid)
-            .only(
-                "where steps run eagerly: without --compile=only",
-                &["snapshot"],
-                |flags| flags.grid.has_execution(Execution::Eager),
-            )
+        Effects::<Self>::new().of_grid(|flags| &flags.grid).only(
+            "where steps run eagerly: without --compile=only",
+            &["snapshot"],
+            |flags| flags.grid.has_execution(Execution::Eager),
+        )
     }
 
     fn run(&self) -> Result<()> {
@@ -93,7 +90,6 @@ impl Flags {
         };
         let mut runs = self.grid.runs(&models, &precisions, &base);
         self.grid.set_available_memory(&mut runs, &device)?;
-        self.output.check_columns([columns(&device)])?;
         let names = runs::names(&runs);
         let (mut rows, mut details, mut notes) = (Vec::new(), Details::default(), Vec::new());
         let mut kept = Ok(()); // the table is printed even if a file cannot be written
@@ -264,7 +260,7 @@ impl Flags {
             let device = self.common.device()?;
             let machine = tallow::hardware::description(&device);
             chart.caption = vec![format!("{}: {machine}", self.common.device)];
-            chart.save(&path)?;
+            plot::save(&[chart], &path)?;
             common::wrote(&path);
         }
         if let Some(path) = &self.snapshot {

@@ -39,15 +39,13 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
-    let flags = flags.parse();
+    let flags = Effects::<Flags>::new().parse();
     common::run(|| flags.run())
 }
 
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
-        self.output.check_columns([columns()])?;
         let rows = rows::rows(self.value, self.count);
         self.output.publish(&Report {
             environment: common::environment(&Device::Cpu),
@@ -75,9 +73,9 @@ fn columns() -> Vec<Column> {
         Column::text("terms", "Terms"),
         Column::number("sum", "Sum", "", 8),
         Column::number("error_percent", "Error", "%", 4),
-        Column::text("cause", "Main cause").drop_rank(1),
-        Column::number("error_of_terms", "Error of terms", "", 8).drop_rank(2),
-        Column::number("error_of_additions", "Error of additions", "", 8).drop_rank(2),
-        Column::number("error", "Absolute error", "", 8).drop_rank(3),
+        Column::text("cause", "Main cause"),
+        Column::number("error_of_terms", "Error of terms", "", 8),
+        Column::number("error_of_additions", "Error of additions", "", 8),
+        Column::number("error", "Absolute error", "", 8),
     ]
 }

@@ -20,7 +20,7 @@ use tallow::data::Tokens;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::optim::Schedule;
 use tallow::precision::Precision;
-use tallow::report::plot::{Figure, LineChart, Series};
+use tallow::report::plot::{self, Chart, Series};
 use tallow::report::{Column, Fields, Report, group_digits};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 
@@ -81,15 +81,13 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Effects::<Flags>::new().of_output(|flags| &flags.output);
-    let flags = flags.parse();
+    let flags = Effects::<Flags>::new().parse();
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
-        self.output.check_columns([columns()])?;
         let precisions = self.precision.precisions()?;
         let tokens = match self.data.is_dir() {
             true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
@@ -123,7 +121,7 @@ impl Flags {
             ..Default::default()
         });
         if let Some(path) = self.plot.as_ref().filter(|_| !runs.is_empty()) {
-            figure(&runs).save(path)?;
+            plot::save(&figure(&runs), path)?;
             common::wrote(path);
         }
         published
@@ -203,8 +201,8 @@ impl Flags {
 }
 
 /// Draws the curves, and their distance from f32's.
-fn figure(runs: &[Run]) -> Figure {
-    let chart = |title: String, y_label: &str, of: &dyn Fn(&Run) -> Vec<(f64, f64)>| LineChart {
+fn figure(runs: &[Run]) -> Vec<Chart> {
+    let chart = |title: String, y_label: &str, of: &dyn Fn(&Run) -> Vec<(f64, f64)>| Chart {
         title,
         x_label: "step".into(),
         y_label: y_label.into(),
@@ -228,7 +226,7 @@ fn figure(runs: &[Run]) -> Figure {
         let title = "Distance from f32".into();
         charts.push(chart(title, "loss over f32's (%)", &distance));
     }
-    Figure { charts }
+    charts
 }
 
 fn columns() -> Vec<Column> {
@@ -236,11 +234,11 @@ fn columns() -> Vec<Column> {
         Column::text("precision", "Precision"),
         Column::number("last_loss", "Last loss", "nats", 4),
         Column::number("from_f32_percent", "From f32", "%", 3),
-        Column::number("validation_loss", "Validation", "nats", 4).drop_rank(1),
-        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3).drop_rank(1),
-        Column::number("first_loss", "First loss", "nats", 4).drop_rank(3),
-        Column::count("skipped_steps", "Skipped steps").drop_rank(2),
-        Column::number("loss_scale", "Loss scale", "", 0).drop_rank(3),
+        Column::number("validation_loss", "Validation", "nats", 4),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3),
+        Column::number("first_loss", "First loss", "nats", 4),
+        Column::count("skipped_steps", "Skipped steps"),
+        Column::number("loss_scale", "Loss scale", "", 0),
         Column::ms("step_ms", "Step"),
         Column::count("tokens_per_s", "Tokens/s"),
     ]

@@ -100,7 +100,6 @@ impl Flags {
     /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .of_output(|flags| &flags.output)
             .only("on a GPU", &["no-kernels"], |flags| {
                 names_gpu(&flags.common)
             })
@@ -118,9 +117,6 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
-        let details = [ProfileReport::columns(), ProfileReport::kernel_columns()];
-        let tables = [summary_columns(true)].into_iter().chain(details);
-        self.output.check_columns(tables)?;
         let device = self.common.device()?;
         if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
             return Err(Error::Config {
@@ -305,7 +301,7 @@ fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
 fn summary_columns(on_gpu: bool) -> Vec<Column> {
     let percent = |key, title, under| Column::number(key, title, "", 1).group(under);
     let of_step = |key, title| percent(key, title, "% of a step");
-    let of_forward = |key, title| percent(key, title, "% of forward").drop_rank(1);
+    let of_forward = |key, title| percent(key, title, "% of forward");
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
@@ -314,12 +310,12 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
         of_step("matmul_percent", "matmul"),
         of_step("softmax_percent", "softmax"),
         of_step("gpu_idle_percent", "GPU idle"),
-        of_step("ops_percent", "ops").drop_rank(3),
-        of_step("candle_percent", "between").drop_rank(4),
-        of_step("unexplained_percent", "unexplained").drop_rank(5),
+        of_step("ops_percent", "ops"),
+        of_step("candle_percent", "between"),
+        of_step("unexplained_percent", "unexplained"),
         of_forward("matmul_percent_of_forward", "matmul"),
         of_forward("softmax_percent_of_forward", "softmax"),
-        Column::text("longest", "Longest").drop_rank(2),
+        Column::text("longest", "Longest"),
     ]);
     columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
     columns

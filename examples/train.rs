@@ -48,7 +48,7 @@ use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Layer};
 
-use tallow::report::{Fields, Format, Report, group_digits};
+use tallow::report::{Fields, Format, Report, group_digits, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 
 const EXAMPLES: &str = "\
@@ -187,7 +187,7 @@ impl Flags {
             configuration: self.configuration(data, family.as_ref(), &trainer),
             ..Default::default()
         };
-        let header = header.to_text(&common::outputs::terminal_layout());
+        let header = header.to_text(Some(common::outputs::terminal_width()));
         self.say(format!("{}\n", header.trim_end()))?;
 
         let mut run = Run::new(self, trainer);
@@ -506,7 +506,7 @@ impl<'f> Run<'f> {
         self.bar.suspend(|| self.flags.say(line))?;
         let is_first = trainer.communicator().is_none_or(|ranks| ranks.rank() == 0);
         if let (Some(folder), true) = (&self.flags.files.out, is_first) {
-            history.chart().save(folder.join(LOSS_SVG))?;
+            plot::save(&[history.chart()], folder.join(LOSS_SVG))?;
             history.report().save(Format::Csv, folder.join(LOSS_CSV))?;
         }
         Ok(())

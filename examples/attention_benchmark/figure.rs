@@ -3,11 +3,11 @@
 use super::measured::{BOTH, Measured};
 use super::words::grouped;
 use tallow::report::bytes_to_mib;
-use tallow::report::plot::{Figure, LineChart, Series};
+use tallow::report::plot::{Chart, Series};
 
 /// Draws time of forward and backward, and peak memory where it was measured, over T, double logarithmic. Each
 /// implementation has a colour and each width a dash; crosses mark the sizes that ran out of memory.
-pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Figure {
+pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Vec<Chart> {
     let (names, widths) = (grouped(all, |m| m.name()), grouped(all, |m| m.width));
     let chart = |title: &str, y_label: &str, of: fn(&Measured) -> Option<f64>| {
         let mut series = Vec::new();
@@ -19,10 +19,11 @@ pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Figur
                     name: format!("{name}, {letter} {width}"),
                     points: own().filter_map(|m| Some((x(m), of(m)?))).collect(),
                     crosses: own().filter(|m| m.is_oom()).map(|m| x(m)).collect(),
+                    colour: None,
                 });
             }
         }
-        LineChart {
+        Chart {
             title: title.into(),
             x_label: "sequence length T".into(),
             y_label: y_label.into(),
@@ -45,5 +46,5 @@ pub fn figure(all: &[Measured], letter: &str, mut caption: Vec<String>) -> Figur
         caption.push("A cross marks a size that runs out of memory.".into());
     }
     charts.last_mut().unwrap().caption = caption;
-    Figure { charts }
+    charts
 }

@@ -146,16 +146,14 @@ pub fn columns(is_layer: bool) -> Vec<Column> {
         Column::ms("forward", "Forward"),
         Column::ms("backward", "Backward"),
         Column::ms("forward+backward", "F+B"),
-        speedup("speedup_forward", "F").drop_rank(4),
-        speedup("speedup_backward", "B").drop_rank(4),
-        speedup("speedup", "F+B").drop_rank(2),
+        speedup("speedup", "F+B"),
         Column::mib("before_backward_bytes", "before B").group("Memory"),
         Column::mib("peak_bytes", "peak").group("Memory"),
-        Column::number("saved_percent", "saved", "%", 1)
-            .group("Memory")
-            .drop_rank(3),
-        Column::text("status", "Status").drop_rank(6),
-        Column::count("n", "n").drop_rank(7),
+        Column::number("saved_percent", "saved", "%", 1).group("Memory"),
+        speedup("speedup_forward", "F"),
+        speedup("speedup_backward", "B"),
+        Column::text("status", "Status"),
+        Column::count("n", "n"),
     ]);
     // A layer's memory has its own table.
     columns.retain(|column| !is_layer || column.key != "before_backward_bytes");
@@ -165,15 +163,15 @@ pub fn columns(is_layer: bool) -> Vec<Column> {
 /// The columns of a layer's memory.
 pub fn memory_columns() -> Vec<Column> {
     let mut columns = labels(true);
-    for (key, title, under, minor) in [
-        ("model_bytes", "model", "Alive after", 1),
-        ("model_forward_bytes", "forward", "Alive after", 0),
-        ("model_forward_backward_bytes", "backward", "Alive after", 0),
-        ("forward_bytes", "forward", "Added by", 2),
-        ("backward_bytes", "backward", "Added by", 2),
-        ("peak_bytes", "peak", "", 0),
+    for (key, title, under) in [
+        ("model_bytes", "model", "Alive after"),
+        ("model_forward_bytes", "forward", "Alive after"),
+        ("model_forward_backward_bytes", "backward", "Alive after"),
+        ("forward_bytes", "forward", "Added by"),
+        ("backward_bytes", "backward", "Added by"),
+        ("peak_bytes", "peak", ""),
     ] {
-        columns.push(Column::mib(key, title).group(under).drop_rank(minor));
+        columns.push(Column::mib(key, title).group(under));
     }
     columns
 }

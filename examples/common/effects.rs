@@ -1,11 +1,10 @@
 //! Errors for flags that would be ignored. clap relates flags to flags (`requires`, `conflicts_with`); conditions on
 //! their values are declared here. They are checked for flags on the command line, not for defaults.
 
-use super::{Common, Output};
+use super::Common;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Parser};
-use tallow::report::Format;
 
 /// Flags with the condition under which they have an effect.
 struct Effect<F> {
@@ -67,15 +66,6 @@ impl<F: Parser + 'static> Effects<F> {
         self
     }
 
-    /// Declares the condition of `--columns`.
-    pub fn of_output(self, output: fn(&F) -> &Output) -> Self {
-        self.only(
-            "with --format text, markdown or latex (csv and json have every field)",
-            &["columns"],
-            move |flags| is_for_people(output(flags).format),
-        )
-    }
-
     /// Parses the command line. On an error the program ends with clap's status and message, or with a message that
     /// names a flag that would be ignored.
     pub fn parse(self) -> F {
@@ -107,11 +97,6 @@ impl<F: Parser + 'static> Effects<F> {
         }
         flags
     }
-}
-
-/// Returns whether a format shows only the selected columns; csv and json have all fields.
-pub fn is_for_people(format: Format) -> bool {
-    !matches!(format, Format::Csv | Format::Json)
 }
 
 /// Returns whether the common flags name a GPU.

@@ -5,7 +5,7 @@ use clap::Args;
 use std::fs::OpenOptions;
 use std::io::{Error as IoError, ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use tallow::report::{Column, Format, Layout, Report};
+use tallow::report::{Format, Report};
 use tallow::{Error, Result};
 
 /// Flags of every example that prints a table.
@@ -19,29 +19,12 @@ pub struct Output {
     /// Write the report to a file; as CSV, one per table
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
-
-    /// Columns after the labels, or all [default: what fits]
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
-    columns: Vec<String>,
 }
 
 impl Output {
     /// Checks that this output and others can be written.
     pub fn check_with<const N: usize>(&self, others: [&Option<PathBuf>; N]) -> Result<()> {
         check([&self.output].into_iter().chain(others))
-    }
-
-    /// Refuses names that no table has, before the work.
-    pub fn check_columns(&self, tables: impl IntoIterator<Item = Vec<Column>>) -> Result<()> {
-        let of = |columns| Report {
-            columns,
-            ..Default::default()
-        };
-        let mut tables = Report {
-            details: tables.into_iter().map(of).collect(),
-            ..Default::default()
-        };
-        self.select(&mut tables)
     }
 
     /// Writes the rows so far if `--output` names a file, so that a sweep that is stopped leaves them.
@@ -72,39 +55,22 @@ impl Output {
         }
     }
 
-    /// Returns the report for stdout, in the format and with the columns of the flags.
+    /// Returns the report for stdout, as text as wide as the terminal.
     pub fn document(&self, report: &Report) -> Result<Vec<u8>> {
-        let mut report = report.clone();
-        self.select(&mut report)?;
-        if self.format != Format::Text {
-            let mut bytes = Vec::new();
-            report.write_to(self.format, &mut bytes)?;
-            return Ok(bytes);
+        if self.format == Format::Text {
+            return Ok(report.to_text(Some(terminal_width())).into_bytes());
         }
-        let mut layout = terminal_layout();
-        if self.columns == ["all"] {
-            layout.width = None;
-            layout.every_column = true;
-        }
-        Ok(report.to_text(&layout).into_bytes())
-    }
-
-    /// Keeps the selected columns; all of them if none is selected, or `all`.
-    fn select(&self, report: &mut Report) -> Result<()> {
-        match self.columns.is_empty() || self.columns == ["all"] {
-            true => Ok(()),
-            false => report.select(&self.columns),
-        }
+        let mut bytes = Vec::new();
+        report.write_to(self.format, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Writes the report to a file, and as CSV its details to others. If that fails, it goes to stdout, so that the
     /// measurements are not lost.
     fn save(&self, report: &Report, path: &Path) -> Result<Vec<PathBuf>> {
-        let mut report = report.clone();
-        self.select(&mut report)?;
         let saved = report.save(self.format, path);
         if saved.is_err() {
-            let _ = self.document(&report).and_then(|text| stdout::write(&text)); // the error in `saved` is reported
+            let _ = self.document(report).and_then(|text| stdout::write(&text)); // the error in `saved` is reported
         }
         saved
     }
@@ -127,18 +93,9 @@ pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Returns the layout of text that is as wide as the terminal.
-pub fn terminal_layout() -> Layout {
-    Layout {
-        width: Some(terminal_width()),
-        every_column: false,
-        hint: " (--columns all shows them)".into(),
-    }
-}
-
 /// Returns the number of characters in a line on stdout: from `COLUMNS`, else from the terminal, else 100. In both
 /// sources 0 means unknown.
-fn terminal_width() -> usize {
+pub fn terminal_width() -> usize {
     let said = std::env::var("COLUMNS")
         .ok()
         .and_then(|columns| columns.parse().ok())

@@ -15,8 +15,8 @@ pub fn columns() -> Vec<Column> {
         held("init_bytes", "after init"),
         held("peak_bytes", "peak of a step"),
         held("after_bytes", "after it"),
-        Column::mib("state_bytes", "Optimizer").drop_rank(1),
-        Column::mib("predicted_bytes", "Predicted peak").drop_rank(2),
+        Column::mib("state_bytes", "Optimizer"),
+        Column::mib("predicted_bytes", "Predicted peak"),
     ])
 }
 

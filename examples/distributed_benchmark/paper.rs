@@ -55,13 +55,13 @@ pub fn columns() -> Vec<Column> {
     Way::columns([
         Column::text("world_size", "GPUs"),
         Column::mib("rank_bytes", "Memory"),
-        Column::mib("sent_bytes", "Sent").drop_rank(1),
-        Column::ms("kernel_ms", "Kernels").drop_rank(3),
+        Column::mib("sent_bytes", "Sent"),
+        Column::ms("kernel_ms", "Kernels"),
         Column::ms("exchange_ms", "Exchange"),
-        Column::ms("waiting_ms", "Waits").drop_rank(2),
-        Column::ms("contention_ms", "Contention").drop_rank(2),
+        Column::ms("waiting_ms", "Waits"),
+        Column::ms("contention_ms", "Contention"),
         Column::ms("step_ms", "Step"),
-        Column::count("tokens_per_second", "Tokens/s").drop_rank(1),
+        Column::count("tokens_per_second", "Tokens/s"),
         Column::number("efficiency_percent", "Efficiency", "%", 1),
     ])
 }

@@ -83,8 +83,8 @@ pub fn columns() -> Vec<Column> {
         Column::ms("time", "Step"),
         Column::ms("exposed_ms", "Exposed"),
         Column::number("exposed_percent", "Exposed", "%", 1),
-        Column::count("tokens_per_s", "Tokens/s").drop_rank(1),
-        Column::number("efficiency_percent", "Alone / step", "%", 1).drop_rank(2),
+        Column::count("tokens_per_s", "Tokens/s"),
+        Column::number("efficiency_percent", "Alone / step", "%", 1),
     ])
 }
 

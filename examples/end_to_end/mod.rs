@@ -130,7 +130,6 @@ impl Flags {
             |flags: &Self| flags.config.is_empty() || flags.grid.models.names_a_preset();
         Effects::<Self>::new()
             .with_command(command)
-            .of_output(|flags| &flags.output)
             .only(
                 "without --config, or with a preset too",
                 &["batch-size", "context-length"],
@@ -174,12 +173,10 @@ impl Flags {
             return isolated::answer(&rows.concat());
         }
         let compared = self.compared(&runs);
-        let columns = compared.columns(models.len() > 1, self.is_about_warmup());
-        self.output.check_columns([columns.clone()])?;
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models),
-            columns,
+            columns: compared.columns(models.len() > 1),
             ..Default::default()
         };
         // New processes must not find the machine warmed up by this measurement.

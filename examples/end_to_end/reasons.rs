@@ -44,9 +44,9 @@ pub fn table(device: &Device, counted: &[Counted]) -> Result<Report> {
             Column::count("allocations", "Allocations"),
             Column::mib("allocated_bytes", "Allocated"),
             Column::mib("peak_bytes", "Peak"),
-            Column::ms("plan_ms", "Plan").drop_rank(1),
-            Column::mib("estimate_bytes", "Predicted").drop_rank(2),
-            held.drop_rank(3),
+            Column::ms("plan_ms", "Plan"),
+            Column::mib("estimate_bytes", "Predicted"),
+            held,
         ],
         rows: counted.iter().map(row).collect::<Result<_>>()?,
         notes: vec![

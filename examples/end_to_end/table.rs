@@ -59,9 +59,8 @@ const LABELS: [(&str, &str); 8] = [
     ("execution", "Execution"),
 ];
 
-/// A time in the table: its heading, the modes that measure it (the first one that ran is used), its phase, and the
-/// rank of its column ([`Column::drop_rank`]).
-struct Time(&'static str, &'static [Mode], &'static str, u8);
+/// A time in the table: its heading, the modes that measure it (the first one that ran is used), and its phase.
+struct Time(&'static str, &'static [Mode], &'static str);
 
 const WITH_BACKWARD: &[Mode] = &[Mode::TrainStep, Mode::ForwardBackward];
 
@@ -70,18 +69,16 @@ const TIMES: [Time; 6] = [
         "Forward",
         &[Mode::Forward, Mode::ForwardBackward, Mode::TrainStep],
         "forward",
-        0,
     ),
-    Time("F+B", &[Mode::ForwardBackward], "forward+backward", 0),
-    Time("Step", &[Mode::TrainStep], "train step", 0),
+    Time("F+B", &[Mode::ForwardBackward], "forward+backward"),
+    Time("Step", &[Mode::TrainStep], "train step"),
     Time(
         "Backward",
         &[Mode::ForwardBackward, Mode::TrainStep],
         "backward",
-        1,
     ),
-    Time("Optimizer", &[Mode::TrainStep], "optimizer", 2),
-    Time("B+O", &[Mode::TrainStep], UPDATE, 5),
+    Time("Optimizer", &[Mode::TrainStep], "optimizer"),
+    Time("B+O", &[Mode::TrainStep], UPDATE),
 ];
 
 /// The label by which runs are compared.
@@ -238,9 +235,8 @@ impl Compared {
         line
     }
 
-    /// Returns the columns. The first step's time is always shown if warm-up varies, unless each phase has a line.
-    /// Models' sizes are included if there are several models.
-    pub fn columns(&self, has_several_models: bool, is_about_warmup: bool) -> Vec<Column> {
+    /// Returns the columns. Models' sizes are included if there are several models.
+    pub fn columns(&self, has_several_models: bool) -> Vec<Column> {
         let mut columns: Vec<Column> = self
             .labels()
             .map(|(key, title)| Column::text(key, title))
@@ -251,12 +247,12 @@ impl Compared {
         columns.extend(match (self.is_any(), self.by_phase) {
             (true, _) => self.compared_columns(),
             (false, true) => phase_columns(&key("time", self.values[0])),
-            (false, false) => wide_columns(is_about_warmup),
+            (false, false) => wide_columns(),
         });
         if has_several_models {
-            columns.push(Column::count("parameters", "Parameters").drop_rank(6));
+            columns.push(Column::count("parameters", "Parameters"));
             let sizes = "d_model d_ff num_layers num_heads".split(' ');
-            columns.extend(sizes.map(|key| Column::text(key, key).drop_rank(7)));
+            columns.extend(sizes.map(|key| Column::text(key, key)));
         }
         columns.push(Column::text("device", "Device"));
         columns
@@ -265,17 +261,17 @@ impl Compared {
     /// Returns the columns of each quantity for each value, with speed-up and change relative to the first value.
     fn compared_columns(&self) -> Vec<Column> {
         let of_memory = [
-            ("reserved", "Reserved", 4),
-            ("tokens", "Tokens/s", 3),
-            ("predicted", "Predicted peak", 5),
+            ("tokens", "Tokens/s"),
+            ("reserved", "Reserved"),
+            ("predicted", "Predicted peak"),
         ];
-        let mut quantities = vec![("time", "Time", 0), ("peak", "Peak", 1)];
+        let mut quantities = vec![("time", "Time"), ("peak", "Peak")];
         if self.by == By::Precision {
             quantities.extend(of_memory);
         }
         let mut columns = Vec::new();
-        for (quantity, heading, minor) in quantities {
-            let mut push = |column: Column| columns.push(column.group(heading).drop_rank(minor));
+        for (quantity, heading) in quantities {
+            let mut push = |column: Column| columns.push(column.group(heading));
             for (i, value) in self.values.iter().enumerate() {
                 let own = key(quantity, value);
                 push(match quantity {
@@ -292,7 +288,7 @@ impl Compared {
                 }
             }
         }
-        columns.push(Column::text("outcome", "Status").drop_rank(2));
+        columns.push(Column::text("outcome", "Status"));
         columns
     }
 }
@@ -347,41 +343,39 @@ impl Comparison<'_> {
 fn phase_columns(time: &str) -> Vec<Column> {
     vec![
         Column::ms(time, "Time"),
-        Column::ms("min_ms", "Min").drop_rank(2),
-        Column::ms("max_ms", "Max").drop_rank(2),
-        Column::ms("median_ms", "Median").drop_rank(1),
-        Column::number("cv_percent", "CV", "%", 1).drop_rank(1),
-        Column::ms("first_step_ms", "First step").drop_rank(4),
-        Column::count("tokens_per_s", "Tokens/s").drop_rank(3),
-        Column::number("flops_per_s", "Rate", "GFLOP/s", 1)
-            .scaled(1e9)
-            .drop_rank(4),
-        Column::number("mfu_percent", "MFU", "%", 1).drop_rank(4),
-        Column::mib("peak_bytes", "Peak").drop_rank(1),
-        Column::mib("reserved_peak_bytes", "Reserved").drop_rank(5),
-        Column::mib("resident_peak_bytes", "Resident peak").drop_rank(6),
-        Column::mib("allocated_bytes", "After the step").drop_rank(6),
-        Column::mib("estimate_bytes", "Estimate").drop_rank(5),
+        Column::ms("median_ms", "Median"),
+        Column::number("cv_percent", "CV", "%", 1),
+        Column::mib("peak_bytes", "Peak"),
+        Column::ms("min_ms", "Min"),
+        Column::ms("max_ms", "Max"),
+        Column::count("tokens_per_s", "Tokens/s"),
+        Column::ms("first_step_ms", "First step"),
+        Column::number("flops_per_s", "Rate", "GFLOP/s", 1).scaled(1e9),
+        Column::number("mfu_percent", "MFU", "%", 1),
+        Column::mib("reserved_peak_bytes", "Reserved"),
+        Column::mib("resident_peak_bytes", "Resident peak"),
+        Column::mib("allocated_bytes", "After the step"),
+        Column::mib("estimate_bytes", "Estimate"),
     ]
 }
 
 /// Returns the columns of a configuration's times and memory.
-fn wide_columns(is_about_warmup: bool) -> Vec<Column> {
+fn wide_columns() -> Vec<Column> {
     let mut columns = Vec::new();
-    for Time(title, _, _, minor) in TIMES {
-        columns.push(Column::ms(title, title).drop_rank(minor));
-        if title == "F+B" {
-            columns.push(Column::number("Ratio", "Ratio", "", 2));
+    for Time(title, ..) in TIMES {
+        columns.push(Column::ms(title, title));
+        match title {
+            "F+B" => columns.push(Column::number("Ratio", "Ratio", "", 2)),
+            "Optimizer" => columns.push(Column::mib("peak_bytes", "Peak")),
+            _ => {}
         }
     }
-    let first_step = if is_about_warmup { 0 } else { 6 };
     columns.extend([
-        Column::ms("first_step_ms", "First step").drop_rank(first_step),
-        Column::mib("peak_bytes", "Peak").drop_rank(3),
-        Column::mib("reserved_peak_bytes", "Reserved").drop_rank(4),
-        Column::count("tokens_per_s", "Tokens/s").drop_rank(6),
-        Column::number("mfu_percent", "MFU", "%", 1).drop_rank(7),
-        Column::mib("allocated_bytes", "After the step").drop_rank(8),
+        Column::ms("first_step_ms", "First step"),
+        Column::mib("reserved_peak_bytes", "Reserved"),
+        Column::count("tokens_per_s", "Tokens/s"),
+        Column::number("mfu_percent", "MFU", "%", 1),
+        Column::mib("allocated_bytes", "After the step"),
     ]);
     columns
 }
@@ -401,7 +395,7 @@ fn wide_line(rows: &[&Row]) -> Fields {
         own.find(|row| row.is_whole_step())
     });
     let mut line = longest.unwrap_or(&rows[0]).fields();
-    for Time(title, modes, phase, _) in &TIMES {
+    for Time(title, modes, phase) in &TIMES {
         let cell = find(modes, phase).map(|row| row.time_cell());
         line.insert(*title, cell);
     }

@@ -13,23 +13,23 @@ use tallow::report::{Column, Fields, Report, format_mib};
 pub fn columns(device: &Device) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
-        Column::text("status", "Status").drop_rank(5),
+        Column::text("status", "Status"),
         Column::mib("peak", "Peak"),
         Column::text("than_f32", "Than f32"),
     ]);
     if !device.is_cpu() {
         columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
     }
-    columns.push(Column::text("peak_phase", "Highest in").drop_rank(1));
+    columns.push(Column::text("peak_phase", "Highest in"));
     for phase in ["forward", "backward", "optimizer"] {
         let key = format!("{phase}_peak_bytes");
-        columns.push(Column::mib(key, phase).group("Peak in").drop_rank(2));
+        columns.push(Column::mib(key, phase).group("Peak in"));
     }
     columns.extend([
-        Column::mib("estimate_bytes", "Predicted").drop_rank(3),
-        Column::number("estimate_error_percent", "Error", "%", 1).drop_rank(3),
-        Column::mib("saved_for_backward_bytes", "Saved for backward").drop_rank(4),
-        Column::count("allocations", "Allocations").drop_rank(5),
+        Column::mib("estimate_bytes", "Predicted"),
+        Column::number("estimate_error_percent", "Error", "%", 1),
+        Column::mib("saved_for_backward_bytes", "Saved for backward"),
+        Column::count("allocations", "Allocations"),
     ]);
     columns
 }
@@ -159,7 +159,7 @@ impl Details {
     /// The tables that have rows.
     pub fn into_tables(self) -> Vec<Report> {
         let mib = |key: &str, title: &str| Column::mib(key, title);
-        let phase = |key: &str, title: &str| mib(key, title).group("At the peak of").drop_rank(1);
+        let phase = |key: &str, title: &str| mib(key, title).group("At the peak of");
         let columns = vec![
             Column::text("holds", "Holds"),
             phase("forward_bytes", "forward"),
@@ -167,7 +167,7 @@ impl Details {
             phase("optimizer_bytes", "optimizer"),
             mib("measured_bytes", "measured").group("At the highest peak"),
             mib("estimate_bytes", "predicted").group("At the highest peak"),
-            mib("difference_bytes", "Difference").drop_rank(2),
+            mib("difference_bytes", "Difference"),
         ];
         let kinds = Report {
             columns,

@@ -91,8 +91,8 @@
 //!
 //! A fused op's matmuls are in its row: `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the
 //! head's matmul and the loss. A note under the table lists the contents of such ops. Ops that checkpointing recomputes
-//! run in backward: they count in the rows of their forward, whose calls a step increase. `--columns all` adds columns
-//! that did not fit:
+//! run in backward: they count in the rows of their forward, whose calls a step increase. The table has more
+//! columns:
 //!
 //! | column | meaning |
 //! |---|---|
@@ -283,9 +283,8 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! `report.table()` is the second table above. `write_to` shows all of its columns.
-//! [`Report::to_text`](crate::report::Report::to_text) with the width of a terminal in its
-//! [`Layout`](crate::report::Layout) leaves out the least important ones. For the first table's shares of matmuls and
+//! `report.table()` is the second table above. [`Report::to_text`](crate::report::Report::to_text) divides it into blocks
+//! as wide as a terminal. For the first table's shares of matmuls and
 //! softmax, add up [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
 //! [`ProfileReport::whole_ns`]. [`Balance`](crate::profile::Balance) prints one line for each part of the step, in
 //! milliseconds a step and in percent. The lines are the ops of each phase (`forward, ops`), the last rows of that
@@ -380,7 +379,7 @@
 //! let mut out = std::io::stdout();
 //! recording.phase_report().write_to(Format::Text, &mut out)?; // the peak of each phase, and what it holds
 //! recording.largest_report(5).write_to(Format::Text, &mut out)?; // the largest allocations
-//! let chart = memory::timeline(&recording, "A step"); // chart.save("step.svg") writes the timeline
+//! let chart = memory::timeline(&recording, "A step"); // report::plot::save writes it
 //! # drop(chart);
 //! # Ok::<(), tallow::Error>(())
 //! ```

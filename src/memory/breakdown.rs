@@ -140,9 +140,9 @@ impl MemoryBreakdown {
         vec![
             Column::text("holds", "Holds"),
             Column::text("what", "What"),
-            Column::count("count", "Count").drop_rank(2),
-            Column::text("formula", "Elements of each").drop_rank(1),
-            Column::number("element_bytes", "Bytes an element", "", 0).drop_rank(3),
+            Column::count("count", "Count"),
+            Column::text("formula", "Elements of each"),
+            Column::number("element_bytes", "Bytes an element", "", 0),
             Column::mib("bytes", "Memory"),
         ]
     }

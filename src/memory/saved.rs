@@ -104,10 +104,10 @@ impl SavedTensors {
         let sums = sums.map(|(name, count, bytes)| json!([name, "", "", "", count, bytes]));
         let columns = vec![
             Column::text("origin", "Origin"),
-            Column::text("what", "What").drop_rank(1),
-            Column::text("shape", "Shape").drop_rank(2),
-            Column::text("dtype", "Dtype").drop_rank(2),
-            Column::count("count", "Tensors").drop_rank(1),
+            Column::text("what", "What"),
+            Column::text("shape", "Shape"),
+            Column::text("dtype", "Dtype"),
+            Column::count("count", "Tensors"),
             Column::mib("bytes", "Size"),
         ];
         Report::table(columns, largest.chain(sums))

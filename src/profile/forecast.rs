@@ -87,15 +87,15 @@ pub fn node_table(graph: &Graph) -> Report {
     });
     let columns = vec![
         Column::text("path", "Path"),
-        Column::text("op", "Op").drop_rank(4), // paths end in it
-        Column::text("inputs", "Inputs").drop_rank(2),
-        Column::text("output", "Output").drop_rank(1),
+        Column::text("op", "Op"), // paths end in it
+        Column::text("inputs", "Inputs"),
+        Column::text("output", "Output"),
         Column::text("dtype", "Dtype"),
-        Column::mib("kept_bytes", "Keeps").drop_rank(1),
+        Column::mib("kept_bytes", "Keeps"),
         mflop("forward_flops", "Forward"),
-        Column::mib("forward_bytes", "Forward").drop_rank(3),
+        Column::mib("forward_bytes", "Forward"),
         mflop("backward_flops", "Backward"),
-        Column::mib("backward_bytes", "Backward").drop_rank(3),
+        Column::mib("backward_bytes", "Backward"),
     ];
     Report {
         notes: vec![format!(

@@ -191,23 +191,22 @@ impl ProfileReport {
 
     /// Returns the columns of [`table`](Self::table) for ops.
     pub fn columns() -> Vec<Column> {
-        let ms = |key, title, rank| Column::ms(key, title).drop_rank(rank);
-        let rate = |key, title, unit| Column::number(key, title, unit, 1).scaled(1e9).drop_rank(2);
+        let rate = |key, title, unit| Column::number(key, title, unit, 1).scaled(1e9);
         vec![
             Column::text("name", "Op"),
             Column::number("time_percent", "Time", "%", 1),
-            ms("total_ms", "Total", 3),
-            Column::count("instances", "Instances").drop_rank(5),
             Column::number("instances_per_step", "A step", "", 1),
-            ms("mean_ms", "Mean", 0),
-            ms("median_ms", "Median", 4),
-            ms("min_ms", "Min", 5),
-            ms("max_ms", "Max", 5),
-            ms("std_ms", "Std", 1),
-            ms("products_ms_per_step", "Matmuls a step", 1),
-            ms("softmax_ms_per_step", "Softmax a step", 1),
+            Column::ms("mean_ms", "Mean"),
+            Column::ms("std_ms", "Std"),
+            Column::ms("products_ms_per_step", "Matmuls a step"),
+            Column::ms("softmax_ms_per_step", "Softmax a step"),
             rate("flops_per_s", "Rate", "GFLOP/s"),
             rate("bytes_per_s", "Memory", "GB/s"),
+            Column::ms("total_ms", "Total"),
+            Column::count("instances", "Instances"),
+            Column::ms("median_ms", "Median"),
+            Column::ms("min_ms", "Min"),
+            Column::ms("max_ms", "Max"),
         ]
     }
 
@@ -222,7 +221,7 @@ impl ProfileReport {
             Column::text("grid", "Grid"),
             Column::text("block", "Block"),
             Column::text("ops", "Launched by"),
-            Column::text("places", "Places").drop_rank(5),
+            Column::text("places", "Places"),
         ]);
         columns
     }

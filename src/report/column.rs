@@ -37,9 +37,6 @@ pub struct Column {
     pub grouped: bool,
     /// The heading above `title`, shared by neighbouring columns that have the same one; empty if there is none.
     pub group: String,
-    /// The rank for leaving columns out of a narrow text table. The highest is left out first, and the last column
-    /// among equals. 0 marks the columns that a reader needs.
-    pub drop_rank: u8,
 }
 
 impl Column {
@@ -104,11 +101,6 @@ impl Column {
         self
     }
 
-    /// Sets [`drop_rank`](Self::drop_rank), the rank for leaving columns out of a narrow text table.
-    pub fn drop_rank(self, drop_rank: u8) -> Self {
-        Self { drop_rank, ..self }
-    }
-
     /// Returns the full heading: the shared heading, the title and the unit, as in `Mean (ms)` or `Forward eager (ms)`.
     pub fn heading(&self) -> String {
         match self.group.is_empty() {
@@ -122,14 +114,6 @@ impl Column {
             true => self.title.clone(),
             false => format!("{} ({})", self.title, self.unit),
         }
-    }
-
-    /// Returns whether `name` is the key, the title or the heading, or the shared heading with or without unit,
-    /// ignoring case.
-    pub(super) fn is_called(&self, name: &str) -> bool {
-        let over = format!("{} ({})", self.group, self.unit);
-        let names = [&self.key, &self.title, &self.heading(), &self.group, &over];
-        names.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
 
     /// Returns the formatted value; `n/a` if it is missing or null.

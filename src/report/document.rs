@@ -1,18 +1,17 @@
 //! The document that every benchmark prints: environment, configuration and results.
 
+use indexmap::IndexSet;
 use serde::Serialize;
 use serde_json::Value;
 
 use super::text::ColumnText;
 use super::{Column, Fields};
-use crate::{Error, Result};
 
 /// A benchmark's results, which can be written in five formats.
 ///
-/// Columns show some of the fields of the rows. Markdown shows all columns. Text leaves out columns with a drop rank
-/// that do not fit the [`Layout`](super::Layout), and LaTeX those beyond
-/// [`LATEX_COLUMNS`](super::LATEX_COLUMNS). CSV and JSON have every field of every row, unrounded: first the fields of
-/// the columns, then the others (such as `samples_ms`).
+/// Columns show some of the fields of the rows. Text and LaTeX divide a table that is too wide into blocks, each with the
+/// columns that tell rows apart. CSV and JSON have every field of every row, unrounded: first the fields of the columns,
+/// then the others (such as `samples_ms`).
 ///
 /// The JSON document is
 /// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`. If there are
@@ -65,14 +64,14 @@ pub struct Report {
 /// A question and its answer, in one short paragraph.
 ///
 /// ```
-/// use tallow::report::{Answer, Format, Report};
+/// use tallow::report::{Answer, Report};
 ///
 /// let report = Report {
 ///     answers: vec![Answer::new("Which part takes longest?", "Backward: 8.1 of 12.3 ms (66%).")],
 ///     ..Default::default()
 /// };
 /// assert_eq!(
-///     report.to_text(&Default::default()),
+///     report.to_text(None),
 ///     "Answers\nWhich part takes longest?\n  Backward: 8.1 of 12.3 ms (66%).\n"
 /// );
 /// ```
@@ -109,64 +108,6 @@ impl Report {
         }
     }
 
-    /// Keeps only the columns with these names, in this order, after the columns that tell rows apart: columns of names
-    /// left of all quantities whose cells differ. A name is a key, a title or a shared heading; case is ignored. If this
-    /// table does not have all of them, the selection applies to each detail table that does. CSV and JSON keep every
-    /// field.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if no single table has all the names; the message lists the existing headings.
-    pub fn select(&mut self, names: &[String]) -> Result<()> {
-        if self.keep(names) {
-            return Ok(());
-        }
-        let kept: Vec<bool> = self
-            .details
-            .iter_mut()
-            .map(|detail| detail.keep(names))
-            .collect();
-        if kept.contains(&true) {
-            return Ok(());
-        }
-        let tables = [&*self].into_iter().chain(&self.details);
-        let mut titles: Vec<String> = Vec::new();
-        for heading in tables.flat_map(Report::headings) {
-            if !titles.contains(&heading) {
-                titles.push(heading);
-            }
-        }
-        Err(
-            Error::config("select columns", "names", names.join(", ")).must_be(
-                format!("among {}", titles.join(", ")),
-                "name columns of one table by their headings, or by their fields in CSV and JSON",
-            ),
-        )
-    }
-
-    fn keep(&mut self, names: &[String]) -> bool {
-        let called = |name: &String| -> Vec<Column> {
-            let all = self.columns.iter();
-            all.filter(|column| column.is_called(name))
-                .cloned()
-                .collect()
-        };
-        let called: Vec<Vec<Column>> = names.iter().map(called).collect();
-        let has_all = called.iter().all(|columns| !columns.is_empty());
-        if has_all {
-            let called = called.concat();
-            let texts = self.column_texts().into_iter();
-            let labels = texts.take_while(ColumnText::is_of_names);
-            let labels = labels.filter(|strip| !strip.agrees() && !called.contains(strip.column));
-            let labels: Vec<Column> = labels.map(|strip| strip.column.clone()).collect();
-            self.columns = [labels, called].concat();
-        }
-        has_all
-    }
-
-    pub(super) fn headings(&self) -> Vec<String> {
-        self.columns.iter().map(Column::heading).collect()
-    }
-
     /// Returns the columns with their formatted cells, unescaped.
     pub(super) fn column_texts(&self) -> Vec<ColumnText<'_>> {
         let strips = self.columns.iter().map(|column| {
@@ -183,21 +124,14 @@ impl Report {
     /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. If the
     /// tables show `shown_rows`, keys of columns that no row has are left out.
     pub(super) fn keys(&self) -> Vec<&str> {
-        let mut keys: Vec<&str> = Vec::new();
         let of_rows = |key: &&str| {
             self.shown_rows.is_empty() || self.rows.iter().any(|row| row.get(key).is_some())
         };
         let shown = self.columns.iter().map(|column| column.key.as_str());
-        let held = self
-            .rows
-            .iter()
-            .flat_map(|row| row.iter().map(|(key, _)| key));
-        for key in shown.filter(of_rows).chain(held) {
-            if !keys.contains(&key) {
-                keys.push(key);
-            }
-        }
-        keys
+        let rows = self.rows.iter();
+        let held = rows.flat_map(|row| row.iter().map(|(key, _)| key));
+        let keys: IndexSet<&str> = shown.filter(of_rows).chain(held).collect();
+        keys.into_iter().collect()
     }
 
     /// Returns title and content of the two headers that are not empty.

@@ -1,10 +1,10 @@
 //! Fields in insertion order.
 
 use crate::Error;
-use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
-use serde::ser::{Serialize, Serializer};
+use indexmap::IndexMap;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::fmt;
 
 /// Keys and JSON values in insertion order: the environment, the configuration or a row of a [`Report`](super::Report).
 ///
@@ -24,8 +24,9 @@ use std::fmt;
 /// );
 /// # Ok::<(), serde_json::Error>(())
 /// ```
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Fields(Vec<(String, Value)>);
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Fields(IndexMap<String, Value>);
 
 impl Fields {
     /// Creates an empty list of fields.
@@ -65,45 +66,30 @@ impl Fields {
 
     /// Deserializes a struct that names some of the fields; `None` if one is missing or of another type.
     pub fn read<T: DeserializeOwned>(&self) -> Option<T> {
-        let entries = self
-            .iter()
-            .map(|(key, value)| (key.to_string(), value.clone()));
-        serde_json::from_value(Value::Object(entries.collect())).ok()
+        let entries = self.0.clone().into_iter().collect();
+        serde_json::from_value(Value::Object(entries)).ok()
     }
 
     /// Sets the value of `key`. An existing key keeps its position; a new one is appended.
     pub fn insert(&mut self, key: impl Into<String>, value: impl Into<Value>) -> &mut Self {
-        let (key, value) = (key.into(), value.into());
-        match self.0.iter_mut().find(|(existing, _)| *existing == key) {
-            Some((_, old)) => *old = value,
-            None => self.0.push((key, value)),
-        }
+        self.0.insert(key.into(), value.into());
         self
     }
 
     /// [Inserts](Self::insert) all fields of `other`.
     pub fn merge(&mut self, other: Fields) -> &mut Self {
-        for (key, value) in other.0 {
-            self.insert(key, value);
-        }
+        self.0.extend(other.0);
         self
     }
 
     /// Returns the value of `key`, which may be null; `None` if there is no such key.
     pub fn get(&self, key: &str) -> Option<&Value> {
-        self.iter()
-            .find(|(existing, _)| *existing == key)
-            .map(|(_, value)| value)
+        self.0.get(key)
     }
 
     /// Iterates over keys and values in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.0.iter().map(|(key, value)| (key.as_str(), value))
-    }
-
-    /// Returns the number of fields.
-    pub fn len(&self) -> usize {
-        self.0.len()
     }
 
     /// Returns whether there are no fields.
@@ -112,42 +98,13 @@ impl Fields {
     }
 }
 
-impl Serialize for Fields {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.iter())
-    }
-}
-
-impl<'de> Deserialize<'de> for Fields {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-
-        impl<'de> Visitor<'de> for Entries {
-            type Value = Fields;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
-                let mut fields = Fields::new();
-                while let Some((key, value)) = map.next_entry::<String, Value>()? {
-                    fields.insert(key, value);
-                }
-                Ok(fields)
-            }
-        }
-
-        deserializer.deserialize_map(Entries)
-    }
-}
-
 impl<K: Into<String>, V: Into<Value>> FromIterator<(K, V)> for Fields {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(pairs: I) -> Self {
-        let mut fields = Fields::new();
-        for (key, value) in pairs {
-            fields.insert(key, value);
-        }
-        fields
+        let pairs = pairs.into_iter();
+        Self(
+            pairs
+                .map(|(key, value)| (key.into(), value.into()))
+                .collect(),
+        )
     }
 }

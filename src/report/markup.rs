@@ -4,8 +4,8 @@ use std::io::{self, Write};
 use std::iter::once;
 
 use super::column::plain;
-use super::text::{ColumnText, fields, in_a_sentence, leave_out, move_constant_columns};
-use super::words::{list_in_note, one_line};
+use super::text::{ColumnText, divide, fields, in_a_sentence, join_columns, move_constant_columns};
+use super::words::one_line;
 use super::{Answer, Fields, Report};
 
 /// Writes the headers as lists, the table, the notes as a numbered list, and the detail tables.
@@ -48,28 +48,21 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
 /// Writes the table with its source aligned too, because people read Markdown before it is rendered.
 fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let columns = report.column_texts().into_iter().map(|strip| {
-        let texts = once(strip.column.heading()).chain(strip.cells);
+        let texts = once(strip.column.heading()).chain(strip.cells.iter().cloned());
         let texts: Vec<String> = texts.map(|text| escape_markdown(&text)).collect();
         let width = texts.iter().map(|text| text.chars().count()).max();
         let width = width.unwrap_or(0).max(3);
-        let lines = texts.into_iter().map(|text| match strip.right {
-            true => format!("{text:>width$}"),
-            false => format!("{text:width$}"),
-        });
-        let mut lines: Vec<String> = lines.collect();
-        lines.insert(
-            1,
-            match strip.right {
-                true => format!("{}:", "-".repeat(width - 1)),
-                false => "-".repeat(width),
-            },
-        );
+        let texts = texts.iter().map(|text| strip.padded(text, width));
+        let mut lines: Vec<String> = texts.collect();
+        let rule = match strip.right {
+            true => format!("{}:", "-".repeat(width - 1)),
+            false => "-".repeat(width),
+        };
+        lines.insert(1, rule);
         lines
     });
-    let columns: Vec<Vec<String>> = columns.collect();
-    for line in 0..report.shown().len() + 2 {
-        let cells: Vec<&str> = columns.iter().map(|lines| lines[line].as_str()).collect();
-        writeln!(out, "| {} |", cells.join(" | "))?;
+    for line in join_columns(&columns.collect::<Vec<_>>(), " | ") {
+        writeln!(out, "| {line} |")?;
     }
     Ok(())
 }
@@ -99,10 +92,8 @@ fn escape_markdown(text: &str) -> String {
 }
 
 /// The largest number of columns in a LaTeX table, which is what fits on a page. A column of names whose cells are all
-/// equal moves into the caption. Of the others, columns of a higher drop rank are left out first
-/// ([`Column::drop_rank`]).
-///
-/// [`Column::drop_rank`]: super::Column::drop_rank
+/// equal moves into the caption. A table with more columns is divided, and each part begins with the columns that tell
+/// rows apart.
 pub const LATEX_COLUMNS: usize = 8;
 
 /// Writes a table to include in a paper, with its answers and notes as text below it. Environment and configuration are
@@ -134,27 +125,18 @@ fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> i
             same.insert(key, value.clone());
         }
     }
-    let left_out = match strips.is_empty() {
-        true => Vec::new(),
-        false => write_latex_table(report, strips, &same, out)?,
-    };
+    if !strips.is_empty() {
+        for strips in divide(strips, |strips| strips.len() <= LATEX_COLUMNS) {
+            write_latex_table(report, &strips, &same, out)?;
+        }
+    }
     for Answer { question, answer } in &report.answers {
         let [question, answer] = [question, answer].map(|text| escape_latex(text));
         writeln!(out, "\n\\paragraph{{{question}}} {answer}")?;
     }
-    let left_out =
-        (!left_out.is_empty()).then(|| list_in_note("Left out for the width", &left_out));
-    let notes: Vec<String> = report
-        .notes
-        .iter()
-        .chain(&left_out)
-        .map(|note| escape_latex(note))
-        .collect();
-    if !notes.is_empty() {
-        let items: Vec<String> = notes
-            .iter()
-            .map(|note| format!("\\item {note}\n"))
-            .collect();
+    if !report.notes.is_empty() {
+        let notes = report.notes.iter().map(|note| escape_latex(note));
+        let items: Vec<String> = notes.map(|note| format!("\\item {note}\n")).collect();
         writeln!(
             out,
             "\n\\begin{{enumerate}}\n{}\\end{{enumerate}}",
@@ -168,30 +150,19 @@ fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> i
     Ok(())
 }
 
-/// Writes the table, with `same` in its caption, and returns the headings of the columns that were left out.
+/// Writes a table, with `same` in its caption.
 fn write_latex_table(
     report: &Report,
-    mut strips: Vec<ColumnText<'_>>,
+    strips: &[ColumnText<'_>],
     same: &Fields,
     out: &mut dyn Write,
-) -> io::Result<Vec<String>> {
-    let mut left_out = Vec::new();
-    while strips.len() > LATEX_COLUMNS {
-        left_out.splice(0..0, leave_out(&mut strips));
-    }
-    let headings = strips.iter().map(|strip| strip.column.heading()).collect();
-    let row = |row: usize| {
-        strips
-            .iter()
-            .map(|strip| strip.cells[row].clone())
-            .collect()
-    };
-    let rows = once(headings).chain((0..report.shown().len()).map(row));
-    let lines = rows.map(|cells: Vec<String>| {
-        let cells: Vec<_> = cells.iter().map(|cell| escape_latex(cell)).collect();
-        format!("{} \\\\\n", cells.join(" & "))
+) -> io::Result<()> {
+    let columns = strips.iter().map(|strip| {
+        let texts = once(strip.column.heading()).chain(strip.cells.iter().cloned());
+        texts.map(|text| escape_latex(&text)).collect()
     });
-    let lines: Vec<String> = lines.collect();
+    let lines = join_columns(&columns.collect::<Vec<_>>(), " & ").into_iter();
+    let lines: Vec<String> = lines.map(|line| format!("{line} \\\\\n")).collect();
     let alignment = strips
         .iter()
         .map(|strip| if strip.right { 'r' } else { 'l' });
@@ -213,8 +184,7 @@ fn write_latex_table(
     writeln!(out, "\\begin{{tabular}}{{{alignment}}}")?;
     let (heading, rows) = (&lines[0], lines[1..].concat());
     write!(out, "\\toprule\n{heading}\\midrule\n{rows}")?;
-    writeln!(out, "\\bottomrule\n\\end{{tabular}}\n\\end{{table}}")?;
-    Ok(left_out)
+    writeln!(out, "\\bottomrule\n\\end{{tabular}}\n\\end{{table}}")
 }
 
 fn escape_latex(text: &str) -> String {

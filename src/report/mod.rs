@@ -3,7 +3,7 @@
 //! - [`Statistics`] are mean, deviation and quantiles of samples. [`Speedup`] compares two of them, and [`PowerLaw`] is
 //!   fitted to measurements; both state whether their figures decide.
 //! - [`Report`] holds rows and columns, answers, notes and the environment. It is written as text, Markdown, CSV, JSON
-//!   or LaTeX ([`Format`]); [`Layout`] fits the text to a terminal.
+//!   or LaTeX ([`Format`]); [`Report::to_text`] wraps it to the width of a terminal.
 //! - [`plot`] draws charts as SVG or PNG.
 //!
 //! Measuring is done by `bench` (time) and `memory` (bytes).
@@ -51,6 +51,5 @@ pub use document::{Answer, Report};
 pub use fields::Fields;
 pub use markup::LATEX_COLUMNS;
 pub use statistics::{PowerLaw, Speedup, Statistics, Verdict};
-pub use text::Layout;
 pub use words::{NOTE_CHARS, bytes_to_mib, counted, format_mib, group_digits, list_in_note};
 pub use write::Format;

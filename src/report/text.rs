@@ -1,57 +1,41 @@
-//! Text output for a terminal: the columns that fit a given width, and their text.
+//! Text output for a terminal: tables that are wrapped to a given width, and their text.
 
 use super::column::{NOT_AVAILABLE, plain};
-use super::words::{list_in_note, one_line, wrap};
+use super::words::{one_line, wrap};
 use super::{Answer, Column, Fields, Report};
+use std::collections::HashSet;
 use std::iter::once;
 
-/// The layout of a [`Report`](super::Report) as text.
-///
-/// A column of names whose cells are all equal moves into the header, and a column of quantities without any value is
-/// left out. If the table is still wider than `width`, columns are left out, the highest drop rank first, and a note
-/// lists them. Text in a cell is never wrapped.
-///
-/// [`Report::to_text`] has an example.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Layout {
-    /// The maximum line length in characters; `None` for no limit.
-    pub width: Option<usize>,
-    /// Shows every column in the table, whatever the width: none moves into the header, and none is left out.
-    pub every_column: bool,
-    /// How to see the columns that were left out; the end of the note that lists them.
-    pub hint: String,
-}
-
-pub(super) fn text(report: &Report, layout: &Layout) -> String {
-    let title = (!report.title.is_empty()).then(|| wrap(&report.title, layout.width, 2).join("\n"));
+pub(super) fn text(report: &Report, width: Option<usize>) -> String {
+    let title = (!report.title.is_empty()).then(|| wrap(&report.title, width, 2).join("\n"));
     let mut blocks: Vec<String> = title.into_iter().collect();
-    blocks.extend(self::blocks(report, "Configuration", layout));
+    blocks.extend(self::blocks(report, "Configuration", width));
     for detail in &report.details {
-        add_detail(&mut blocks, detail, layout);
+        add_detail(&mut blocks, detail, width);
     }
-    blocks.extend(header("Environment", &report.environment, layout));
+    blocks.extend(header("Environment", &report.environment, width));
     match blocks.is_empty() {
         true => String::new(),
         false => blocks.join("\n\n") + "\n",
     }
 }
 
-fn add_detail(all: &mut Vec<String>, report: &Report, layout: &Layout) {
-    let title = wrap(&report.title, layout.width, 2).join("\n");
+fn add_detail(all: &mut Vec<String>, report: &Report, width: Option<usize>) {
+    let title = wrap(&report.title, width, 2).join("\n");
     let name = match report.configuration.is_empty() {
         true => "In every row",
         false => "Configuration",
     };
-    let own = blocks(report, name, layout).join("\n\n");
+    let own = blocks(report, name, width).join("\n\n");
     all.push(format!("{title}\n{own}"));
     for detail in &report.details {
-        add_detail(all, detail, layout);
+        add_detail(all, detail, width);
     }
 }
 
-fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
+fn blocks(report: &Report, name: &str, width: Option<usize>) -> Vec<String> {
     let given = &report.configuration;
-    let (lines, same, note) = arrange(report, layout);
+    let (lines, same) = table(report, width);
     let mut known = given.clone();
     for (title, value) in same.iter() {
         let said = [title.to_string(), format!("{title} {}", plain(value))];
@@ -60,41 +44,40 @@ fn blocks(report: &Report, name: &str, layout: &Layout) -> Vec<String> {
             known.insert(title, value.clone());
         }
     }
-    let mut blocks: Vec<String> = header(name, &known, layout).into_iter().collect();
+    let mut blocks: Vec<String> = header(name, &known, width).into_iter().collect();
     if !lines.is_empty() {
         blocks.push(lines.join("\n"));
     }
-    blocks.extend(answers(report, layout));
-    let notes: Vec<&String> = report.notes.iter().chain(&note).collect();
-    let numbered = notes.iter().enumerate().flat_map(|(i, note)| {
+    blocks.extend(answers(report, width));
+    let numbered = report.notes.iter().enumerate().flat_map(|(i, note)| {
         let text = format!("{}. {note}", i + 1);
         let indent = (i + 1).to_string().len() + 2;
-        wrap(&text, layout.width, indent)
+        wrap(&text, width, indent)
     });
-    if !notes.is_empty() {
+    if !report.notes.is_empty() {
         blocks.push(numbered.collect::<Vec<_>>().join("\n"));
     }
     blocks
 }
 
 /// Returns the answers under their heading, each indented below its question.
-fn answers(report: &Report, layout: &Layout) -> Option<String> {
+fn answers(report: &Report, width: Option<usize>) -> Option<String> {
     let lines = report
         .answers
         .iter()
         .flat_map(|Answer { question, answer }| {
-            let answer = wrap(&format!("  {}", one_line(answer)), layout.width, 2);
-            wrap(question, layout.width, 0).into_iter().chain(answer)
+            let answer = wrap(&format!("  {}", one_line(answer)), width, 2);
+            wrap(question, width, 0).into_iter().chain(answer)
         });
     let lines: Vec<String> = once("Answers".to_string()).chain(lines).collect();
     (!report.answers.is_empty()).then(|| lines.join("\n"))
 }
 
 /// Returns `Configuration: precision f32; data: 12,345 tokens`, without fields that are null.
-fn header(name: &str, fields: &Fields, layout: &Layout) -> Option<String> {
+fn header(name: &str, fields: &Fields, width: Option<usize>) -> Option<String> {
     let fields = self::fields(fields);
     let text = format!("{name}: {fields}");
-    (!fields.is_empty()).then(|| wrap(&text, layout.width, 2).join("\n"))
+    (!fields.is_empty()).then(|| wrap(&text, width, 2).join("\n"))
 }
 
 /// Returns `precision f32; data: 12,345 tokens`, without fields that are null.
@@ -121,28 +104,61 @@ pub(super) fn in_a_sentence(title: &str) -> String {
     }
 }
 
-/// Returns the lines of the table, the columns that moved into the header, and a note on those that were left out.
-fn arrange(report: &Report, layout: &Layout) -> (Vec<String>, Fields, Option<String>) {
-    let mut strips = report.column_texts();
-    let cells = strips.iter_mut().flat_map(|strip| &mut strip.cells);
+/// Returns the lines of the table, and the columns that moved into the header.
+fn table(report: &Report, width: Option<usize>) -> (Vec<String>, Fields) {
+    let mut columns = report.column_texts();
+    let cells = columns.iter_mut().flat_map(|column| &mut column.cells);
     cells.for_each(|cell| *cell = one_line(cell));
-    let mut same = Fields::new();
-    let mut left_out = Vec::new();
-    if !layout.every_column {
-        same = move_constant_columns(&mut strips);
-        if let Some(width) = layout.width {
-            left_out = fit(&mut strips, width);
+    let same = move_constant_columns(&mut columns);
+    let Some(width) = width else {
+        return (draw(&columns), same);
+    };
+    let blocks = divide(columns, |columns| total(&widths(columns)) <= width);
+    let mut lines = Vec::new();
+    for mut block in blocks {
+        while total(&widths(&block)) > width && cut_words(&mut block, width) {}
+        let has_block_above = !lines.is_empty();
+        lines.extend(has_block_above.then(String::new));
+        lines.extend(draw(&block));
+    }
+    lines.iter_mut().for_each(|line| cut(line, width)); // one column may be too wide
+    (lines, same)
+}
+
+/// Divides columns into blocks that fit. Each begins with the first columns of names, as many as tell all rows apart, or
+/// with one column if these do not fit. Columns under a shared heading stay together if a block can hold them.
+pub(super) fn divide<'r>(
+    columns: Vec<ColumnText<'r>>,
+    fits: impl Fn(&[ColumnText<'r>]) -> bool,
+) -> Vec<Vec<ColumnText<'r>>> {
+    let rows = columns.first().map_or(0, |own| own.cells.len());
+    let name_of = |row: usize, count: usize| -> Vec<&str> {
+        let columns = columns[..count].iter();
+        columns.map(|own| own.cells[row].as_str()).collect()
+    };
+    let is_enough = |count: &usize| {
+        let names: HashSet<Vec<&str>> = (0..rows).map(|row| name_of(row, *count)).collect();
+        names.len() == rows
+    };
+    let names = columns.iter().take_while(|own| own.is_of_names()).count();
+    let names = (1..=names).find(is_enough).unwrap_or(names);
+    let names = if fits(&columns[..names]) { names } else { 1 };
+    let (names, others) = columns.split_at(names);
+    let mut blocks = vec![names.to_vec()];
+    for (first, end) in spans(others) {
+        let span = &others[first..end];
+        let is_one = fits(&[names, span].concat());
+        for part in span.chunks(if is_one { span.len() } else { 1 }) {
+            let block = blocks.last().map_or(names, Vec::as_slice);
+            let joined = [block, part].concat();
+            if block.len() > names.len() && !fits(&joined) {
+                blocks.push([names, part].concat());
+            } else if let Some(block) = blocks.last_mut() {
+                *block = joined;
+            }
         }
     }
-    let note = (!left_out.is_empty()).then(|| {
-        let start = format!("Left out for the width{}", layout.hint);
-        list_in_note(&start, &left_out)
-    });
-    let mut lines = draw(&strips);
-    if let Some(width) = layout.width.filter(|_| !layout.every_column) {
-        lines.iter_mut().for_each(|line| cut(line, width)); // one column may be too wide
-    }
-    (lines, same, note)
+    blocks
 }
 
 /// Removes columns of equal names and returns their values, and drops empty columns. The first one stays if none tells
@@ -176,16 +192,6 @@ fn draw(strips: &[ColumnText<'_>]) -> Vec<String> {
     }
     let widths = widths(strips);
     let gap = " ".repeat(GAP);
-    let line = |cells: &[&str]| {
-        let padded = cells.iter().zip(strips).zip(&widths);
-        let padded: Vec<String> = padded
-            .map(|((cell, strip), &width)| match strip.right {
-                true => format!("{cell:>width$}"),
-                false => format!("{cell:width$}"),
-            })
-            .collect();
-        padded.join(&gap).trim_end().to_string()
-    };
     let mut lines = Vec::new();
     if strips.iter().any(|strip| !strip.column.group.is_empty()) {
         let spans = spans(strips).into_iter().map(|(first, end)| {
@@ -195,23 +201,26 @@ fn draw(strips: &[ColumnText<'_>]) -> Vec<String> {
                 false => fill(over, width),
             }
         });
-        lines.push(spans.collect::<Vec<_>>().join(&gap).trim_end().to_string());
+        lines.push(spans.collect::<Vec<_>>().join(&gap));
     }
-    let headings = headings(strips);
-    lines.push(line(
-        &headings.iter().map(String::as_str).collect::<Vec<_>>(),
-    ));
-    let rule: Vec<String> = widths.iter().map(|&width| "─".repeat(width)).collect();
-    lines.push(rule.join(&gap));
-    let rows = strips[0].cells.len();
-    lines.extend((0..rows).map(|row| {
-        let cells: Vec<&str> = strips
-            .iter()
-            .map(|strip| strip.cells[row].as_str())
-            .collect();
-        line(&cells)
-    }));
-    lines
+    let columns = strips.iter().zip(headings(strips)).zip(&widths);
+    let columns = columns.map(|((strip, heading), &width)| {
+        let above = [heading, "─".repeat(width)].into_iter();
+        let texts = above.chain(strip.cells.iter().cloned());
+        texts.map(|text| strip.padded(&text, width)).collect()
+    });
+    lines.extend(join_columns(&columns.collect::<Vec<_>>(), &gap));
+    lines.iter().map(|line| line.trim_end().into()).collect()
+}
+
+/// Returns the lines of a table from its columns, which have the same number of cells.
+pub(super) fn join_columns(columns: &[Vec<String>], separator: &str) -> Vec<String> {
+    let rows = columns.first().map_or(0, Vec::len);
+    let line = |row: usize| -> String {
+        let cells: Vec<&str> = columns.iter().map(|cells| cells[row].as_str()).collect();
+        cells.join(separator)
+    };
+    (0..rows).map(line).collect()
 }
 
 /// Returns a heading followed by a rule, as wide as the columns below it.
@@ -224,51 +233,6 @@ fn fill(over: String, width: usize) -> String {
 }
 
 const LEAST_WORDS: usize = 20;
-
-/// Leaves out columns until the others fit `width`, and returns their headings. The column of the highest drop rank
-/// goes first, and the last one among equals. If all remaining columns are needed, long words are cut before a column
-/// is left out.
-fn fit(strips: &mut Vec<ColumnText<'_>>, width: usize) -> Vec<String> {
-    let mut left_out = Vec::new();
-    while total(&widths(strips)) > width {
-        let is_needed = strips
-            .iter()
-            .skip(1)
-            .all(|strip| strip.column.drop_rank == 0);
-        if is_needed && cut_words(strips, width) {
-            continue;
-        }
-        let headings = leave_out(strips);
-        if headings.is_empty() {
-            break;
-        }
-        left_out.splice(0..0, headings);
-    }
-    left_out
-}
-
-/// Leaves out the column of the highest drop rank, or the last one among equals. Columns with the same rank and the
-/// same shared heading are left out too, because half of a comparison is useless. Returns their headings, or the shared
-/// one if all columns under it are left out; returns none if only the first column remains.
-pub(super) fn leave_out(strips: &mut Vec<ColumnText<'_>>) -> Vec<String> {
-    let Some(most) = (1..strips.len()).max_by_key(|i| (strips[*i].column.drop_rank, *i)) else {
-        return Vec::new();
-    };
-    let span = spans(strips).into_iter().find(|(_, end)| *end > most);
-    let (first, end) = span.unwrap_or((most, most + 1));
-    let rank = strips[most].column.drop_rank;
-    let goes = |i: usize, strip: &ColumnText<'_>| {
-        (first.max(1)..end).contains(&i) && strip.column.drop_rank == rank
-    };
-    let all = std::mem::take(strips).into_iter().enumerate();
-    let (gone, kept): (Vec<_>, Vec<_>) = all.partition(|(i, strip)| goes(*i, strip));
-    *strips = kept.into_iter().map(|(_, strip)| strip).collect();
-    let gone: Vec<ColumnText<'_>> = gone.into_iter().map(|(_, strip)| strip).collect();
-    match gone.len() > 1 && gone.len() == end - first {
-        true => vec![over(&gone)],
-        false => gone.iter().map(|strip| strip.column.heading()).collect(),
-    }
-}
 
 /// Cuts the widest column of words by the excess width, and returns whether there was one to cut.
 fn cut_words(strips: &mut [ColumnText<'_>], width: usize) -> bool {
@@ -313,6 +277,7 @@ fn cut(text: &mut String, room: usize) {
 const GAP: usize = 2;
 
 /// A column with its cells.
+#[derive(Clone)]
 pub(super) struct ColumnText<'a> {
     pub column: &'a Column,
     pub cells: Vec<String>,
@@ -324,6 +289,14 @@ impl ColumnText<'_> {
     /// Returns whether the column holds names, as opposed to quantities.
     pub fn is_of_names(&self) -> bool {
         self.column.decimals.is_none()
+    }
+
+    /// Pads a text with spaces on the side that the column's alignment leaves free.
+    pub fn padded(&self, text: &str, width: usize) -> String {
+        match self.right {
+            true => format!("{text:>width$}"),
+            false => format!("{text:width$}"),
+        }
     }
 
     pub fn agrees(&self) -> bool {

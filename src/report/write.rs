@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::{Layout, Report, data, markup, text};
+use super::{Report, data, markup, text};
 use crate::{Error, Result, files};
 
 /// The output formats of a [`Report`](super::Report).
@@ -21,7 +21,7 @@ use crate::{Error, Result, files};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Format {
-    /// An aligned table for a terminal, between configuration and environment ([`Layout`](super::Layout)).
+    /// An aligned table for a terminal, between configuration and environment ([`Report::to_text`]).
     #[default]
     Text,
     /// A pipe table (GitHub's dialect), below the environment and the configuration.
@@ -30,7 +30,7 @@ pub enum Format {
     Csv,
     /// One document with everything, unrounded. Missing values are `null`.
     Json,
-    /// A `table` with booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns. Its caption is the
+    /// Tables with booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns each. The caption is the
     /// title, the values that are equal in all rows, and the machine (field `hardware` of the environment). Answers and
     /// notes follow as text; environment and configuration are comments.
     Latex,
@@ -92,10 +92,14 @@ impl Report {
             .map_err(|e| Error::io("write", "output", e))
     }
 
-    /// Returns the document as text in `layout`; [`write_to`](Self::write_to) uses the default layout.
+    /// Returns the document as text with lines of at most `width` characters. [`write_to`](Self::write_to) sets no limit.
+    ///
+    /// A column of names whose cells are all equal moves into the header, and a column of quantities without any value
+    /// is left out. A wider table is wrapped: blocks of columns below each other, each of which begins with the columns
+    /// that tell rows apart.
     ///
     /// ```
-    /// use tallow::report::{Column, Fields, Layout, Report};
+    /// use tallow::report::{Column, Fields, Report};
     ///
     /// let row = |length: u64, mean_ms: f64| {
     ///     let mut row = Fields::from_iter([("precision", "f32")]);
@@ -107,12 +111,11 @@ impl Report {
     ///         Column::text("precision", "Precision"),
     ///         Column::text("context_length", "T"),
     ///         Column::number("mean_ms", "Mean", "ms", 1),
-    ///         Column::number("cv_percent", "CV", "%", 1).drop_rank(1),
+    ///         Column::number("cv_percent", "CV", "%", 1),
     ///     ],
     ///     rows: vec![row(256, 12.3), row(1024, 98.7)],
     ///     ..Default::default()
     /// };
-    /// let layout = Layout { width: Some(20), ..Default::default() };
     /// let expected = "\
     /// Configuration:
     ///   precision f32
@@ -122,13 +125,15 @@ impl Report {
     ///  256       12.3
     /// 1024       98.7
     ///
-    /// 1. Left out for the
-    ///    width: CV (%).
+    ///    T  CV (%)
+    /// ────  ──────
+    ///  256     1.5
+    /// 1024     1.5
     /// ";
-    /// assert_eq!(report.to_text(&layout), expected);
+    /// assert_eq!(report.to_text(Some(20)), expected);
     /// ```
-    pub fn to_text(&self, layout: &Layout) -> String {
-        text::text(self, layout)
+    pub fn to_text(&self, width: Option<usize>) -> String {
+        text::text(self, width)
     }
 
     /// Writes the document to a file atomically: an existing file is replaced only once the new content is safely on
@@ -157,7 +162,7 @@ impl Report {
 
     fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {
         match format {
-            Format::Text => out.write_all(self.to_text(&Layout::default()).as_bytes()),
+            Format::Text => out.write_all(self.to_text(None).as_bytes()),
             Format::Markdown => markup::write_markdown(self, out),
             Format::Csv => data::write_csv(self, out),
             Format::Json => data::write_json(self, out),

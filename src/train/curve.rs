@@ -1,7 +1,7 @@
 //! The losses of a run as a chart and as a table.
 
 use super::history::{History, mean_of_finite};
-use crate::report::plot::{LineChart, Series};
+use crate::report::plot::{Chart, Series};
 use crate::report::{Column, Fields, Report};
 
 /// The most points of a line in the chart: more would be invisible, and slow to draw.
@@ -12,7 +12,7 @@ impl History {
     /// the line's name has their number.
     ///
     /// Drawing it is an error if there are no losses yet.
-    pub fn chart(&self) -> LineChart {
+    pub fn chart(&self) -> Chart {
         let steps_a_point = self.losses.len().div_ceil(CHART_POINTS).max(1);
         let means = self.losses.chunks(steps_a_point).enumerate();
         let training = means.filter_map(|(i, losses)| {
@@ -26,7 +26,7 @@ impl History {
             1 => "training".to_string(),
             n => format!("training (mean of {n} steps)"),
         };
-        LineChart {
+        Chart {
             title: "Loss".into(),
             x_label: "step".into(),
             y_label: "loss (nats a token)".into(),

@@ -40,7 +40,6 @@ struct Case {
 
 /// Flags of the end-to-end benchmarks that are refused, unless steps are planned by default.
 const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
-    ("columns", &["--format csv --columns all"]),
     ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
     (
         "context-length",
@@ -87,10 +86,6 @@ const CASES: &[Case] = &[
             ],
         ],
         refused: &[
-            (
-                "columns",
-                &["--format csv --columns all", "--format json --columns all"],
-            ),
             ("d-model", &["--d-model 64"]),
             ("autocast", &["--precision bf16 --autocast cpu"]),
             ("full-half", &["--precision bf16 --full-half"]),
@@ -112,7 +107,6 @@ const CASES: &[Case] = &[
         name: "compiled_benchmark",
         always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
         refused: &[
-            ("columns", &["--format json --columns all"]),
             ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
             (
                 "context-length",
@@ -135,13 +129,12 @@ const CASES: &[Case] = &[
     Case {
         name: "custom_model",
         always: &[OUTPUT, COMMON, &["planned", "steps"]],
-        refused: &[("columns", &["--format csv --columns all"])],
+        refused: &[],
     },
     Case {
         name: "distributed_benchmark",
         always: &[OUTPUT, &["part", "gpus", "tf32", "nvtx", "strict"]],
         refused: &[
-            ("columns", &["--format csv --columns all"]),
             (
                 "device",
                 &["--gpus 2 --device cpu", "--gpus 2 --device cuda:0"],
@@ -214,7 +207,6 @@ const CASES: &[Case] = &[
             &["mode", "device"],
         ],
         refused: &[
-            ("columns", &["--format csv --columns all"]),
             (
                 "memory-limit-gib",
                 &["--compile --memory-budget-gib 9 --memory-limit-gib 1"],
@@ -256,7 +248,6 @@ const CASES: &[Case] = &[
             ],
         ],
         refused: &[
-            ("columns", &["--format csv --columns all"]),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("compile", &["--precision bf16-full --compile"]),
             ("checkpoint", &["--mode forward --checkpoint block"]),
@@ -266,7 +257,7 @@ const CASES: &[Case] = &[
     Case {
         name: "mixed_precision_accumulation",
         always: &[OUTPUT, &["value", "count"]],
-        refused: &[("columns", &["--format csv --columns all"])],
+        refused: &[],
     },
     Case {
         name: "mixed_precision_benchmark",
@@ -283,7 +274,7 @@ const CASES: &[Case] = &[
             &["num-heads", "attention", "context-length", "batch-size"],
             &["steps", "lr"],
         ],
-        refused: &[("columns", &["--format csv --columns all"])],
+        refused: &[],
     },
     Case {
         name: "profile",
@@ -306,7 +297,6 @@ const CASES: &[Case] = &[
             ],
         ],
         refused: &[
-            ("columns", &["--format csv --columns all"]),
             ("optimizer", &["--mode forward --optimizer adamw-bf16"]),
             ("checkpoint", &["--mode forward --checkpoint block"]),
             (
@@ -333,7 +323,7 @@ const CASES: &[Case] = &[
     Case {
         name: "toy_model_dtypes",
         always: &[OUTPUT, COMMON],
-        refused: &[("columns", &["--format csv --columns all"])],
+        refused: &[],
     },
     Case {
         name: "train",
@@ -533,31 +523,31 @@ fn a_flag_without_effect_is_an_error() {
 fn a_flag_with_effect_is_taken() {
     for (line, words) in [
         (
-            "attention_benchmark --module --d-model 8 --drop-casts --precision bf16 --columns x",
-            "columns",
+            "attention_benchmark --module --d-model 8 --drop-casts --precision bf16 --output no/such",
+            "no/such",
         ),
         (
-            "compiled_benchmark --size tiny --batch-size 2 --vocab-size 100 --columns x",
-            "columns",
+            "compiled_benchmark --size tiny --batch-size 2 --vocab-size 100 --output no/such",
+            "no/such",
         ),
         (
-            "custom_model --steps 2 --seed 3 --planned --columns x",
-            "columns",
+            "custom_model --steps 2 --seed 3 --planned --output no/such",
+            "no/such",
         ),
         (
             "distributed_benchmark --part paper --memory-budget-gib 1 --strategy fully-shard",
             "--product-tflops",
         ),
         (
-            "e2e_benchmark --compile --precision f32 bf16-full --optimizer adamw-bf16 --columns x",
-            "columns",
+            "e2e_benchmark --compile --precision f32 bf16-full --optimizer adamw-bf16 --output no/such",
+            "no/such",
         ),
-        ("memory_estimate --batch-size 4 --columns x", "columns"),
+        ("memory_estimate --batch-size 4 --output no/such", "no/such"),
         (
-            "memory_profile --compile --snapshot s.json --columns x",
-            "columns",
+            "memory_profile --compile --snapshot s.json --output no/such",
+            "no/such",
         ),
-        ("toy_model_dtypes --seed 3 --columns x", "columns"),
+        ("toy_model_dtypes --seed 3 --output no/such", "no/such"),
         ("train --vocab-size 9 --tokens missing.bin", "missing.bin"),
         ("train --family missing --random-weights", "missing"),
     ] {

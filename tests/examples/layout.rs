@@ -214,38 +214,16 @@ fn tables_in_latex_have_figures_and_a_caption() {
     }
 }
 
+/// A table that is wider than the terminal is divided, with the columns that tell rows apart in each part.
 #[test]
-fn columns_can_be_chosen() {
-    let all = run(example(
-        "e2e_benchmark SMALL --mode all --steps 2 --columns all",
-    ));
-    for heading in ["Model", "Tokens/s", "MFU (%)", "Device", "Execution"] {
-        assert!(all.out.contains(heading), "{heading} in {}", all.out);
+fn no_column_is_left_out() {
+    let line = "e2e_benchmark SMALL --mode all --steps 2 --attention naive flash";
+    let out = run(example(line)).out;
+    for heading in ["F+B (ms)", "Step (ms)", "B+O (ms)", "Tokens/s", "MFU (%)"] {
+        assert!(out.contains(heading), "{heading} in {out}");
     }
-    let some = run(example(
-        "e2e_benchmark SMALL --mode all --steps 2 --columns Model,tokens/s",
-    ));
-    assert!(some.out.contains("Model   Tokens/s"), "{}", some.out);
-    assert!(!some.out.contains("F+B (ms)"), "{}", some.out);
-    let labelled = run(example(
-        "e2e_benchmark SMALL --mode train-step --steps 2 --attention naive flash --columns Tokens/s",
-    ));
-    assert!(
-        labelled.out.contains("Attention  Tokens/s"),
-        "{}",
-        labelled.out
-    );
-    let ops = run(example(
-        "profile SMALL --mode forward --steps 2 --columns op,time_percent",
-    ));
-    assert!(
-        ops.out.contains("Time (%)") && !ops.out.contains("Mean (ms)"),
-        "{}",
-        ops.out
-    );
-    let none = "e2e_benchmark SMALL --steps 1000000000 --columns nonsense";
-    super::process::assert_refused(none, &run(example(none)), 1, "nonsense");
-    assert!(run(example(none)).err.starts_with("error: e2e_benchmark: "));
+    let parts = out.lines().filter(|line| line.starts_with("Attention  "));
+    assert!(parts.count() > 1, "{out}");
 }
 
 /// With `--isolate` each run has its own process, so its first step has the page faults of a cold start.

@@ -2,7 +2,7 @@
 
 use super::{Block, BytesByKind, MemoryKind, MemoryRecording};
 use crate::probe::Path;
-use crate::report::plot::{AreaChart, AreaLayer, TimeSpan};
+use crate::report::plot::{Chart, Series, TimeSpan};
 use crate::report::{Column, Report, bytes_to_mib};
 use serde_json::json;
 
@@ -32,11 +32,9 @@ impl MemoryRecording {
             Column::text("phase", "Phase"),
             Column::mib("peak_bytes", "Peak"),
         ];
-        columns.extend((1..).zip(&kinds).map(|(minor, kind)| {
+        columns.extend(kinds.iter().map(|kind| {
             let key = format!("{}_bytes", kind.name().replace(' ', "_"));
-            Column::mib(key, kind.name())
-                .group("By kind")
-                .drop_rank(minor)
+            Column::mib(key, kind.name()).group("By kind")
         }));
         let rows = self.phases.iter().zip(&by_kind).map(|(phase, held)| {
             let mut row = vec![json!(phase.name), json!(self.peak_bytes_in(phase))];
@@ -106,7 +104,7 @@ impl MemoryRecording {
     }
 }
 
-/// Returns the colour of a kind in every timeline, as an [`AreaLayer`] index; a plan's memory map uses the same.
+/// Returns the colour of a kind in every timeline, as a [`Series::colour`]; a plan's memory map uses the same.
 fn colour(kind: MemoryKind) -> usize {
     match kind {
         MemoryKind::Other => 0,
@@ -124,8 +122,8 @@ fn colour(kind: MemoryKind) -> usize {
 /// The most points in time drawn. Each is the one with the most bytes alive in its stretch of events.
 const MOMENTS: usize = 1200;
 
-/// Returns a chart of the bytes alive over time, stacked by use, with the phases marked. [`save`](AreaChart::save)
-/// writes it.
+/// Returns a chart of the bytes alive over time, stacked by use, with the phases marked.
+/// [`plot::save`](crate::report::plot::save) writes it.
 ///
 /// The chart has at most 1,200 points in time. With more events, each point stands for a stretch of events and shows
 /// its worst, so the peak is always drawn.
@@ -143,10 +141,10 @@ const MOMENTS: usize = 1200;
 /// drop(x);
 /// let chart = memory::timeline(&recorder.finish(), "A tensor");
 /// assert_eq!(chart.y_label, "memory in use (MiB)");
-/// assert!(chart.to_svg()?.contains("A tensor"));
+/// assert!(tallow::report::plot::to_svg(&[chart])?.contains("A tensor"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
-pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaChart {
+pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> Chart {
     let by_kind = recording.bytes_by_kind();
     let stretch = by_kind.len().div_ceil(MOMENTS).max(1);
     let moments: Vec<usize> = (0..by_kind.len())
@@ -176,26 +174,30 @@ pub fn timeline(recording: &MemoryRecording, title: impl Into<String>) -> AreaCh
         MemoryKind::Scratch,
     ];
     let has_bytes = |kind: &MemoryKind| by_kind.iter().any(|held| held.bytes_of(*kind) > 0);
-    let layers = order.into_iter().filter(has_bytes).map(|kind| AreaLayer {
-        name: kind.name().into(),
-        values: moments
-            .iter()
-            .map(|event| bytes_to_mib(by_kind[*event].bytes_of(kind)))
-            .collect(),
-        colour: Some(colour(kind)),
+    let areas = order.into_iter().filter(has_bytes).map(|kind| {
+        let mib = |event: &usize| bytes_to_mib(by_kind[*event].bytes_of(kind));
+        Series {
+            name: kind.name().into(),
+            points: moments
+                .iter()
+                .map(|event| (ms(*event), mib(event)))
+                .collect(),
+            colour: Some(colour(kind)),
+            ..Default::default()
+        }
     });
     let spans = recording.phases.iter().map(|phase| TimeSpan {
         name: phase.name.into(),
         from: ms(phase.begins_at),
         to: ms(phase.ends_at),
     });
-    AreaChart {
+    Chart {
         title: title.into(),
         x_label: "time (ms)".into(),
         y_label: "memory in use (MiB)".into(),
-        x: moments.iter().map(|event| ms(*event)).collect(),
-        layers: layers.collect(),
+        stacked: true,
+        series: areas.collect(),
         spans: spans.collect(),
-        caption: Vec::new(),
+        ..Default::default()
     }
 }

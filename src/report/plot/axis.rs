@@ -135,34 +135,28 @@ fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
 
 /// Formats a tick with as many decimals as the step needs; very large and very small ticks get an exponent.
 fn tick_name(tick: f64, step: f64) -> String {
-    let scale = tick.abs().max(step);
-    if !(1e-4..1e7).contains(&scale) {
-        return exponent(tick);
-    }
     let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
-    group(&fixed(tick, decimals))
+    match is_plain(tick.abs().max(step)) {
+        true => group(&fixed(tick, decimals)),
+        false => format!("{:e}", with_digits(tick, 4)),
+    }
 }
 
+/// Formats a tick of a logarithmic axis with three digits.
 fn short(value: f64) -> String {
-    if !(1e-4..1e7).contains(&value) {
-        return exponent(value);
+    match is_plain(value) {
+        true => group(&with_digits(value, 3.max(value.log10() as usize + 1)).to_string()),
+        false => format!("{:e}", with_digits(value, 4)),
     }
-    let decimals = (2.0 - value.log10().floor()).clamp(0.0, 6.0) as usize;
-    let text = fixed(value, decimals);
-    let text = match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.'),
-        false => &text,
-    };
-    group(text)
 }
 
-fn exponent(value: f64) -> String {
-    let text = format!("{value:.3e}");
-    match text.split_once('e') {
-        Some((digits, power)) => {
-            let digits = digits.trim_end_matches('0').trim_end_matches('.');
-            format!("{digits}e{power}")
-        }
-        None => text,
-    }
+/// Returns whether a number is readable without an exponent.
+fn is_plain(value: f64) -> bool {
+    (1e-4..1e7).contains(&value)
+}
+
+/// Rounds to a number of significant digits.
+fn with_digits(value: f64, digits: usize) -> f64 {
+    let text = format!("{value:.*e}", digits - 1);
+    text.parse().unwrap_or(value)
 }

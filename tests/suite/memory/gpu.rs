@@ -10,6 +10,7 @@ use tallow::bench::EndToEnd;
 use tallow::memory::{MemoryKind, Meter, Mode, RecordConfig, Snapshot, record_on, timeline};
 use tallow::precision::Precision;
 use tallow::probe;
+use tallow::report::plot;
 
 const MIB: u64 = 1 << 20;
 
@@ -157,7 +158,7 @@ fn a_steps_blocks_are_the_pools() {
             };
             assert_eq!(measured.bytes_of(MemoryKind::Optimizer), state);
             assert_eq!(!profile.saved.tensors.is_empty(), mode != Mode::Forward);
-            let svg = timeline(recording, "a step").to_svg().unwrap();
+            let svg = plot::to_svg(&[timeline(recording, "a step")]).unwrap();
             for name in ["weights", "activations"] {
                 assert!(svg.contains(name), "{what}: {name}");
             }

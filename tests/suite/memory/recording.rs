@@ -11,6 +11,7 @@ use tallow::memory::{
     MemoryKind, MemoryRecording, Mode, PhaseSpan, RecordConfig, record, timeline, tracker,
 };
 use tallow::precision::Precision;
+use tallow::report::plot;
 use tallow::{Error, probe};
 
 const MIB: u64 = 1 << 20;
@@ -279,7 +280,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
                 block.kind == MemoryKind::Other && !block.phase.is_empty() && block.bytes > 65_536
             });
             assert_eq!(lost.count(), 0);
-            let svg = timeline(recording, "a step").to_svg().unwrap();
+            let svg = plot::to_svg(&[timeline(recording, "a step")]).unwrap();
             // The names of phases are not checked, because they are omitted where the phase is too short.
             for name in ["weights", "activations", "logits"] {
                 assert!(svg.contains(name), "{name}");

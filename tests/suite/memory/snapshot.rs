@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tallow::Error;
 use tallow::memory::{Mode, RecordConfig, Snapshot, record, timeline};
+use tallow::report::plot;
 
 /// Checks that every block is inside its segment and every event is known, and prints a summary. `_memory_viz.py` is
 /// loaded as a file, because importing torch needs seconds, and CUDA.
@@ -122,7 +123,7 @@ fn what_cannot_be_written_is_an_error() {
     for refused in [
         snapshot.save_pickle(path),
         snapshot.save_json(path),
-        timeline(&recording, "").save(path),
+        plot::save(&[timeline(&recording, "")], path),
     ] {
         let error = refused.unwrap_err();
         assert!(

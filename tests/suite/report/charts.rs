@@ -3,7 +3,11 @@
 use proptest::prelude::*;
 use rstest::rstest;
 use tallow::Error;
-use tallow::report::plot::{AreaChart, AreaLayer, Figure, LineChart, Series, TimeSpan};
+use tallow::report::plot::{Chart, Series, TimeSpan, to_svg};
+
+fn svg(chart: Chart) -> tallow::Result<String> {
+    to_svg(&[chart])
+}
 
 fn svg_texts(svg: &str) -> Vec<&str> {
     svg.split("<text")
@@ -19,7 +23,7 @@ fn count(svg: &str, what: &str) -> usize {
 #[test]
 fn a_chart_has_text_colours_and_the_points_that_are_finite() {
     let nan = f64::NAN;
-    let chart = LineChart {
+    let chart = Chart {
         title: "Forward <&>".into(),
         x_label: "sequence length".into(),
         y_label: "time (ms)".into(),
@@ -35,7 +39,7 @@ fn a_chart_has_text_colours_and_the_points_that_are_finite() {
         ],
         ..Default::default()
     };
-    let svg = chart.to_svg().unwrap();
+    let svg = svg(chart).unwrap();
     let texts = svg_texts(&svg);
     for text in [
         "Forward &lt;&amp;&gt;",
@@ -61,7 +65,7 @@ fn a_chart_has_text_colours_and_the_points_that_are_finite() {
 
 #[test]
 fn points_stand_where_their_values_say() {
-    let chart = |log_y| LineChart {
+    let chart = |log_y| Chart {
         log_y,
         series: vec![Series::new("", vec![(0.0, 1.0), (1.0, 10.0), (2.0, 100.0)])],
         ..Default::default()
@@ -72,11 +76,11 @@ fn points_stand_where_their_values_say() {
             .map(|part| part[..part.find('"').unwrap()].parse().unwrap())
             .collect()
     };
-    let log = heights(&chart(true).to_svg().unwrap());
+    let log = heights(&svg(chart(true)).unwrap());
     assert_eq!(log.len(), 3);
     assert!(log[0] > log[2], "up is more");
     assert!((log[0] - 2.0 * log[1] + log[2]).abs() <= 2.0, "{log:?}");
-    let linear = heights(&chart(false).to_svg().unwrap());
+    let linear = heights(&svg(chart(false)).unwrap());
     let share = (linear[0] - linear[1]) / (linear[0] - linear[2]);
     assert!((share - 9.0 / 99.0).abs() < 0.01, "{linear:?}");
 }
@@ -84,12 +88,12 @@ fn points_stand_where_their_values_say() {
 #[test]
 fn many_lines_stay_distinguishable_and_long_lines_have_no_markers() {
     let series = |k: usize| Series::new(format!("line {k}"), vec![(0.0, k as f64), (1.0, 2.0)]);
-    let chart = LineChart {
+    let chart = Chart {
         series: (0..8).map(series).collect(),
         ..Default::default()
     };
-    let svg = chart.to_svg().unwrap();
-    let colours: std::collections::BTreeSet<_> = svg
+    let eight = svg(chart).unwrap();
+    let colours: std::collections::BTreeSet<_> = eight
         .split("<circle")
         .skip(1)
         .map(|part| &part[part.find("fill=\"").unwrap() + 6..][..7])
@@ -100,29 +104,29 @@ fn many_lines_stay_distinguishable_and_long_lines_have_no_markers() {
         "the eighth line is dashed in the first colour"
     );
     // In the plot and in the legend.
-    assert_eq!(count(&svg, "stroke-dasharray"), 2);
-    assert_eq!(count(&svg, "stroke=\"#0072B2\""), 4);
+    assert_eq!(count(&eight, "stroke-dasharray"), 2);
+    assert_eq!(count(&eight, "stroke=\"#0072B2\""), 4);
 
-    let long = LineChart {
+    let long = Chart {
         series: vec![Series::new(
             "loss",
             (0..500).map(|i| (i.into(), 1.0)).collect(),
         )],
         ..Default::default()
     };
-    assert_eq!(count(&long.to_svg().unwrap(), "<circle"), 0);
+    assert_eq!(count(&svg(long).unwrap(), "<circle"), 0);
 }
 
 #[test]
 fn colours_begin_again_where_the_chart_says() {
     let series = |k: usize| Series::new(format!("line {k}"), vec![(0.0, k as f64), (1.0, 2.0)]);
     let svg = |colours| {
-        let chart = LineChart {
+        let chart = Chart {
             series: (0..4).map(series).collect(),
             colours,
             ..Default::default()
         };
-        chart.to_svg().unwrap()
+        svg(chart).unwrap()
     };
     let [blue, orange, green] = ["#0072B2", "#D55E00", "#009E73"];
     let two = svg(Some(2));
@@ -136,16 +140,13 @@ fn colours_begin_again_where_the_chart_says() {
 
 #[test]
 fn a_figure_has_its_charts_below_each_other() {
-    let chart = |title: &str, name: &str| LineChart {
+    let chart = |title: &str, name: &str| Chart {
         title: title.into(),
         series: vec![Series::new(name, vec![(0.0, 1.0), (1.0, 2.0)])],
         ..Default::default()
     };
     let (first, second) = (chart("Time", ""), chart("Memory", "naive"));
-    let figure = Figure {
-        charts: vec![first.clone(), second.clone()],
-    };
-    let svg = figure.to_svg().unwrap();
+    let svg = to_svg(&[first.clone(), second.clone()]).unwrap();
     assert_eq!(count(&svg, "<svg"), 1);
     let texts = svg_texts(&svg);
     assert!(
@@ -156,7 +157,8 @@ fn a_figure_has_its_charts_below_each_other() {
         let part = &svg[svg.find("height=\"").unwrap() + 8..];
         part[..part.find('"').unwrap()].parse().unwrap()
     };
-    let alone = [&first, &second].map(|chart| height(&chart.to_svg().unwrap()));
+    let alone =
+        [&first, &second].map(|chart| height(&to_svg(std::slice::from_ref(chart)).unwrap()));
     assert_eq!(height(&svg), alone[0] + alone[1]);
     // Two points of each chart and one marker in the only legend; the second chart's points are below the first chart.
     let heights: Vec<u32> = svg
@@ -167,11 +169,9 @@ fn a_figure_has_its_charts_below_each_other() {
     assert_eq!(heights.len(), 5);
     assert_eq!(heights.iter().filter(|y| **y < alone[0]).count(), 2);
 
-    assert!(Figure::default().to_svg().is_err());
-    let empty = Figure {
-        charts: vec![first, LineChart::default()],
-    };
-    let error = empty.to_svg().unwrap_err().to_string();
+    assert!(to_svg(&[]).is_err());
+    let empty = to_svg(&[first, Chart::default()]);
+    let error = empty.unwrap_err().to_string();
     assert!(error.contains("no finite point"), "{error}");
 }
 
@@ -180,12 +180,12 @@ fn a_figure_has_its_charts_below_each_other() {
 #[case(vec![Series::new("a", vec![])])]
 #[case(vec![Series::new("a", vec![(f64::NAN, 1.0), (1.0, f64::INFINITY)])])]
 fn an_empty_chart_is_an_error(#[case] series: Vec<Series>) {
-    let chart = LineChart {
+    let chart = Chart {
         title: "T".into(),
         series,
         ..Default::default()
     };
-    let error = chart.to_svg().unwrap_err();
+    let error = svg(chart.clone()).unwrap_err();
     assert!(matches!(error, Error::Plot(_)));
     assert!(error.to_string().contains("no finite point"), "{error}");
 }
@@ -199,21 +199,21 @@ fn logarithms_of_nothing_are_errors(
     #[case] log_y: bool,
     #[case] text: &str,
 ) {
-    let chart = LineChart {
+    let chart = Chart {
         log_x,
         log_y,
         series: vec![Series::new("s", vec![(1.0, 1.0), (value, value)])],
         ..Default::default()
     };
-    let error = chart.to_svg().unwrap_err();
+    let error = svg(chart.clone()).unwrap_err();
     assert!(matches!(error, Error::Plot(_)));
     assert!(error.to_string().contains(text), "{error}");
-    let linear = LineChart {
+    let linear = Chart {
         log_x: false,
         log_y: false,
         ..chart
     };
-    linear.to_svg().unwrap();
+    svg(linear).unwrap();
 }
 
 proptest! {
@@ -228,13 +228,13 @@ proptest! {
             .map(|(x, y)| (x, y * 10f64.powi(scale)))
             .map(|(x, y)| if log { (x.abs() + 1e-9, y.abs() + 1e-30) } else { (x, y) })
             .collect();
-        let chart = LineChart {
+        let chart = Chart {
             log_x: log,
             log_y: log,
             series: vec![Series::new("s", points)],
             ..Default::default()
         };
-        let svg = chart.to_svg().unwrap();
+        let svg = svg(chart).unwrap();
         // At least two ticks on each axis, in addition to the legend's one text.
         let texts = svg_texts(&svg);
         prop_assert!((5..40).contains(&texts.len()), "{:?}", texts);
@@ -252,17 +252,13 @@ fn every_span_is_named() {
     };
     let height = |spans: Vec<TimeSpan>| {
         let names: Vec<String> = spans.iter().map(|span| span.name.clone()).collect();
-        let chart = AreaChart {
-            x: vec![0.0, 100.0],
-            layers: vec![AreaLayer {
-                name: "weights".into(),
-                values: vec![1.0, 1.0],
-                colour: None,
-            }],
+        let chart = Chart {
+            stacked: true,
+            series: vec![Series::new("weights", vec![(0.0, 1.0), (100.0, 1.0)])],
             spans,
             ..Default::default()
         };
-        let svg = chart.to_svg().unwrap();
+        let svg = svg(chart).unwrap();
         let texts = svg_texts(&svg);
         for name in names {
             assert!(texts.contains(&name.as_str()), "{name} in {texts:?}");
@@ -287,17 +283,13 @@ fn every_span_is_named() {
 
 #[test]
 fn a_caption_is_below_stacked_areas() {
-    let chart = AreaChart {
-        x: vec![0.0, 1.0],
-        layers: vec![AreaLayer {
-            name: "weights".into(),
-            values: vec![1.0, 1.0],
-            colour: None,
-        }],
+    let chart = Chart {
+        stacked: true,
+        series: vec![Series::new("weights", vec![(0.0, 1.0), (1.0, 1.0)])],
         caption: vec!["tiny B4 T256".into(), "cpu".into()],
         ..Default::default()
     };
-    let svg = chart.to_svg().unwrap();
+    let svg = svg(chart).unwrap();
     let texts = svg_texts(&svg);
     assert_eq!(texts[texts.len() - 2..], ["tiny B4 T256", "cpu"]);
 }
@@ -306,17 +298,16 @@ fn a_caption_is_below_stacked_areas() {
 #[test]
 fn layers_keep_their_colours_and_the_peak_is_marked() {
     let chart = |layers: &[(&str, usize)]| {
-        let layers = layers.iter().map(|(name, colour)| AreaLayer {
-            name: (*name).into(),
-            values: vec![1.0, 41.5, 2.0],
+        let layers = layers.iter().map(|(name, colour)| Series {
             colour: Some(*colour),
+            ..Series::new(*name, vec![(0.0, 1.0), (1.0, 41.5), (2.0, 2.0)])
         });
-        let chart = AreaChart {
-            x: vec![0.0, 1.0, 2.0],
-            layers: layers.collect(),
+        let chart = Chart {
+            stacked: true,
+            series: layers.collect(),
             ..Default::default()
         };
-        chart.to_svg().unwrap()
+        svg(chart).unwrap()
     };
     let both = chart(&[("weights", 3), ("activations", 1)]);
     let alone = chart(&[("activations", 1)]);
@@ -330,14 +321,10 @@ fn layers_keep_their_colours_and_the_peak_is_marked() {
 
 #[test]
 fn areas_that_cannot_be_stacked_are_refused() {
-    let chart = |x: &[f64], values: &[f64]| AreaChart {
+    let chart = |points: &[(f64, f64)]| Chart {
         title: "memory".into(),
-        x: x.to_vec(),
-        layers: vec![AreaLayer {
-            name: "weights".into(),
-            values: values.to_vec(),
-            colour: None,
-        }],
+        stacked: true,
+        series: vec![Series::new("weights", points.to_vec())],
         spans: vec![TimeSpan {
             name: "forward".into(),
             from: -1.0, // extends beyond the axis
@@ -345,17 +332,30 @@ fn areas_that_cannot_be_stacked_are_refused() {
         }],
         ..Default::default()
     };
-    let svg = chart(&[0.0, 1.0, 2.0], &[0.0, 0.0, 0.0]).to_svg().unwrap();
-    assert!(svg.contains("weights") && svg.contains("forward"));
-    for (x, values, problem) in [
-        (&[0.0][..], &[1.0][..], "two values or more"),
-        (&[], &[], "two values or more"),
-        (&[1.0, 0.0], &[1.0, 1.0], "in ascending order"),
-        (&[0.0, 1.0], &[1.0], "1 values for 2 moments"),
-        (&[0.0, 1.0], &[1.0, -2.0], "the value -2"),
-        (&[0.0, 1.0], &[1.0, f64::NAN], "the value NaN"),
-    ] {
-        let error = chart(x, values).to_svg().unwrap_err().to_string();
+    let drawn = svg(chart(&[(0.0, 0.0), (1.0, 0.0), (2.0, 0.0)])).unwrap();
+    assert!(drawn.contains("weights") && drawn.contains("forward"));
+    let refused = |chart: Chart, problem: &str| {
+        let error = svg(chart).unwrap_err().to_string();
         assert!(error.contains(problem), "{error}");
+    };
+    for (points, problem) in [
+        (&[(0.0, 1.0)][..], "two values or more"),
+        (&[], "two values or more"),
+        (&[(1.0, 1.0), (0.0, 1.0)], "in ascending order"),
+        (&[(0.0, 1.0), (1.0, -2.0)], "the value -2"),
+        (&[(0.0, 1.0), (1.0, f64::NAN)], "the value NaN"),
+    ] {
+        refused(chart(points), problem);
     }
+    let two = [(0.0, 1.0), (1.0, 1.0)];
+    let mut unequal = chart(&two);
+    unequal
+        .series
+        .push(Series::new("gradients", vec![(0.0, 1.0)]));
+    refused(unequal, "other x than the area below it");
+    let logarithmic = Chart {
+        log_y: true,
+        ..chart(&two)
+    };
+    refused(logarithmic, "a linear axis only");
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{self, Write};
 
 use tallow::Error;
-use tallow::report::plot::{LineChart, Series};
+use tallow::report::plot::{self, Chart, Series};
 use tallow::report::{Format, Report};
 
 use super::{nasty, rendered};
@@ -73,7 +73,7 @@ fn unwritable_outputs_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
-    let chart = LineChart {
+    let chart = Chart {
         series: vec![Series::new("a", vec![(0.0, 1.0)])],
         ..Default::default()
     };
@@ -84,7 +84,7 @@ fn unwritable_outputs_are_named() {
     ] {
         for error in [
             nasty().save(Format::Csv, &path).unwrap_err(),
-            chart.save(&path).unwrap_err(),
+            plot::save(std::slice::from_ref(&chart), &path).unwrap_err(),
         ] {
             assert!(matches!(&error, Error::Io { path: named, .. } if *named == path));
             let text = error.to_string();
@@ -122,14 +122,14 @@ fn a_picture_called_png_is_one_with_its_text_in_it() {
     use resvg::tiny_skia::{Color, Pixmap};
     let folder = tempfile::tempdir().unwrap();
     let draw = |title: &str, name: &str| {
-        let chart = LineChart {
+        let chart = [Chart {
             title: title.into(),
             series: vec![Series::new("a", vec![(0.0, 1.0), (1.0, 2.0)])],
             ..Default::default()
-        };
+        }];
         let path = folder.path().join(name);
-        chart.save(&path).unwrap();
-        (chart.to_svg().unwrap(), fs::read(path).unwrap())
+        plot::save(&chart, &path).unwrap();
+        (plot::to_svg(&chart).unwrap(), fs::read(path).unwrap())
     };
     let (svg, bytes) = draw("", "step.svg");
     assert_eq!(bytes, svg.as_bytes());

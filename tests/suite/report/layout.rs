@@ -1,18 +1,9 @@
-//! Tables in a given width: columns that move into the header, and columns that are left out.
+//! Tables in a given width: columns that move into the header, and tables that are divided into blocks.
 
 use proptest::prelude::*;
-use tallow::bench::Execution;
-use tallow::report::{Column, Fields, Format, Layout, Report};
+use tallow::report::{Column, Fields, Format, Report};
 
 use super::rendered;
-
-fn within(width: usize) -> Layout {
-    Layout {
-        width: Some(width),
-        hint: " (--columns all shows them)".into(),
-        ..Default::default()
-    }
-}
 
 /// Names that agree move into the header, unless it says so already; quantities do not, and those without a value go.
 #[test]
@@ -44,22 +35,13 @@ T  Mean (ms)
 1        1.5
 2        1.5
 ";
-    assert_eq!(report.to_text(&Layout::default()), expected);
-    let all = Layout {
-        every_column: true,
-        ..Default::default()
-    };
-    let text = report.to_text(&all);
-    assert!(
-        text.contains("Model  T  Precision  Mean (ms)  MFU (%)"),
-        "{text}"
-    );
+    assert_eq!(report.to_text(None), expected);
     // A single row keeps its first column, because there is no other row to compare with.
     let one = Report {
         rows: vec![row(1)],
         ..report
     };
-    let text = one.to_text(&Layout::default());
+    let text = one.to_text(None);
     assert!(
         text.contains("Model  Mean (ms)\n─────  ─────────\ntiny"),
         "{text}"
@@ -67,7 +49,7 @@ T  Mean (ms)
 }
 
 #[test]
-fn needed_words_are_cut_before_a_needed_column_goes() {
+fn words_are_cut_where_no_column_fits_next_to_them() {
     let row = |origin: &str, cause: &str| {
         let mut row = Fields::from_iter([("origin", origin), ("cause", cause)]);
         row.insert("bytes", 1u64 << 20);
@@ -86,62 +68,73 @@ fn needed_words_are_cut_before_a_needed_column_goes() {
         ..Default::default()
     };
     let expected = "\
-Origin                Cause               Size (MiB)
-────────────────────  ──────────────────  ──────────
-…n/q_proj/split_heads  what forward keeps         1.0
+Origin                Cause
+────────────────────  ──────────────────
+…/q_proj/split_heads  what forward keeps
+lm_head               short
+
+Origin                        Size (MiB)
+────────────────────────────  ──────────
+…s.0/attn/q_proj/split_heads         1.0
+lm_head                              1.0
 ";
-    let text = report.to_text(&within(53));
-    assert_eq!(
-        text.lines().next(),
-        Some("Origin                 Cause               Size (MiB)"),
-        "{text}"
-    );
-    assert_eq!(text.lines().nth(2), expected.lines().nth(2), "{text}");
-    assert!(!text.contains("Left out"), "{text}");
+    assert_eq!(report.to_text(Some(40)), expected);
 }
 
+/// Each block begins with the columns that tell all rows apart, and columns under one heading stay together.
 #[test]
-fn columns_are_chosen_by_name() {
-    let choose = |names: &[&str]| {
-        let mut report = crate::end_to_end::report(&crate::end_to_end::BOTH);
-        let names: Vec<String> = names.iter().map(|name| name.to_string()).collect();
-        report.select(&names).map(|()| report)
+fn a_wide_table_is_divided_into_blocks() {
+    let row = |length: u64, phase: &str, ms: f64| {
+        let mut row = Fields::from_iter([("phase", phase)]);
+        row.insert("length", length).insert("note", "a note");
+        row.insert("eager", ms).insert("planned", ms / 2.0);
+        row.insert("peak", 1u64 << 20);
+        row
     };
-    let chosen = choose(&["time", "t"]).unwrap();
-    let headings: Vec<String> = chosen.columns.iter().map(Column::heading).collect();
-    assert_eq!(
-        headings,
-        [
-            "Phase",
-            "Time eager (ms)",
-            "Time planned (ms)",
-            "Time speed-up",
-            "T"
-        ],
-        "what tells rows apart stays"
-    );
-    assert!(
-        rendered(&chosen, Format::Csv).contains("mean_ms"),
-        "CSV keeps every field"
-    );
-    let error = choose(&["T", "nonsense"]).unwrap_err().to_string();
-    assert!(
-        error.contains("nonsense") && error.contains("Time speed-up"),
-        "{error}"
-    );
-
-    // Names that a detail has and the table has not are the detail's.
-    let mut report = crate::end_to_end::report(&[Execution::Eager]);
-    report.details.push(Report {
+    let mut report = Report {
         columns: vec![
-            Column::text("origin", "Origin"),
-            Column::mib("bytes", "Size"),
+            Column::text("length", "T"),
+            Column::text("phase", "Phase"),
+            Column::mib("peak", "Peak"),
+            Column::ms("eager", "eager").group("Time"),
+            Column::ms("planned", "planned").group("Time"),
+        ],
+        rows: vec![
+            row(256, "forward", 1.0),
+            row(256, "backward", 2.0),
+            row(1024, "forward", 8.0),
         ],
         ..Default::default()
-    });
-    report.select(&["origin".into()]).unwrap();
-    assert!(report.columns.len() > 1);
-    assert_eq!(report.details[0].columns.len(), 1);
+    };
+    let expected = "\
+   T  Phase     Peak (MiB)
+────  ────────  ──────────
+ 256  forward          1.0
+ 256  backward         1.0
+1024  forward          1.0
+
+                Time (ms) ────
+   T  Phase     eager  planned
+────  ────────  ─────  ───────
+ 256  forward    1.00    0.500
+ 256  backward   2.00     1.00
+1024  forward    8.00     4.00
+";
+    assert_eq!(report.to_text(Some(34)).trim_start(), expected);
+    assert_eq!(report.to_text(None).lines().count(), 6);
+
+    let latex = |report: &Report| {
+        rendered(report, Format::Latex)
+            .matches("\\begin{table}")
+            .count()
+    };
+    assert_eq!(latex(&report), 1);
+    for i in 0..4 {
+        report
+            .columns
+            .push(Column::ms("eager", format!("Time {i}")));
+    }
+    assert_eq!(latex(&report), 2);
 }
 
 #[test]
@@ -183,7 +176,6 @@ proptest! {
     fn no_line_exceeds_the_width(
         width in 1usize..120,
         cells in proptest::collection::vec(proptest::collection::vec("[a-z/ é]{0,30}", 5), 0..4),
-        minors in proptest::collection::vec(0u8..3, 5),
         groups in proptest::collection::vec("(|Group|Another one)", 5),
         note in "[a-z ]{0,80}",
     ) {
@@ -192,7 +184,7 @@ proptest! {
                 0 => Column::text(i.to_string(), format!("Words {i}")),
                 _ => Column::number(i.to_string(), format!("Figures {i}"), "ms", 1),
             };
-            column.drop_rank(minors[i]).group(groups[i].as_str())
+            column.group(groups[i].as_str())
         };
         let row = |row: &Vec<String>| row.iter().enumerate().map(|(i, c)| (i.to_string(), c.as_str())).collect();
         let report = Report {
@@ -203,7 +195,7 @@ proptest! {
             ..Default::default()
         };
         let report = Report { details: vec![report.clone()], ..report };
-        let text = report.to_text(&within(width));
+        let text = report.to_text(Some(width));
         for line in text.lines() {
             // A note's number and a header's indent have a minimum width.
             let room = width.max(4);

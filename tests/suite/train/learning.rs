@@ -3,7 +3,7 @@
 use super::*;
 use candle_core::DType;
 use tallow::data::SequentialBatches;
-use tallow::report::Format;
+use tallow::report::{Format, plot};
 use tallow::{no_grad, ops};
 
 #[test]
@@ -96,7 +96,7 @@ fn the_history_is_kept_drawn_and_tabulated() {
     let chart = history.chart();
     assert_eq!(chart.series[0].points[1], (2.0, losses[1]));
     assert_eq!(chart.series[1].points.len(), 2);
-    assert!(chart.to_svg().unwrap().contains("validation"));
+    assert!(plot::to_svg(&[chart]).unwrap().contains("validation"));
 }
 
 /// A long history is charted as means: at most 500 points for the complete run.
