@@ -6,7 +6,6 @@ use super::{MissingGradients, ParameterGroup, Rule, muon};
 use crate::gradients::{find_gradient, missing};
 use crate::inplace::{storage_address, wide};
 use crate::kernels::Update;
-use crate::ops::cost::Cost;
 use crate::ops::{Path, check_granted_on, choose, try_contiguous};
 use crate::probe::{self, Kind, Operand, Operands};
 use crate::{Error, Result};
@@ -370,26 +369,10 @@ fn leave<'o>(range: probe::RangeGuard, entries: impl Iterator<Item = Entry<'o>>)
         .into_iter()
         .chain(states.map(|state| state.dtype));
     let operands: Vec<_> = dtypes.map(|dtype| Operand { dims: &dims, dtype }).collect();
-    let operands = Operands {
+    range.leave(Operands {
         inputs: &operands,
         output: operands[0],
-    };
-    let matmul_flops = entries.iter().map(|entry| match entry.rule {
-        Rule::Muon(muon) => muon.iteration(entry.var.dims()).flops(),
-        _ => 0.0,
     });
-    let matmul_flops = matmul_flops.sum();
-    let formula = first.rule.info().cost;
-    match formula.and_then(|formula| (formula.forward)(&operands)) {
-        Some(cost) => range.leave_costing(
-            operands,
-            Cost {
-                matmul_flops,
-                ..cost
-            },
-        ),
-        None => range.leave(operands),
-    }
 }
 
 /// A parameter with its group and state.

@@ -55,13 +55,16 @@ impl<'a> Tree<'a> {
             if begins_step {
                 tree.steps.push(i);
             }
-            // Calls of a plan report their cost; eager ops have formulas.
-            let step = tree.nodes[i].step.unwrap_or(spans.len());
-            tree.planned[step] |= span.cost.is_some();
             tree.nodes[i].owner = parent.and_then(|parent| match tree.is_owner(parent) {
                 true => Some(parent),
                 false => tree.nodes[parent].owner,
             });
+            // Calls of a plan report their cost; eager ops have formulas, but for parts of an op.
+            let step = tree.nodes[i].step.unwrap_or(spans.len());
+            let is_part = tree.nodes[i]
+                .owner
+                .is_some_and(|owner| spans[owner].is_op());
+            tree.planned[step] |= span.cost.is_some() && !is_part;
             if !tree.is_owner(i) {
                 continue;
             }

@@ -98,7 +98,7 @@ fn changed_captures() {
         &["[3, 4]", "[1, 4]"],
     );
     let zeros = Tensor::zeros((3, 6), DType::F32, &CPU).unwrap();
-    let words = ["the constant [3, 4] in f32 that contiguous reads"];
+    let words = ["the constant [3, 6] in f32 that contiguous reads"];
     after(|_, frozen| frozen.set(&zeros).unwrap(), &words);
 }
 
