@@ -193,6 +193,11 @@ impl Flags {
         self.context_length.last().copied().unwrap_or_default()
     }
 
+    /// Returns the B and T of a rank.
+    fn sizes(&self) -> [usize; 2] {
+        [self.batch_size, self.length()]
+    }
+
     /// Whether one of these parts is measured.
     fn has(&self, parts: &[Part]) -> bool {
         self.part.iter().any(|part| parts.contains(part))
@@ -345,7 +350,7 @@ impl<'f> Rank<'f> {
                 .insert("precision", self.step.precision.name())
                 .insert("attention", flags.attention.name());
         }
-        if steps || flags.has(&[Accounting]) {
+        if flags.has(&[Accounting]) {
             fields
                 .insert("B of a rank", flags.batch_size)
                 .insert("T", flags.length());

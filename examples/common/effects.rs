@@ -37,27 +37,30 @@ impl<F: Parser + 'static> Effects<F> {
 
     /// Declares that `flags` have an effect only if `holds` returns true; `only` states this condition in words.
     pub fn only(
-        mut self,
+        self,
         only: &'static str,
         flags: &'static [&'static str],
         holds: impl Fn(&F) -> bool + 'static,
     ) -> Self {
-        self.effects.push(Effect {
-            flags: flags.iter().map(|flag| flag.to_string()).collect(),
-            only,
-            holds: Box::new(holds),
-        });
-        self
+        self.with(only, flags.iter().copied(), holds)
     }
 
     /// Declares the same of every flag of the group `G`.
     pub fn only_group<G: Args>(
-        mut self,
+        self,
         only: &'static str,
         holds: impl Fn(&F) -> bool + 'static,
     ) -> Self {
         let group = G::augment_args(Command::new(""));
-        let flags = group.get_arguments().filter_map(Arg::get_long);
+        self.with(only, group.get_arguments().filter_map(Arg::get_long), holds)
+    }
+
+    fn with<'a>(
+        mut self,
+        only: &'static str,
+        flags: impl Iterator<Item = &'a str>,
+        holds: impl Fn(&F) -> bool + 'static,
+    ) -> Self {
         self.effects.push(Effect {
             flags: flags.map(String::from).collect(),
             only,

@@ -50,19 +50,21 @@ pub fn for_terminal(text: &str) -> String {
 
 /// Returns whether the error means that stdout is closed (`| head`).
 pub fn is_closed(error: &Error) -> bool {
-    let Error::Io { path, source, .. } = error else {
-        return false;
-    };
-    source.kind() == ErrorKind::BrokenPipe && path.as_os_str() == NAME
+    own(error).is_some_and(|own| own.kind() == ErrorKind::BrokenPipe)
 }
 
 /// Returns whether the error means that stdout was a terminal that has been closed.
 fn is_hung_up(error: &Error) -> bool {
     const EIO: i32 = 5;
-    let Error::Io { path, source, .. } = error else {
-        return false;
-    };
-    cfg!(unix) && source.raw_os_error() == Some(EIO) && path.as_os_str() == NAME
+    cfg!(unix) && own(error).is_some_and(|own| own.raw_os_error() == Some(EIO))
+}
+
+/// Returns the cause of an error of stdout.
+fn own(error: &Error) -> Option<&std::io::Error> {
+    match error {
+        Error::Io { path, source, .. } if path.as_os_str() == NAME => Some(source),
+        _ => None,
+    }
 }
 
 /// Ignores an error of a closed stdout if the run also leaves files: it then continues without a reader.

@@ -33,11 +33,15 @@ impl Way {
         }
     }
 
-    /// Returns the row of a measurement: the model, the way and the figures.
-    pub fn row(&self, model: &str, figures: &impl Serialize) -> Result<Fields> {
+    /// Returns the row of a measurement: the model, a rank's B and T, the way and the figures.
+    pub fn row(&self, model: &str, [b, t]: [usize; 2], figures: &impl Serialize) -> Result<Fields> {
         let exchange = self.exchange.map_or("none".into(), |e| e.to_string());
-        let mut row = Fields::from_iter([("model", model), ("strategy", self.strategy)]);
-        row.insert("exchange", exchange).merge(Fields::of(figures)?);
+        let mut row = Fields::from_iter([("model", model)]);
+        row.insert("batch_size", b)
+            .insert("context_length", t)
+            .insert("strategy", self.strategy)
+            .insert("exchange", exchange)
+            .merge(Fields::of(figures)?);
         Ok(row)
     }
 
@@ -45,6 +49,8 @@ impl Way {
     pub fn columns<const N: usize>(others: [Column; N]) -> Vec<Column> {
         let mut columns = vec![
             Column::text("model", "Model"),
+            Column::text("batch_size", "B"),
+            Column::text("context_length", "T"),
             Column::text("strategy", "Strategy"),
             Column::text("exchange", "Gradients averaged"),
         ];

@@ -4,6 +4,7 @@ use super::Rank;
 use super::answers::{self, Held};
 use super::common::models::Model;
 use super::common::ways::Way;
+use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::StepRanks;
 use tallow::memory::Meter;
 use tallow::report::{Column, Report};
@@ -24,12 +25,22 @@ impl Rank<'_> {
     /// Measures a rank's memory with each strategy and exchange.
     pub fn memory(&mut self, report: &mut Report) -> Result<()> {
         let world_size = self.communicator.world_size();
+        // What kernels keep until the process ends is no rank's: a first step allocates it.
+        let first = EndToEnd {
+            attention: self.flags.attention,
+            precision: self.step.precision,
+            execution: Execution::Planned,
+            ..Default::default()
+        };
+        first.warm_up(self.communicator.device())?;
         for model in &self.models {
             let mut measured = Vec::new();
             for way in self.ways() {
                 self.progress.begin(format!("{} memory {way}", model.name));
                 let held = self.held(model, way.ranks)?;
-                report.rows.push(way.row(&model.name, &held)?);
+                report
+                    .rows
+                    .push(way.row(&model.name, self.flags.sizes(), &held)?);
                 measured.push((way, held));
             }
             let answers = answers::memory(&model.name, world_size, &measured);

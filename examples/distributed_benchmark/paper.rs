@@ -70,13 +70,13 @@ impl Rank<'_> {
     /// Plans a rank's steps, and estimates their time by the given rates.
     pub fn paper(&mut self, report: &mut Report) -> Result<()> {
         let flags = &self.flags.paper;
-        let [batch_size, length] = [self.flags.batch_size, self.flags.length()];
+        let size = self.flags.sizes();
         for (index, Model { name, config }) in self.models.iter().enumerate() {
             let model = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
             let mut rates = flags.rates()?;
             if !flags.alone_ms.is_empty() {
                 check_count("--alone-ms", &flags.alone_ms, self.models.len())?;
-                let batch = Batch::meta(batch_size, length)?;
+                let batch = Batch::meta(size[0], size[1])?;
                 let (alone, _) = Step::plan_for_model(Target::Cuda, &model, &self.step, batch)?;
                 for (_, rates) in &mut rates {
                     *rates = rates.fitted_to(&alone, flags.alone_ms[index] / 1e3)?;
@@ -88,9 +88,8 @@ impl Rank<'_> {
                 }
                 self.progress.begin(format!("{name} paper {way}"));
                 let divided = |shard| self.flags.ways.all(shard)[index];
-                let size = [batch_size, length];
                 for estimate in estimates(&model, size, &self.step, divided, &rates)? {
-                    report.rows.push(way.row(name, &estimate)?);
+                    report.rows.push(way.row(name, size, &estimate)?);
                 }
             }
         }

@@ -106,7 +106,7 @@ impl Rank<'_> {
                 let alone = alone.map(|(_, alone)| alone);
                 let percent = |ms: f64| 100.0 * ms / step.mean_ms;
                 let exposed_ms = alone.map(|alone| step.mean_ms - alone.mean_ms);
-                let mut row = way.row(&model.name, &step)?;
+                let mut row = way.row(&model.name, self.flags.sizes(), &step)?;
                 row.insert("exposed_ms", exposed_ms)
                     .insert("exposed_percent", exposed_ms.map(percent))
                     .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64)

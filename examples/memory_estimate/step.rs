@@ -78,6 +78,7 @@ impl StepFlags {
             accumulation: self.accumulation,
             memory_budget_bytes: self.memory_budget_gib.map(common::gib_bytes),
             optimizer_in_backward: self.optimizer_in_backward,
+            optimizer: workload.optimizer,
             dropout_seed: self.dropout.map(|_| 0),
             ranks: self.ranks(),
             ..Default::default()

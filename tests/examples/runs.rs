@@ -145,6 +145,12 @@ fn memory() {
     assert_file(&snapshot, "{", "device_traces");
     let estimate = report("memory_estimate --size small --memory-limit-gib 8");
     assert!(estimate.to_string().contains("residual"));
+    // A planned step's moments in bf16 take half the memory.
+    let state = |optimizer: &str| {
+        let planned = format!("memory_estimate --size tiny --compile=only --optimizer {optimizer}");
+        report(&planned)["rows"][0]["optimizer"].as_f64().unwrap()
+    };
+    assert!(state("adamw-bf16") < 0.51 * state("adamw"));
     let planned = report("memory_estimate SMALL --compile=only --memory-limit-gib 0.01");
     let answers = planned["answers"].to_string();
     for question in ["residual stream", "Which sizes fit", "which strategy"] {
