@@ -92,7 +92,7 @@ pub fn stopped() -> Result<()> {
 
 /// Lets rank 1 miss a planned step, in which rank 0 waits: rank 1 is the one that failed.
 pub fn late() -> Result<()> {
-    let ranks = join(3)?;
+    let ranks = join(15)?; // a first step on a GPU compiles kernels
     let weight = Var::ones((4, 4), DType::F32, ranks.device())?;
     let parameters = vec![("weight".to_string(), weight.clone())];
     let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
@@ -113,7 +113,7 @@ pub fn late() -> Result<()> {
         if let Err(error) = found {
             break error;
         }
-        assert!(began.elapsed() < Duration::from_secs(20));
+        assert!(began.elapsed() < Duration::from_secs(40));
         std::thread::sleep(Duration::from_millis(20));
     };
     assert!(matches!(error, Error::Rank { rank: 1, .. }), "{error}");
