@@ -104,7 +104,7 @@ pub fn naive(q: &Tensor, k: &Tensor, v: &Tensor, config: &AttentionConfig) -> Re
 /// [trace](crate::graph::trace()) it is composed so too, and cannot be planned.
 ///
 /// ```
-/// use candle_core::Tensor;
+/// use candle_core::{DType, Device, Tensor};
 /// use tallow::attention::{self, AttentionConfig};
 ///
 /// let q = Tensor::zeros((1, 1, 1, 8), DType::F32, &Device::Cpu)?;
