@@ -20,14 +20,23 @@ pub struct Sizes {
 /// (outer, k, inner).
 pub fn gather<T: WithDType>(x: &[T], ids: &[u32], sizes: Sizes, ignore: Option<u32>, y: &mut [T]) {
     let Sizes { n, k, inner } = sizes;
+    let run = if inner == 1 { k } else { inner }; // consecutive elements whose columns are known without a division
     parallel::for_rows(y, 1, |first, y| {
-        let each = (first..).zip(y.iter_mut().zip(&ids[first..]));
-        for (at, (y, id)) in each {
-            let (outer, column) = (at / (k * inner), at % inner);
-            *y = match Some(*id) == ignore {
-                true => T::zero(),
-                false => x[(outer * n + *id as usize) * inner + column],
-            };
+        let (mut at, mut rest) = (first, y);
+        while !rest.is_empty() {
+            let start = at % run;
+            let (part, others) = rest.split_at_mut(rest.len().min(run - start));
+            let x = &x[at / (k * inner) * n * inner..][..n * inner];
+            let each = part.iter_mut().zip(&ids[at..]).enumerate();
+            for (i, (y, id)) in each {
+                let column = if inner == 1 { 0 } else { start + i };
+                *y = match Some(*id) == ignore {
+                    true => T::zero(),
+                    false => x[*id as usize * inner + column],
+                };
+            }
+            at += part.len();
+            rest = others;
         }
     });
 }
