@@ -201,8 +201,9 @@ impl Communicator {
     /// - a rank that has left;
     /// - this rank itself.
     ///
-    /// A planned step counts as one collective, and so does each one inside of it on the CPU. If a rank hangs in work of
-    /// its own, such as its data loader, while the others wait in [`Step::run`](crate::compile::Step::run), it is behind.
+    /// A planned step counts as one collective, and so does each one inside of it on the CPU. If a rank hangs in work
+    /// of its own, such as its data loader, while the others wait in [`Step::run`](crate::compile::Step::run), it is
+    /// behind.
     ///
     /// These calls are covered without a guard:
     ///

@@ -25,7 +25,7 @@ use crate::kernels::Mask;
 use crate::kernels::attention::{KeyRanges, PerScore};
 use crate::kernels::cpu::rows::softmax::{self as kernel, HeadRows};
 #[cfg(feature = "cuda")]
-use crate::kernels::cuda::softmax as cuda_kernel;
+use crate::kernels::cuda::{flash_attention::PerScore as PerScoreOnGpu, softmax as cuda_kernel};
 use crate::{Error, Result};
 use candle_core::{D, DType, Device, Tensor};
 
@@ -346,13 +346,16 @@ fn planned_of_heads(
     })
 }
 
+/// Returns the sizes of these names.
+fn counts(k: &Kernel, [b, h, q, l]: [&str; 4]) -> candle_core::Result<[usize; 4]> {
+    Ok([k.count(b)?, k.count(h)?, k.count(q)?, k.count(l)?])
+}
+
 fn head_rows<'a>(k: &Kernel, s: &Slices<'a>) -> candle_core::Result<HeadRows<'a>> {
-    let dims = |[b, h, q, l]: [&str; 4]| {
-        candle_core::Result::Ok([k.count(b)?, k.count(h)?, k.count(q)?, k.count(l)?])
-    };
-    let [_, heads, queries, keys] = dims(HEADS)?;
+    let [_, heads, queries, keys] = counts(k, HEADS)?;
     let visible = s.some_x("visible")?;
-    let visible = visible.map(|all| candle_core::Result::Ok(PerScore::new(all, dims(VISIBLE)?)));
+    let visible =
+        visible.map(|all| candle_core::Result::Ok(PerScore::new(all, counts(k, VISIBLE)?)));
     Ok(HeadRows {
         mask: k.mask()?,
         heads,
@@ -445,22 +448,13 @@ fn scores<'a>(k: &Kernel, l: &Operands<'a>) -> candle_core::Result<cuda_kernel::
 
 #[cfg(feature = "cuda")]
 fn masked_scores<'a>(k: &Kernel, l: &Operands<'a>) -> candle_core::Result<cuda_kernel::Scores<'a>> {
-    let shown = match l.some_x("visible") {
-        None => None,
-        Some(shown) => {
-            let mut dims = [0; 4];
-            for (dim, name) in dims.iter_mut().zip(VISIBLE) {
-                *dim = k.count(name)?;
-            }
-            let [_, h, q, l] = dims;
-            let strides = [h * q * l, q * l, l, 1];
-            let strides = std::array::from_fn(|i| if dims[i] == 1 { 0 } else { strides[i] });
-            Some((shown, strides))
-        }
-    };
+    let shown = l.some_x("visible").map(|view| {
+        let dims = counts(k, VISIBLE)?;
+        candle_core::Result::Ok(PerScoreOnGpu { view, dims })
+    });
     Ok(cuda_kernel::Scores {
         masked: true,
-        shown,
+        shown: shown.transpose()?,
         ..scores(k, l)?
     })
 }

@@ -10,18 +10,6 @@ __device__ __forceinline__ int of_chunk(long long n, int chunks, long long* star
     return left < CHUNK ? (int)left : CHUNK;
 }
 
-// The sum of the block's 256 values, in all threads.
-__device__ __forceinline__ double sum_of_block(double value) {
-    __shared__ double values[256];
-    values[threadIdx.x] = value;
-    for (int half = 128; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) values[threadIdx.x] += values[threadIdx.x + half];
-    }
-    __syncthreads();
-    return values[0];
-}
-
 // sums (matrices, chunks) f64: the sum of squares of each chunk of x (matrices, n). Grid: all chunks; block 256. Bytes:
 // x in.
 extern "C" __global__ void __launch_bounds__(256) squares(const float* x, long long n, int chunks, double* sums) {

@@ -307,3 +307,15 @@ __device__ __forceinline__ void reduce_row_pair(float* a, float* b, int slot) {
     *a = reduce_warp<Sum>(lane < warps ? of_warps[slot][at + lane] : 0.f);
     *b = reduce_warp<Sum>(lane < warps ? of_warps[slot + 1][at + lane] : 0.f);
 }
+
+// The sum of the block's 256 values, in all threads.
+__device__ __forceinline__ double sum_of_block(double value) {
+    __shared__ double values[256];
+    values[threadIdx.x] = value;
+    for (int half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) values[threadIdx.x] += values[threadIdx.x + half];
+    }
+    __syncthreads();
+    return values[0];
+}

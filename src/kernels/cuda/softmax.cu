@@ -9,9 +9,9 @@
 // `first_head`-th, counted from the first sequence. If `window` is not 0, a query attends to at most `window` keys up
 // to its own. Packs before the first key are neither read nor computed.
 //
-// With MASKED=1, x is (B, H, queries, keys), `heads` is H, and `shown` (u8, 0 hides a key; null if it hides none) has the
-// given strides, 0 along dimensions that it repeats. Rows whose visible scores are all minus infinity, as a bias makes
-// them, become 0 instead of NaN. Backward reads p, in f32.
+// With MASKED=1, x is (B, H, queries, keys), `heads` is H, and `shown` (u8, 0 hides a key; null if it hides none) has
+// the given strides, 0 along dimensions that it repeats. Rows whose visible scores are all minus infinity, as a bias
+// makes them, become 0 instead of NaN. Backward reads p, in f32.
 //
 // Backward: dx = scale p (dp - sum(dp p)). f32 reads p; half precision recomputes p from x, without rounding. p may be
 // x's buffer, dx that of dp or of p: a thread reads only elements that it writes, and reads them first.
@@ -86,8 +86,8 @@ struct Masks {
 #define ALL_BEFORE(first) (FIRST_KEYS && (first) + N <= visible.begin)
 
 // Scores of elements first.. first + N in units of ln 2; minus infinity for elements that are not visible.
-template <class T, int N> __device__ __forceinline__ void scores(const Pack<T, N>& pack, int first, const Visible& visible,
-                                                                 float scale2, float (&t)[N]) {
+template <class T, int N> __device__ __forceinline__ void scores(const Pack<T, N>& pack, int first,
+                                                                 const Visible& visible, float scale2, float (&t)[N]) {
     unpack(pack, t);
 #pragma unroll
     for (int i = 0; i < N; i++) t[i] *= scale2; // before the maximum, so that a negative scale works too

@@ -1,5 +1,6 @@
 //! Softmax with scale and mask; see `softmax.cu`.
 
+use super::flash_attention::PerScore;
 use super::kernel::Kernel;
 use super::source::{Definition, PRELUDE, Source};
 use super::{View, in_vector, launch_config, packs, suffix};
@@ -30,8 +31,8 @@ pub(crate) struct Scores<'a> {
     pub first_head: usize,
     /// Whether a key mask or a bias hides keys, in f32: rows whose visible scores are all -inf are 0.
     pub masked: bool,
-    /// The key mask in u8, 0 hides, and its strides of batch, head, query and key, 0 along dimensions that it repeats.
-    pub shown: Option<(View<'a>, [usize; 4])>,
+    /// The key mask in u8; 0 hides.
+    pub shown: Option<PerScore<'a>>,
 }
 
 impl Scores<'_> {
@@ -100,7 +101,7 @@ impl Arguments {
     fn new(scores: &Scores, rows: usize) -> Self {
         let (shown, [batch, head, query, key]) = match scores.shown {
             None => (0, [0; 4]),
-            Some((shown, strides)) => (shown.pointer, strides),
+            Some(shown) => (shown.view.pointer, shown.strides()),
         };
         Self {
             scale: scores.scale as f32,
@@ -114,7 +115,7 @@ impl Arguments {
                 first_head: scores.first_head as i32,
                 window: scores.mask.window_or_0(),
                 shown,
-                shown_strides: [batch, head, query].map(|stride| stride as i64),
+                shown_strides: [batch, head, query],
                 shown_key_stride: key as i32,
             },
         }

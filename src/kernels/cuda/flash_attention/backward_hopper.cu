@@ -219,7 +219,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             wgmma_commit();
             if (last) {
                 write_keys(dk, arguments.dk, arguments.dk_strides, sizes.head_dim, sizes.scale);
-                write_keys(dv, arguments.dv, arguments.dv_strides, sizes.value_dim, DROPOUT ? arguments.dropout.scale : 1);
+                write_keys(dv, arguments.dv, arguments.dv_strides, sizes.value_dim,
+                           DROPOUT ? arguments.dropout.scale : 1);
                 if (more) barrier_wait(at.v_full, turn + 1);
             }
             wgmma_fence();

@@ -119,8 +119,8 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A tensor map, written by cuTensorMapEncodeTiled: dimensions (Dh or Dv, T, heads, B) of 16-bit elements, boxes of 64 x (rows
-// of a tile), 128-byte swizzle, zeros outside.
+// A tensor map, written by cuTensorMapEncodeTiled: dimensions (Dh or Dv, T, heads, B) of 16-bit elements, boxes of 64 x
+// (rows of a tile), 128-byte swizzle, zeros outside.
 struct alignas(64) Map {
     u64 opaque[16];
 };

@@ -26,6 +26,14 @@ pub(crate) struct PerScore<'a> {
     pub dims: [usize; 4],
 }
 
+impl PerScore<'_> {
+    /// Returns the strides of batch, head, query and key in elements, 0 for dimensions of 1.
+    pub fn strides(&self) -> [i64; 4] {
+        let [_, heads, queries, keys] = self.dims;
+        broadcast(self.dims, [heads * queries * keys, queries * keys, keys, 1])
+    }
+}
+
 /// The key mask and the bias of a call, if it has them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Masks<'a> {
@@ -114,9 +122,8 @@ impl MaskArguments {
     }
 
     fn set_bias(&mut self, bias: &PerScore<'_>) {
-        let [_, heads, queries, keys] = bias.dims;
-        let [batch, head, row, column] =
-            broadcast(bias.dims, [heads * queries * keys, queries * keys, keys, 1]);
+        let keys = bias.dims[3];
+        let [batch, head, row, column] = bias.strides();
         let vector = if bias.view.dtype == DType::F32 { 2 } else { 8 }; // elements, as masks.cuh reads them
         let bytes = vector * bias.view.dtype.size_in_bytes();
         let are_whole = column == 1 && keys.is_multiple_of(vector);

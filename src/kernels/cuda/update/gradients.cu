@@ -79,17 +79,6 @@ extern "C" __global__ void __launch_bounds__(256)
     chunk_squares<f16>(tensors, chunks, sums);
 }
 
-// The sum of the block's 256 values, in the first thread.
-__device__ __forceinline__ double sum_of_block(double value) {
-    __shared__ double values[256];
-    values[threadIdx.x] = value;
-    for (int half = 128; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) values[threadIdx.x] += values[threadIdx.x + half];
-    }
-    return values[threadIdx.x];
-}
-
 // squares (tensors) f64: the sum over each tensor's chunks. `tensors` and `sums` begin with the same tensor. Grid:
 // these tensors; block 256.
 extern "C" __global__ void __launch_bounds__(256)
