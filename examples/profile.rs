@@ -21,19 +21,20 @@ use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
-use figures::Profiled;
+use figures::{Floors, Profiled};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
 use tallow::memory::Mode;
 use tallow::ops::{KernelPolicy, with_kernel_policy};
-use tallow::profile::{Grouping, ProfileReport, Profiler, Recording, Selection};
+use tallow::profile::{DeviceRates, Grouping, ProfileReport, Profiler, Recording, Selection};
 use tallow::report::{Answer, Column, Fields, Report};
 use tallow::{Error, Result};
 
 const EXAMPLES: &str = "Examples:
   profile --size small --context-length 128 256 512 --mode forward train-step
   profile --phase backward --by layer
+  profile --mode train-step --compile=only --floor
   profile --mode train-step --trace step.json --flame-graph step.svg";
 
 /// Profiles a transformer's forward, backward and optimizer, op by op
@@ -64,6 +65,10 @@ struct Flags {
     /// Rows by name, path, layer or kernel
     #[arg(long, value_parser = grouping, value_name = "NAME", help_heading = "Output")]
     by: Option<Grouping>,
+
+    /// Compare each op with its FLOPs and bytes at measured rates
+    #[arg(long, help_heading = "Output")]
+    floor: bool,
 
     /// Only ops of forward, backward or optimizer
     #[arg(long, value_parser = ["forward", "backward", "optimizer"], value_name = "NAME", help_heading = "Output")]
@@ -127,6 +132,15 @@ impl Flags {
                 hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
             });
         }
+        if self.by == Some(Grouping::Kernel) && self.floor {
+            return Err(Error::Config {
+                config: common::PROGRAM,
+                field: "--by",
+                expected: "name, path or layer, with --floor".into(),
+                got: "kernel".into(),
+                hint: "kernels have no FLOPs and bytes; leave --by or --floor out".into(),
+            });
+        }
         let precisions = self.grid.precision.precisions()?;
         let models = self.grid.models()?;
         let base = EndToEnd {
@@ -145,7 +159,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration,
-            columns: summary_columns(device.is_cuda()),
+            columns: summary_columns(device.is_cuda(), self.floor),
             ..Default::default()
         };
         let mut kept = Ok(()); // a file that fails does not cost the table
@@ -163,7 +177,7 @@ impl Flags {
                     recording,
                     stopwatch,
                 };
-                answers.push((run, self.add(&mut report, run, &profiled)?));
+                answers.push((run, self.add(&mut report, run, &profiled, &device)?));
             } else {
                 let mut row = labelled(run, "OOM", Fields::new());
                 row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
@@ -211,17 +225,34 @@ impl Flags {
     }
 
     /// Adds the run's rows, and returns what they answer.
-    fn add(&self, report: &mut Report, run: &Run, profiled: &Profiled) -> Result<Vec<Answer>> {
+    fn add(
+        &self,
+        report: &mut Report,
+        run: &Run,
+        profiled: &Profiled,
+        device: &Device,
+    ) -> Result<Vec<Answer>> {
         let recording = &profiled.recording;
         let selection = Selection {
             phase: self.phase.clone(),
             ..Default::default()
         };
-        let grouping = self.by.unwrap_or(match recording.kernels.is_empty() {
-            true => Grouping::Name,
-            false => Grouping::Kernel,
-        });
-        let summary = match ProfileReport::new(recording, &selection, grouping) {
+        let rates = self
+            .floor
+            .then(|| DeviceRates::measure(device, &recording.matmul_dtypes()));
+        let rates = rates.transpose()?;
+        let grouping = self
+            .by
+            .unwrap_or(match (self.floor, recording.kernels.is_empty()) {
+                (true, _) => Grouping::Layer,
+                (false, true) => Grouping::Name,
+                (false, false) => Grouping::Kernel,
+            });
+        let summary = match &rates {
+            Some(rates) => ProfileReport::with_floors(recording, &selection, grouping, rates),
+            None => ProfileReport::new(recording, &selection, grouping),
+        };
+        let summary = match summary {
             // One mode has no backward, another has.
             Err(Error::Data { .. }) => {
                 let phase = self.phase.as_deref().unwrap_or("a step");
@@ -235,9 +266,20 @@ impl Flags {
             report.rows.push(labelled(run, "ok", row));
         }
         let figures = profiled.figures()?;
-        let line = labelled(run, "ok", figures.line.clone());
+        let mut line = labelled(run, "ok", figures.line.clone());
+        let mut shown = shortened(&summary);
+        let mut own_answers = answers::answers(&figures);
+        if let Some(rates) = &rates {
+            let whole =
+                ProfileReport::with_floors(recording, &Selection::default(), grouping, rates)?;
+            let floors = Floors::new(&whole, rates);
+            line.insert("floor_ms_per_step", floors.floor_ms);
+            line.insert("floor_percent", floors.percent());
+            own_answers.push(answers::floor(&floors));
+            shown.rows.push(shown.sum("sum", |_| true));
+        }
         report.shown_rows.push(line);
-        let (lines, inside) = ops::lines(&shortened(&summary));
+        let (lines, inside) = ops::lines(&shown);
         report.details.push(Report {
             title: run.title(),
             columns: summary.table().columns,
@@ -245,7 +287,7 @@ impl Flags {
             notes: inside.into_iter().collect(),
             ..Default::default()
         });
-        Ok(answers::answers(&figures))
+        Ok(own_answers)
     }
 
     fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
@@ -298,7 +340,7 @@ fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
 }
 
 /// The columns of the summary, which has a line for each run.
-fn summary_columns(on_gpu: bool) -> Vec<Column> {
+fn summary_columns(on_gpu: bool, with_floor: bool) -> Vec<Column> {
     let percent = |key, title, under| Column::number(key, title, "", 1).group(under);
     let of_step = |key, title| percent(key, title, "% of a step");
     let of_forward = |key, title| percent(key, title, "% of forward");
@@ -307,6 +349,8 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
         Column::text("status", "Status"),
         Column::ms("profiled_ms_per_step", "profiler").group("A step by"),
         Column::ms("stopwatch_mean_ms", "stopwatch").group("A step by"),
+        Column::ms("floor_ms_per_step", "Floor"),
+        of_step("floor_percent", "floor"),
         of_step("matmul_percent", "matmul"),
         of_step("softmax_percent", "softmax"),
         of_step("gpu_idle_percent", "GPU idle"),
@@ -318,6 +362,7 @@ fn summary_columns(on_gpu: bool) -> Vec<Column> {
         Column::text("longest", "Longest"),
     ]);
     columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
+    columns.retain(|column| with_floor || !column.key.starts_with("floor_"));
     columns
 }
 

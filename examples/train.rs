@@ -40,16 +40,16 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Layer};
-
+use tallow::profile::DeviceRates;
 use tallow::report::{Fields, Format, Report, group_digits, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
+use tallow::{Error, Result};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -190,7 +190,7 @@ impl Flags {
         let header = header.to_text(Some(common::outputs::terminal_width()));
         self.say(format!("{}\n", header.trim_end()))?;
 
-        let mut run = Run::new(self, trainer);
+        let mut run = Run::new(self, trainer)?;
         run.save()?;
         let signal = run.train()?;
         run.bar.finish_and_clear();
@@ -279,6 +279,7 @@ impl Flags {
         let config = self.config(communicator.world_size())?;
         let (device, ranks) = (communicator.device(), self.step_ranks(communicator));
         self.check_memory(model, &config, communicator)?;
+        measured_rates(device, &[DType::F32, config.precision.dtype()])?; // before the model fills the memory
         let sharded = match ranks {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
@@ -419,6 +420,14 @@ impl Flags {
     }
 }
 
+/// Returns the device's rates; `None` if memory is too short to measure them.
+fn measured_rates(device: &Device, dtypes: &[DType]) -> Result<Option<DeviceRates>> {
+    match DeviceRates::measure(device, dtypes) {
+        Err(Error::OutOfMemory { .. }) => Ok(None),
+        rates => rates.map(Some),
+    }
+}
+
 /// A training under way.
 struct Run<'f> {
     flags: &'f Flags,
@@ -427,22 +436,31 @@ struct Run<'f> {
     /// Tokens of the steps so far, and their time.
     tokens: usize,
     time: Duration,
+    /// The floor of a step at the device's rates, in seconds; `None` if memory is too short to measure them.
+    floor_seconds: Option<f64>,
 }
 
 impl<'f> Run<'f> {
-    fn new(flags: &'f Flags, trainer: Trainer) -> Self {
+    fn new(flags: &'f Flags, mut trainer: Trainer) -> Result<Self> {
+        let device = trainer.model().device().clone();
+        let plan = trainer.plan()?;
+        let rates = measured_rates(&device, &plan.matmul_dtypes())?;
+        let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
+        let floor_seconds =
+            floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum::<f64>());
         let bar = ProgressBar::new(trainer.config().steps as u64);
         let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_position(trainer.steps_taken() as u64);
         bar.reset_eta();
-        Self {
+        Ok(Self {
             flags,
             trainer,
             bar,
             tokens: 0,
             time: Duration::ZERO,
-        }
+            floor_seconds,
+        })
     }
 
     /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
@@ -526,13 +544,20 @@ impl<'f> Run<'f> {
             .unwrap_or(f64::NAN)
     }
 
+    /// Returns the tokens a second, and the floor of a step in percent of its time.
     fn speed(&self) -> String {
-        match self.tokens {
-            0 => "n/a tokens/s".into(),
-            tokens => {
-                let speed = tokens as f64 / self.time.as_secs_f64();
-                format!("{} tokens/s", group_digits(speed as u64))
-            }
+        if self.tokens == 0 {
+            return "n/a tokens/s".into();
+        }
+        let seconds = self.time.as_secs_f64();
+        let speed = group_digits((self.tokens as f64 / seconds) as u64);
+        let steps = self.tokens as f64 / self.trainer.config().tokens_per_step() as f64;
+        match self.floor_seconds {
+            Some(floor) => format!(
+                "{speed} tokens/s  {:.0}% of floor",
+                100.0 * floor * steps / seconds
+            ),
+            None => format!("{speed} tokens/s"),
         }
     }
 }

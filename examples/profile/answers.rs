@@ -1,6 +1,6 @@
 //! The answers to the handout's questions (a) to (e).
 
-use super::figures::{AttentionFigures, Figures, NAMED_FROM_PERCENT, Share, Timed, Work};
+use super::figures::{AttentionFigures, Figures, Floors, NAMED_FROM_PERCENT, Share, Timed, Work};
 use tallow::report::{Answer, Speedup, Statistics};
 
 /// The times match if they differ by at most this, in percent.
@@ -224,5 +224,37 @@ pub fn softmax_against_matmuls(own: &AttentionFigures) -> String {
          ({:.1} and {:.1} GFLOP/s). {conclusion}",
         gflops(own.matmul_flops, matmul_ms),
         gflops(own.softmax_flops, softmax_ms),
+    )
+}
+
+/// Compares a step with its floor.
+pub fn floor(own: &Floors) -> Answer {
+    let rates = own.matmul_flops.iter();
+    let rates = rates.map(|(dtype, rate)| match rate / 1e9 {
+        gflops if gflops < 1e3 => format!("{gflops:.0} GFLOP/s in {dtype}"),
+        gflops => format!("{:.0} TFLOP/s in {dtype}", gflops / 1e3),
+    });
+    let rates: Vec<String> = rates.collect();
+    let lost = own.lost_ms.iter().filter(|(_, ms)| *ms > 0.0);
+    let lost = lost.map(|(name, ms)| format!("{name} {ms:.3} ms"));
+    let mut text = format!(
+        "A step takes {:.3} ms by the profiler, and {:.3} ms at the rates measured here: {:.1}%. Matmuls reached {}, a \
+         copy {:.0} GB/s read and written. Most time above the floor: {}.",
+        own.measured_ms,
+        own.floor_ms,
+        own.percent(),
+        rates.join(", "),
+        own.memory_bytes / 1e9,
+        lost.collect::<Vec<_>>().join(", ")
+    );
+    if own.unknown_ms > 0.0 {
+        text += &format!(
+            " Ops without a formula take {:.3} ms and are not in the floor.",
+            own.unknown_ms
+        );
+    }
+    Answer::new(
+        "How far is a step from its floor, and where is the time lost?",
+        text,
     )
 }

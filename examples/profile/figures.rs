@@ -5,7 +5,7 @@ use tallow::Result;
 use tallow::bench::EndToEndRow;
 use tallow::probe::Kind;
 use tallow::profile::{
-    Balance, Grouping, LineKind, Parts, ProfileReport, Recording, Row, Selection,
+    Balance, DeviceRates, Grouping, LineKind, Parts, ProfileReport, Recording, Row, Selection,
 };
 use tallow::report::{Fields, Statistics};
 
@@ -57,6 +57,53 @@ pub struct AttentionFigures {
     pub mask_ms: Option<f64>,
     pub softmax_flops: f64,
     pub matmul_flops: f64,
+}
+
+/// A step's time and its floor.
+#[derive(Clone, Debug, Default)]
+pub struct Floors {
+    /// Matmul FLOP/s for each dtype, by name.
+    pub matmul_flops: Vec<(&'static str, f64)>,
+    /// Bytes per second of a copy.
+    pub memory_bytes: f64,
+    pub measured_ms: f64,
+    pub floor_ms: f64,
+    /// The time of ops without a formula.
+    pub unknown_ms: f64,
+    /// The ops and gaps that lose the most, with the time that they lose.
+    pub lost_ms: Vec<(String, f64)>,
+}
+
+impl Floors {
+    /// Returns the floors of a report with floors of the whole step.
+    pub fn new(whole: &ProfileReport, rates: &DeviceRates) -> Self {
+        let floors = whole.rows.iter().filter_map(|row| row.floor_ns);
+        let unknown = whole.rows.iter().filter(|row| row.floor_ns.is_none());
+        let lost = whole
+            .rows
+            .iter()
+            .filter_map(|row| Some((row.name.clone(), row.lost_ns()?)));
+        let ms = |ns: f64| ns * whole.ms_per_step(1);
+        let mut lost_ms: Vec<(String, f64)> = lost.map(|(name, ns)| (name, ms(ns))).collect();
+        lost_ms.sort_by(|a, b| b.1.total_cmp(&a.1));
+        lost_ms.truncate(4);
+        let dtypes = rates.matmul_flops.iter();
+        Self {
+            matmul_flops: dtypes
+                .map(|(dtype, rate)| (dtype.as_str(), *rate))
+                .collect(),
+            memory_bytes: rates.memory_bytes,
+            measured_ms: whole.ms_per_step(whole.whole_ns),
+            floor_ms: ms(floors.sum()),
+            unknown_ms: whole.ms_per_step(unknown.map(|row| row.total_ns).sum()),
+            lost_ms,
+        }
+    }
+
+    /// Returns the floor in percent of the measured time.
+    pub fn percent(&self) -> f64 {
+        100.0 * self.floor_ms / self.measured_ms
+    }
 }
 
 /// All figures of a run.

@@ -39,8 +39,8 @@
 //! | % of forward | the same shares within forward; with `--mode train-step`, the forward of the step |
 //!
 //! Here ops, between and unexplained add up to 100%. On a GPU the column `GPU idle` belongs to this sum: the time
-//! without a kernel. In a planned step (`--compile`) the time between its calls belongs to it too. That has no column;
-//! see the rows `between the plan's calls` of the second table.
+//! without a kernel. In a planned step (`--compile`) the sum also includes the time between the plan's calls. It has no
+//! column; the second table has it in the rows `between the plan's calls`.
 //!
 //! Scale and mask count as softmax, unless they are ops of their own (`--reference-ops`). On a GPU, kernels of flash
 //! attention fuse matmuls and softmax, and count as neither.
@@ -91,7 +91,7 @@
 //!
 //! A fused op's matmuls are in its row: `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the
 //! head's matmul and the loss. A note under the table lists the contents of such ops. Ops that checkpointing recomputes
-//! run in backward: they count in the rows of their forward, whose calls a step increase. The table has more
+//! run in backward: they count in the row of the forward op, which then has more calls a step. The table has more
 //! columns:
 //!
 //! | column | meaning |
@@ -104,10 +104,13 @@
 //!
 //! # What to do next
 //!
-//! Compare the rates with those of the machine. `cargo bench --bench kernels` prints each kernel next to the machine's
-//! memory and arithmetic rates (`memory/copy` and `arithmetic/multiply-add`). In a program,
-//! [`measure_peak_flops`](crate::hardware::measure_peak_flops) measures a CPU's arithmetic rate in f32; no function
-//! measures the memory's. A `Memory` above the machine's rate means that tensors were still in cache.
+//! Compare the rates with those of the machine. `profile --floor` measures them, and has for each op its floor: its
+//! FLOPs at the rate of large matmuls, or its bytes at the rate of a copy, whichever takes longer. `Lost` is the time
+//! above the floor, and the op that loses the most comes first. In a program,
+//! [`DeviceRates`](crate::profile::DeviceRates) measures the rates,
+//! [`ProfileReport::with_floors`](crate::profile::ProfileReport::with_floors) compares a recording with them, and
+//! [`Plan::floors`](crate::compile::Plan::floors) has the floors of a planned step before it runs. A `Memory` above the
+//! copy's rate, or an op that is faster than its floor, means that tensors were still in cache.
 //!
 //! | what you see | what to try |
 //! |---|---|
@@ -116,7 +119,7 @@
 //! | softmax or attention dominates | [`Algorithm::Flash`], for long sequences |
 //! | `between` or `unexplained` is large | a [planned step](crate::compile::Step): no graph, no allocations |
 //! | `GPU idle` is large (GPUs only) | a planned step, which is replayed as CUDA graphs; larger batches |
-//! | `adamw` dominates | a larger batch; `--optimizer adamw-bf16` of `e2e_benchmark` (`profile` has no such flag) |
+//! | `adamw` dominates | a larger batch; `--optimizer adamw-bf16` |
 //! | one op dominates unexpectedly | it may have run its reference ([`ops::fallbacks`]); `--strict` refuses that |
 //! | stopwatch and profiler disagree | larger sizes if the profiler is slower; else more `--steps` on a quiet machine |
 //! | Std is as large as Mean | the row mixes sizes (`--by path` separates them), or the machine is busy: see Median |
@@ -182,7 +185,7 @@
 //! | logits | N × V numbers and what the loss saves, with N the number of tokens in the batch |
 //! | gradients | gradients of weights; all of them are alive when the optimizer begins |
 //! | scratch | temporary memory of a single op, and gradients of activations |
-//! | other | blocks under 4096 bytes or allocated outside of these phases, and kinds of at most 1% of the peak |
+//! | other | blocks under 4096 bytes or allocated outside of these phases, or of a kind of at most 1% of the peak |
 //!
 //! `Difference` is predicted − measured. The next table has the largest allocations of the whole step; not all are
 //! alive at the peak. `Each` is the size of one block. Blocks equal in size, use, phase and origin share a row, and
@@ -283,9 +286,9 @@
 //! # Ok::<(), tallow::Error>(())
 //! ```
 //!
-//! `report.table()` is the second table above. [`Report::to_text`](crate::report::Report::to_text) divides it into blocks
-//! as wide as a terminal. For the first table's shares of matmuls and
-//! softmax, add up [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
+//! `report.table()` is the second table above. [`Report::to_text`](crate::report::Report::to_text) divides it into
+//! blocks as wide as a terminal. For the first table's shares of matmuls and softmax, add up
+//! [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
 //! [`ProfileReport::whole_ns`]. [`Balance`](crate::profile::Balance) prints one line for each part of the step, in
 //! milliseconds a step and in percent. The lines are the ops of each phase (`forward, ops`), the last rows of that
 //! table with the phase first (`backward, freeing the graph`), and the `wall time`. Here they are of the small model

@@ -15,8 +15,8 @@ use std::fmt;
 /// line.
 ///
 /// With a [GPU's kernels](Recording::kernels) the time of a line is that of the kernels launched in it, and the rest of
-/// a phase is GPU idle time. The wall time is then the sum of the lines. It exceeds the time of the steps if kernels
-/// ran concurrently, since each counts in full.
+/// a phase is GPU idle time. `wall_ns` is then the sum of the lines: if kernels overlap, it is larger than the elapsed
+/// time of the steps. Kernels of candle's backward count as gradient sums.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// Time of the steps; without steps the recording's duration times the number of threads. With a GPU's kernels, the
@@ -50,7 +50,8 @@ pub enum LineKind {
     GradientSums,
     /// Time after backward's last op.
     GraphFree,
-    /// Time between forward's ops; on a GPU, candle's own kernels in any phase but backward.
+    /// On the CPU, time between ops of this crate in forward. On a GPU, kernels that candle's own ops launched, in any
+    /// phase but backward.
     CandleForward,
     /// Time between the calls of a plan.
     Plan,

@@ -17,6 +17,10 @@
 //! the kernels' names. On the CPU they are timed inside the ops; there the time of attention's matmuls is also known
 //! for scores and for values alone ([`Parts::scores_ns`], [`Parts::values_ns`]).
 //!
+//! [`ProfileReport::with_floors`] compares each op's time with its floor: its FLOPs and bytes at the rates that
+//! [`DeviceRates`] measures. [`Plan::floors`](crate::compile::Plan::floors) has the floors of a planned step before it
+//! runs.
+//!
 //! Profiling needs no build flag: layers, ops, benchmarks and the trainer always open ranges, and without a listener a
 //! range costs one atomic load. [`range`] names parts of your own code; [`step`] and [`phase`] mark those of your own
 //! training loop.
@@ -51,6 +55,7 @@
 
 mod balance;
 mod flame;
+mod floor;
 mod forecast;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -67,6 +72,7 @@ mod tree;
 pub use crate::ops::cost::{Cost, OpCost};
 pub use crate::probe::{Parts, emit_nvtx, phase, range, step};
 pub use balance::{Balance, Line, LineKind};
+pub use floor::{CallFloor, DeviceRates};
 pub use forecast::{NodeCost, node_costs, node_table};
 pub use profiler::Profiler;
 pub use recording::{Kernel, KernelWork, OperandShape, Recording, Span, op_costs};

@@ -62,13 +62,14 @@ impl Profiler {
     ///
     /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
     /// afterwards. Launches overlap with work as without a profiler, but each takes the host longer. A planned step is
-    /// replayed as without a profiler, as one CUDA graph for each part of a phase. Its first step records these graphs,
-    /// unless [`Step::time_phases`](crate::compile::Step::time_phases) was on in an earlier run. The profiler waits for
-    /// the GPU where phases and steps begin and end, as stopwatches do, so that each has its own kernels. CUPTI is a
-    /// library of the CUDA toolkit and is loaded here.
+    /// replayed as without a profiler, as one CUDA graph for each part of a phase. The first planned step with a
+    /// profiler records these graphs and takes longer, unless [`Step::time_phases`](crate::compile::Step::time_phases)
+    /// was on in an earlier run, such as a warm-up. The profiler waits for the GPU where phases and steps begin and
+    /// end, as stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded
+    /// here.
     ///
     /// # Errors
-    /// [`Error::Order`] if another profiler runs, or if CUPTI is not found or serves another program.
+    /// [`Error::Order`] if another profiler runs, or if CUPTI is not found, or another tool in this process uses it.
     pub fn start_on(device: &Device) -> Result<Self> {
         if device.is_metal() {
             return Self::start_waiting_for(device);

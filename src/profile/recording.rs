@@ -1,5 +1,6 @@
 //! A profiler's recording: ranges, and a GPU's kernels.
 
+use super::floor::distinct;
 use crate::op_table;
 use crate::ops::cost::{Cost, OpCost};
 use crate::probe::{Kind, Operand, Operands, Parts, Path};
@@ -22,6 +23,19 @@ pub struct Recording {
     pub threads: Vec<String>,
     /// Time from start to finish.
     pub duration_ns: u64,
+}
+
+impl Recording {
+    /// Returns the dtypes of the recorded matmuls, for [`DeviceRates::measure`](super::DeviceRates::measure).
+    pub fn matmul_dtypes(&self) -> Vec<DType> {
+        let has_matmul = |span: &&Span| span.cost().is_some_and(|cost| cost.matmul_flops > 0.0);
+        distinct(
+            self.spans
+                .iter()
+                .filter(has_matmul)
+                .map(Span::compute_dtype),
+        )
+    }
 }
 
 /// A recorded range: its time, place and operands.
@@ -113,6 +127,14 @@ impl Span {
     /// without a formula.
     pub fn cost(&self) -> Option<Cost> {
         self.cost.or_else(|| by_formula(self))
+    }
+
+    /// Returns the dtype that its matmuls are computed in: half precision if an operand has it, else its output's.
+    pub(super) fn compute_dtype(&self) -> DType {
+        let mut dtypes = self.inputs.iter().chain(&self.output).map(|own| own.dtype);
+        let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
+        half.or(self.output.as_ref().map(|own| own.dtype))
+            .unwrap_or(DType::F32)
     }
 
     /// Returns its name for errors: with its path, in quotes.

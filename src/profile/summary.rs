@@ -1,6 +1,7 @@
 //! The summary of ops or kernels, in the style of nsys's kernel summary.
 
 use super::balance::{Balance, LineKind};
+use super::floor::DeviceRates;
 use super::recording::{self, Recording, Span, extent};
 use super::selection::{Grouping, Selection};
 use super::tree::Tree;
@@ -37,10 +38,65 @@ impl ProfileReport {
     /// [`Error::Data`](crate::Error::Data) if nothing in the recording is selected; it lists the recorded phases.
     /// Kernels of a recording without kernels are the same error.
     pub fn new(recording: &Recording, selection: &Selection, grouping: Grouping) -> Result<Self> {
+        Self::at_rates(recording, selection, grouping, None)
+    }
+
+    /// Creates the same report with the [floor](Row::floor_ns) of each row, the row that loses the most time first.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use tallow::ops;
+    /// use tallow::profile::{DeviceRates, Grouping, Profiler, ProfileReport, Selection};
+    ///
+    /// let device = Device::Cpu;
+    /// # let (x, w) = (Tensor::ones((256, 128), DType::F32, &device)?, Tensor::ones((512, 128), DType::F32, &device)?);
+    /// let profiler = Profiler::start_on(&device)?;
+    /// ops::linear(&x, &w)?;
+    /// let recording = profiler.finish()?;
+    /// let rates = DeviceRates::measure(&device, &recording.matmul_dtypes())?;
+    /// let by_name = Grouping::Name;
+    /// let report = ProfileReport::with_floors(&recording, &Selection::default(), by_name, &rates)?;
+    /// for row in &report.rows {
+    ///     println!("{}: {:?} ns are lost", row.name, row.lost_ns());
+    /// }
+    /// # assert!(report.rows[0].floor_ns.unwrap() > 0.0);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new). [`Grouping::Kernel`] is [`Error::Config`](crate::Error::Config): only ops have
+    /// FLOPs and bytes.
+    pub fn with_floors(
+        recording: &Recording,
+        selection: &Selection,
+        grouping: Grouping,
+        rates: &DeviceRates,
+    ) -> Result<Self> {
+        if grouping == Grouping::Kernel {
+            let got = Error::config("ProfileReport::with_floors", "grouping", "Kernel");
+            return Err(got.must_be("Name, Path or Layer", "only ops have FLOPs and bytes"));
+        }
+        let mut report = Self::at_rates(recording, selection, grouping, Some(rates))?;
+        let lost = |row: &Row| row.lost_ns().unwrap_or(0.0);
+        let order = |a: &Row, b: &Row| {
+            a.is_gap()
+                .cmp(&b.is_gap())
+                .then(lost(b).total_cmp(&lost(a)))
+        };
+        report.rows.sort_by(order);
+        Ok(report)
+    }
+
+    fn at_rates(
+        recording: &Recording,
+        selection: &Selection,
+        grouping: Grouping,
+        rates: Option<&DeviceRates>,
+    ) -> Result<Self> {
         let tree = Tree::new(recording);
         let (groups, whole_ns) = match grouping {
             Grouping::Kernel => kernels(recording, &tree, selection)?,
-            _ => ranges(recording, &tree, selection, grouping),
+            _ => ranges(recording, &tree, selection, grouping, rates),
         };
         let mut report = Self {
             rows: groups.rows()?,
@@ -56,6 +112,8 @@ impl ProfileReport {
         });
         if selection.within.is_none() {
             report.add_time_without_ops(&Balance::new(recording), selection);
+            let gaps = report.rows.iter_mut().filter(|row| row.is_gap());
+            gaps.for_each(|gap| gap.floor_ns = rates.map(|_| 0.0));
         }
         Ok(report)
     }
@@ -105,6 +163,7 @@ impl ProfileReport {
         let mut sum = Row {
             name: name.into(),
             cost: Some(Cost::default()),
+            floor_ns: Some(0.0),
             ..Default::default()
         };
         for row in self.rows.iter().filter(|row| wanted(row)) {
@@ -112,6 +171,7 @@ impl ProfileReport {
             sum.total_ns += row.total_ns;
             sum.parts += row.parts;
             sum.cost = sum.cost.zip(row.cost).map(|(sum, cost)| sum + cost);
+            sum.floor_ns = sum.floor_ns.zip(row.floor_ns).map(|(sum, ns)| sum + ns);
         }
         sum
     }
@@ -138,6 +198,9 @@ impl ProfileReport {
         Report {
             columns: match self.rows.iter().any(|row| row.launches.is_some()) {
                 true => Self::kernel_columns(),
+                false if self.rows.iter().any(|row| row.floor_ns.is_some()) => {
+                    Self::floor_columns()
+                }
                 false => Self::columns(),
             },
             rows: self.fields(),
@@ -166,6 +229,14 @@ impl ProfileReport {
             fields.insert("flops_per_s", row.flops_per_s());
             fields.insert("bytes", row.cost.map(|cost| cost.bytes()));
             fields.insert("bytes_per_s", row.bytes_per_s());
+            if let Some(floor_ns) = row.floor_ns {
+                fields.insert("floor_ms_per_step", self.ms_per_step(1) * floor_ns);
+                fields.insert(
+                    "lost_ms_per_step",
+                    row.lost_ns().map(|ns| self.ms_per_step(1) * ns),
+                );
+                fields.insert("floor_percent", row.floor_percent());
+            }
             let part_ms = |ns: u64| is_op.then(|| self.ms_per_step(ns));
             fields.insert("products_ms_per_step", part_ms(row.parts.matmul_ns));
             fields.insert("scores_ms_per_step", part_ms(row.parts.scores_ns));
@@ -210,6 +281,21 @@ impl ProfileReport {
         ]
     }
 
+    /// Returns the columns of a table with [floors](Self::with_floors).
+    pub fn floor_columns() -> Vec<Column> {
+        let mut columns = vec![
+            Column::text("name", "Op"),
+            Column::number("instances_per_step", "A step", "", 1),
+            Column::ms("ms_per_step", "Measured"),
+            Column::ms("floor_ms_per_step", "Floor"),
+            Column::ms("lost_ms_per_step", "Lost"),
+            Column::number("floor_percent", "Floor of measured", "%", 1),
+        ];
+        let is_rate = |column: &Column| column.key.ends_with("_per_s");
+        columns.extend(Self::columns().into_iter().filter(is_rate));
+        columns
+    }
+
     /// Returns the columns of [`table`](Self::table) for kernels: nsys's columns, with grid, block and the ops that
     /// launched them.
     pub fn kernel_columns() -> Vec<Column> {
@@ -242,6 +328,10 @@ pub struct Row {
     pub statistics: Option<Statistics>,
     /// Their FLOPs and bytes, over all steps; `None` if one of them has no formula.
     pub cost: Option<Cost>,
+    /// The least time of their FLOPs and bytes at the [rates](DeviceRates) of
+    /// [`with_floors`](ProfileReport::with_floors), the sum over all instances; 0 for a line of time without ops.
+    /// `None` without rates, or if an instance has no formula.
+    pub floor_ns: Option<f64>,
     /// Time of matmuls and of softmax; 0 if the ops' kernels did not report it.
     pub parts: Parts,
     /// A description of other ops' work that is inside of these.
@@ -276,6 +366,16 @@ impl Row {
     /// Returns its time without matmuls and softmax.
     pub fn rest_ns(&self) -> u64 {
         self.total_ns.saturating_sub(self.parts.sum_ns())
+    }
+
+    /// Returns the time above the floor; below 0 if the instances were faster than their floor.
+    pub fn lost_ns(&self) -> Option<f64> {
+        Some(self.total_ns as f64 - self.floor_ns?)
+    }
+
+    /// Returns the floor in percent of the measured time.
+    pub fn floor_percent(&self) -> Option<f64> {
+        Some(100.0 * self.floor_ns? / self.total_ns.max(1) as f64)
     }
 
     /// Returns FLOP/s, if FLOPs are known and not 0.
@@ -349,6 +449,7 @@ fn ranges(
     tree: &Tree<'_>,
     selection: &Selection,
     grouping: Grouping,
+    rates: Option<&DeviceRates>,
 ) -> (Groups, u64) {
     let own_costs = own_costs(recording, tree);
     let (mut groups, mut ops_ns) = (Groups::default(), 0);
@@ -371,6 +472,18 @@ fn ranges(
                 .cost
                 .zip(own_costs[i])
                 .map(|(sum, cost)| sum + cost);
+            if let Some(rates) = rates {
+                let floor_ns = own_costs[i].and_then(|mut cost| {
+                    if tree.nodes[i].holds_ops {
+                        (cost.read_bytes, cost.written_bytes) = (0.0, 0.0); // the ops inside move them
+                    }
+                    Some(1e9 * rates.floor_seconds(&cost, span.compute_dtype())?)
+                });
+                group.row.floor_ns = match group.row.instances {
+                    1 => floor_ns,
+                    _ => group.row.floor_ns.zip(floor_ns).map(|(sum, ns)| sum + ns),
+                };
+            }
             // If the parts are ops with ranges of their own, they are not inside.
             if span.is_op() && !tree.nodes[i].holds_ops {
                 group.row.inside = recording::entry(&span.name()).and_then(|entry| entry.includes);

@@ -63,6 +63,14 @@ const END_TO_END_REFUSED: &[(&str, &[&str])] = &[
         ],
     ),
     ("optimizer-in-backward", &["--optimizer-in-backward"]),
+    (
+        "accumulation",
+        &[
+            "--accumulation 2",
+            "--compile --mode train-step --accumulation 2",
+            "--compile=only --mode all --accumulation 2",
+        ],
+    ),
 ];
 
 const CASES: &[Case] = &[
@@ -124,6 +132,7 @@ const CASES: &[Case] = &[
                 "optimizer-in-backward",
                 &["--mode forward --optimizer-in-backward"],
             ),
+            ("accumulation", &["--compile --accumulation 2"]),
         ],
     },
     Case {
@@ -291,6 +300,7 @@ const CASES: &[Case] = &[
                 "warmup-steps",
                 "steps",
                 "by",
+                "floor",
                 "trace",
                 "flame-graph",
                 "memory-limit-gib",

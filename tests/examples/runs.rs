@@ -123,8 +123,22 @@ fn profiles() {
     assert!(ops.to_string().contains("swiglu_linear"));
     assert_file(&trace, "{", "traceEvents");
     assert_file(&flame, "<", "</svg>");
-    let planned = report(&format!("{line} --compile=only"));
+    let planned = report(&format!("{line} --compile=only --floor"));
     assert!(count(&planned, &[("execution", "planned")]) > 0);
+    let sum = |key: &str| {
+        let rows = planned["rows"].as_array().unwrap().iter();
+        rows.map(|row| row[key].as_f64().unwrap()).sum::<f64>()
+    };
+    let [measured, floor, lost] = ["ms_per_step", "floor_ms_per_step", "lost_ms_per_step"].map(sum);
+    assert!(floor > 0.0 && ((floor + lost) / measured - 1.0).abs() < 1e-9);
+    let steps = report(&format!(
+        "e2e_benchmark {TWO_LAYERS} --steps 2 --mode train-step --compile=only --accumulation 4"
+    ));
+    let rows = steps["rows"].as_array().unwrap().iter();
+    assert!(rows.clone().count() > 0);
+    for row in rows {
+        assert_eq!(row["accumulation"], 4);
+    }
 }
 
 /// Measured and estimated memory, with the files of the measurement.
@@ -192,6 +206,7 @@ fn training_resumes() {
     );
     let first = run(example(&format!("{line} --steps 10")));
     assert_eq!(first.status, Some(0), "{first:?}");
+    assert!(first.out.contains("% of floor"), "{first:?}");
     let again = format!("{line} --steps 12");
     assert_refused(&again, &run(example(&again)), 1, "run.safetensors");
     let on = run(example(&format!("{again} --resume")));

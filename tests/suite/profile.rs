@@ -5,6 +5,7 @@ mod balance;
 mod costs;
 #[path = "../../examples/profile/figures.rs"]
 mod figures;
+mod floors;
 mod kernels;
 mod parts;
 mod pictures;

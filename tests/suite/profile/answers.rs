@@ -1,10 +1,11 @@
 //! The answers of `examples/profile` to the handout's questions (a) to (e), from invented recordings.
 
-use super::figures::{AttentionFigures, Figures, Profiled, Share, Timed, Work};
+use super::figures::{AttentionFigures, Figures, Floors, Profiled, Share, Timed, Work};
 use super::{sentences, span};
+use candle_core::DType;
 use tallow::bench::{EndToEndRow, PhaseTime};
 use tallow::probe::Kind;
-use tallow::profile::{Cost, Parts, Recording};
+use tallow::profile::{Cost, DeviceRates, Grouping, Parts, ProfileReport, Recording, Selection};
 use tallow::report::Statistics;
 
 fn stopwatch(phases: &[(&str, f64)]) -> Vec<EndToEndRow> {
@@ -164,6 +165,50 @@ fn answers_of_a_cpu_add_up() {
     ] {
         assert!(all.contains(part), "{part} in {all}");
     }
+}
+
+/// Matmuls take 200 and 300 ns at this rate: half of the step.
+#[test]
+fn a_step_is_compared_with_its_floor() {
+    let rates = DeviceRates {
+        matmul_flops: vec![(DType::F32, 3e9), (DType::BF16, 2e12)],
+        memory_bytes: 5e9,
+    };
+    let (recording, all) = (planned(), Selection::default());
+    let report = ProfileReport::with_floors(&recording, &all, Grouping::Path, &rates).unwrap();
+    let floors = Floors::new(&report, &rates);
+    close(&[
+        (floors.measured_ms, 1e-3),
+        (floors.floor_ms, 5e-4),
+        (floors.percent(), 50.0),
+        (floors.unknown_ms, 0.0),
+    ]);
+    let lost: Vec<&str> = floors
+        .lost_ms
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect();
+    let gap = "between the plan's calls, forward";
+    let expected = [
+        "layers.0/attention",
+        "layers.0/rms_norm",
+        gap,
+        "layers.0/swiglu",
+    ];
+    assert_eq!(lost, expected);
+    let floors = Floors {
+        unknown_ms: 7.0,
+        ..floors
+    };
+    let text = sentences::floor(&floors).answer;
+    for part in [
+        "0.001 ms at the rates measured here: 50.0%. Matmuls reached 3 GFLOP/s in f32, 2 TFLOP/s in bf16, a copy 5 GB/s",
+        "Most time above the floor: layers.0/attention",
+        "Ops without a formula take 7.000 ms and are not in the floor.",
+    ] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    assert!(!text.contains("swiglu"), "{text}");
 }
 
 /// Times of 10 steps.
