@@ -59,6 +59,10 @@ pub struct Flags {
     #[arg(long, hide = true)]
     isolated_run: Option<usize>,
 
+    /// Batches of a planned step, whose gradients are averaged
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::count(), help_heading = "Run")]
+    accumulation: usize,
+
     /// Most memory of a planned step's arena
     #[arg(long, value_name = "GIB", value_parser = values::gib, help_heading = "Run")]
     memory_budget_gib: Option<f64>,
@@ -150,6 +154,14 @@ impl Flags {
                 "in a planned training step: with --compile and --mode train-step",
                 &["memory-budget-gib", "optimizer-in-backward"],
                 |flags| flags.grid.has_planned_step(),
+            )
+            .only(
+                "where all runs are planned training steps: with --compile=only --mode train-step",
+                &["accumulation"],
+                |flags| {
+                    let is_planned = flags.grid.compile == Some(CompileFlag::Only);
+                    is_planned && flags.grid.modes() == [Mode::TrainStep]
+                },
             )
     }
 
@@ -379,6 +391,7 @@ impl Flags {
             Run {
                 run: EndToEnd {
                     warmup_steps,
+                    accumulation: if is_planned { self.accumulation } else { 1 },
                     optimizer_in_backward: self.optimizer_in_backward && is_planned,
                     memory_budget_bytes: budget.filter(|_| is_planned),
                     ..run.run
@@ -405,6 +418,10 @@ impl Flags {
             .insert("optimizer", optimizer)
             .insert("steps", self.steps)
             .insert("rounds", self.rounds)
+            .insert(
+                "accumulation",
+                (self.accumulation > 1).then_some(self.accumulation),
+            )
             .insert("FLOPs", flops::FORMULA);
         fields
     }

@@ -49,6 +49,9 @@ pub struct EndToEnd {
     pub batch_size: usize,
     /// T, the number of tokens in a sequence.
     pub sequence_length: usize,
+    /// The number of micro-batches of `batch_size` sequences in a step
+    /// ([`StepConfig::accumulation`](crate::compile::StepConfig::accumulation)). Planned training steps only.
+    pub accumulation: usize,
     /// How much of a training step is run.
     pub mode: Mode,
     /// The precision of forward and loss and, with [`Regime::Full`](crate::precision::Regime::Full), of the parameters.
@@ -87,6 +90,7 @@ impl Default for EndToEnd {
             checkpointing: Checkpointing::default(),
             batch_size: 4,
             sequence_length: 256,
+            accumulation: 1,
             mode: Mode::TrainStep,
             precision: Precision::F32,
             warmup_steps: 5,
@@ -209,6 +213,7 @@ impl EndToEnd {
             },
             batch_size: 1,
             sequence_length: 8,
+            accumulation: 1,
             warmup_steps: 0,
             steps: 1,
             memory_budget_bytes: None,
@@ -319,7 +324,7 @@ impl EndToEnd {
 
     /// Returns statistics and rates of a phase. The optimizer has no matmuls.
     fn time_of(&self, phase: &str, timing: Timing) -> Result<PhaseTime> {
-        let (b, t) = (self.batch_size, self.sequence_length);
+        let [b, t] = self.step_shape();
         let flops = match phase {
             "forward" => Some(flops::forward(&self.config, b, t)),
             "backward" => Some(flops::backward(&self.config, b, t)),
@@ -372,8 +377,8 @@ impl EndToEnd {
         on_step: impl FnMut(Step, f64),
     ) -> Result<(LapTimings, Option<LossScaling>)> {
         let device = model.device();
-        let tokens = self.random_tokens(0, device)?; // (B, T)
-        let targets = self.random_tokens(1, device)?; // (B, T)
+        let tokens = self.random_tokens(0, device)?;
+        let targets = self.random_tokens(1, device)?;
         let mut stopwatch = Stopwatch::new(device)
             .warmup(self.warmup_steps)
             .on_step(on_step);
@@ -441,21 +446,24 @@ impl EndToEnd {
         Ok(model.with_checkpointing(self.checkpointing))
     }
 
-    /// Returns uniformly random ids, (B, T), u32. Different `stream`s give independent inputs and targets.
+    /// Returns the shape of a step's tokens: (accumulation B, T).
+    pub(super) fn step_shape(&self) -> [usize; 2] {
+        let rows = self.batch_size.saturating_mul(self.accumulation);
+        [rows, self.sequence_length]
+    }
+
+    /// Returns uniformly random ids, (accumulation B, T), u32. Different `stream`s give independent inputs and targets.
     pub(super) fn random_tokens(&self, stream: u64, device: &Device) -> Result<Tensor> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(stream);
-        let shape = (self.batch_size, self.sequence_length);
-        let bytes = shape
-            .0
-            .saturating_mul(shape.1)
-            .saturating_mul(size_of::<u32>());
+        let [rows, length] = self.step_shape();
+        let bytes = rows.saturating_mul(length).saturating_mul(size_of::<u32>());
         ops::check_granted("token ids", bytes as u64)?;
         let vocab = u32::try_from(self.config.vocab_size).unwrap_or(u32::MAX);
-        let ids: Vec<u32> = (0..shape.0 * shape.1)
+        let ids: Vec<u32> = (0..rows * length)
             .map(|_| rng.random_range(0..vocab))
             .collect();
-        Ok(Tensor::from_vec(ids, shape, device)?.to_dtype(DType::U32)?)
+        Ok(Tensor::from_vec(ids, (rows, length), device)?.to_dtype(DType::U32)?)
     }
 
     /// Returns a row with the labels of this run and without measurements.
@@ -470,6 +478,7 @@ impl EndToEnd {
             parameters: config.num_parameters(),
             batch_size: self.batch_size,
             context_length: self.sequence_length,
+            accumulation: self.accumulation,
             attention: self.attention,
             precision: self.precision,
             checkpointing: self.checkpointing,

@@ -38,10 +38,14 @@ impl EndToEnd {
         if self.execution.is_planned_step(self.mode) {
             return Ok(());
         }
-        let (field, expected, got) = match (self.optimizer_in_backward, self.memory_budget_bytes) {
-            (true, _) => ("optimizer_in_backward", "false", "true".into()),
-            (false, Some(bytes)) => ("memory_budget_bytes", "None", format!("{bytes} bytes")),
-            (false, None) => return Ok(()),
+        let (field, expected, got) = if self.optimizer_in_backward {
+            ("optimizer_in_backward", "false", "true".into())
+        } else if let Some(bytes) = self.memory_budget_bytes {
+            ("memory_budget_bytes", "None", format!("{bytes} bytes"))
+        } else if self.accumulation != 1 {
+            ("accumulation", "1", self.accumulation.to_string())
+        } else {
+            return Ok(());
         };
         let mode = self.mode.name();
         Err(Error::Config {
@@ -80,7 +84,8 @@ impl EndToEnd {
                 })
             }
             _ => {
-                let batch = Batch::meta(self.batch_size, self.sequence_length)?;
+                let [rows, length] = self.step_shape();
+                let batch = Batch::meta(rows, length)?;
                 let (model, config) = (self.meta_model()?, self.step_config());
                 let (plan, _) = Step::plan_for_model(device, &model, &config, batch)?;
                 Ok(plan)
@@ -122,7 +127,8 @@ impl EndToEnd {
             plan => plan?.total_bytes(),
         };
         // Tokens, targets, and the model's rotary cosines and sines.
-        let ids = self.batch_size.saturating_mul(self.sequence_length);
+        let [rows, length] = self.step_shape();
+        let ids = rows.saturating_mul(length);
         let angles = self.config.angle_elements(self.config.context_length);
         let beside = ids
             .saturating_mul(2)
@@ -135,6 +141,7 @@ impl EndToEnd {
         StepConfig {
             precision: self.precision,
             loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
+            accumulation: self.accumulation,
             optimizer_in_backward: self.optimizer_in_backward,
             memory_budget_bytes: self.memory_budget_bytes,
             optimizer: self.optimizer,

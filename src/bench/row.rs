@@ -32,6 +32,8 @@ pub struct EndToEndRow {
     pub batch_size: usize,
     /// T, the number of tokens in a sequence.
     pub context_length: usize,
+    /// The number of micro-batches of B sequences in a step.
+    pub accumulation: usize,
     /// The algorithm of attention.
     pub attention: Algorithm,
     /// The precision of forward, loss and parameters.
@@ -103,7 +105,7 @@ pub struct PhaseTime {
     pub warmup_ms: Vec<f64>,
     /// Whether the interquartile range exceeds 10% of the median.
     pub noisy: bool,
-    /// B T over the median; `None` for [`UPDATE`].
+    /// The tokens of a step over the median; `None` for [`UPDATE`].
     pub tokens_per_s: Option<f64>,
     /// FLOPs of the phase's matmuls by [`flops`](crate::model::flops), which counts no recomputation of checkpointing;
     /// `None` for the optimizer.

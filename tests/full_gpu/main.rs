@@ -34,6 +34,7 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
         attention: Algorithm::Naive,
         checkpointing: Checkpointing::None,
         batch_size,
+        accumulation: 1,
         sequence_length,
         mode: Mode::TrainStep,
         precision: Precision::F32,

@@ -28,6 +28,7 @@ pub fn run(mode: Mode) -> EndToEnd {
         checkpointing: Checkpointing::None,
         batch_size: 3,
         sequence_length: 9,
+        accumulation: 1,
         mode,
         precision: Precision::F32,
         warmup_steps: 2,

@@ -124,6 +124,11 @@ fn planned_runs_have_rows_too() {
             assert!(text.contains(words), "no {words:?} in {text:?}");
         }
         let text = refused(EndToEnd {
+            accumulation: 2,
+            ..run.clone()
+        });
+        assert!(text.contains("accumulation must be 1"), "{text}");
+        let text = refused(EndToEnd {
             memory_budget_bytes: Some(1 << 30),
             ..run
         });
@@ -152,4 +157,26 @@ fn planned_runs_have_rows_too() {
         text.contains("StepConfig: precision") && text.contains("bf16-full"),
         "{text}"
     );
+}
+
+/// A step of several micro-batches counts the tokens and FLOPs of all, and its memory estimate is exact too.
+#[test]
+fn a_step_of_several_micro_batches() {
+    let of = |accumulation| {
+        let run = EndToEnd {
+            execution: Execution::Planned,
+            accumulation,
+            ..run(Mode::TrainStep)
+        };
+        let rows = rows(&run);
+        let step = rows.last().unwrap().clone();
+        assert_eq!(step.get("accumulation"), Some(&accumulation.into()));
+        assert_eq!(step.get("batch_size"), Some(&3.into()));
+        step
+    };
+    let (one, three) = (of(1), of(3));
+    assert_eq!(number(&three, "flops"), 3.0 * number(&one, "flops"));
+    let tokens = number(&three, "tokens_per_s") * number(&three, "median_ms") / 1e3;
+    assert!((tokens / 81.0 - 1.0).abs() < 1e-12, "{tokens}");
+    assert!(number(&three, "estimate_bytes") > number(&one, "estimate_bytes"));
 }
