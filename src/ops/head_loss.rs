@@ -18,6 +18,10 @@ const CHUNK_ELEMENTS: usize = 256 * 10_240;
 /// The number of logits in a chunk on a GPU, where larger matmuls are not faster.
 const GPU_CHUNK_ELEMENTS: usize = 4096 * 10_240;
 
+/// The minimum number of rows in a chunk on a GPU in half precision, for more classes. Each chunk reads and writes the
+/// gradient of the head's weight in f32: with few rows that takes longer than the matmul.
+const GPU_CHUNK_ROWS: usize = 2048;
+
 /// The minimum number of rows in a chunk.
 const CHUNK_ROWS: usize = 64;
 
@@ -163,7 +167,12 @@ impl Sizes {
             Target::Cpu => within(CHUNK_ELEMENTS),
             // Chunks of equal size that start at aligned rows.
             Target::Cuda => {
-                let chunks = self.rows.div_ceil(within(GPU_CHUNK_ELEMENTS));
+                let least = match self.dtype {
+                    DType::F16 | DType::BF16 => GPU_CHUNK_ROWS.min(self.rows),
+                    _ => 1,
+                };
+                let most = within(GPU_CHUNK_ELEMENTS).max(least);
+                let chunks = self.rows.div_ceil(most);
                 self.rows.div_ceil(chunks).next_multiple_of(2 * CHUNK_ROWS)
             }
         }

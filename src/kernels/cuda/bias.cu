@@ -1,15 +1,18 @@
 // The bias of a matmul: rows filled with it, to which the matmul is added, and its gradient, the sum of all rows.
 //
-// fill: y (rows, width) = bias (width), rounded once. Grid (ceil(width / 256), min(rows, 65535)), block 256.
+// fill: y (rows, width) = bias (width), rounded once. A thread has four columns of several rows. Grid (ceil(width / 4 /
+// block.x), any number), block 256 or fewer: threads along a row, rows.
 // sums: out (parts, width) f32 = sums of x's rows (rows, width); part p begins at row p `rows_per_part`. Grid
 // (ceil(width / 32), parts), block (32, 8). Called twice: for partial sums, then for their sum, which is added to out
 // if `accumulate`. The order is fixed.
 
 template <class B, class Y> __device__ __forceinline__ void fill(const B* bias, Y* y, long long rows, int width) {
-    int column = blockIdx.x * 256 + threadIdx.x;
-    if (column >= width) return;
-    Y value = narrow<Y>(widen(bias[column]));
-    for (long long row = blockIdx.y; row < rows; row += gridDim.y) y[row * width + column] = value;
+    int first = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (first >= width) return;
+    float values[4];
+    load_few(bias, first, width, values);
+    long long row = (long long)blockIdx.y * blockDim.y + threadIdx.y;
+    for (; row < rows; row += (long long)gridDim.y * blockDim.y) store_few(y + row * width, first, width, values);
 }
 
 template <class T>

@@ -19,7 +19,11 @@ pub(crate) fn fill(gpu: &CudaDevice, bias: View, y: View) -> Result<()> {
     }
     let kernel = SOURCE.kernel(gpu, "fill", suffixes(bias.dtype, y.dtype))?;
     let rows = y.len / bias.len;
-    let config = launch_config((bias.len.div_ceil(256), rows.min(65_535)), (256, 1));
+    let packs = bias.len.div_ceil(4);
+    let along_row = packs.next_multiple_of(32).min(256);
+    let block_rows = 256 / along_row;
+    let blocks = rows.div_ceil(8 * block_rows).min(65_535); // eight rows a thread
+    let config = launch_config((packs.div_ceil(along_row), blocks), (along_row, block_rows));
     let (rows, width) = (rows as i64, bias.len as i32);
     let mut launch = kernel.builder();
     launch.arg(&bias.pointer).arg(&y.pointer);
