@@ -8,7 +8,7 @@
 /// It sets the environment variable `CANDLE_BARRIER_POOL_SPIN_LIMIT` to 1000, which candle reads at its first op; an
 /// existing value is kept and applies. The environment can be changed safely only while the process has one thread.
 /// With more threads, and on other systems than Linux and Windows, nothing is set: set it outside of the process.
-/// [`distributed::init`](crate::distributed::init()) starts threads, so call it later.
+/// [`distributed::init`](crate::distributed::init()) starts threads, so call `tallow::init` before it.
 ///
 /// A program that trains on a GPU may leave it out: only what candle computes on the CPU gains from it.
 ///

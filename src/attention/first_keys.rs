@@ -146,7 +146,8 @@ impl FirstKeys {
         Ok(Self(Tensor::from_vec(first_keys, shape, &Device::Cpu)?))
     }
 
-    /// Declares first keys as an input of a plan: each run passes a u32 tensor (B, Tq) by this name, and checks it.
+    /// Creates first keys (B, Tq) u32 as a meta tensor, as an input of a [trace](crate::graph::trace()). In the loss of
+    /// a [`Step`](crate::compile::Step) write `FirstKeys::new(&inputs.get(name)?)` instead; each run checks them.
     ///
     /// # Errors
     /// Those of [`graph::input`](crate::graph::input()).
@@ -159,7 +160,8 @@ impl FirstKeys {
         Ok(Self(graph::constant((batch, length), DType::U32)?))
     }
 
-    /// Copies the first keys to another device. Attention on another device than theirs copies them in each call.
+    /// Copies the first keys to another device. If they are on another device than q, each call of attention
+    /// copies them.
     ///
     /// # Errors
     /// Errors of the device.

@@ -21,9 +21,9 @@ const BIAS: &str = "attention::ScoreBias";
 ///
 /// A query that attends to no key has an output and gradients of zero. [`flash`](super::flash()) skips tiles of keys
 /// that are hidden from all queries of a tile, forward and backward. On a GPU a kernel packs the mask first, a bit for
-/// each element, and finds these tiles. On the CPU a NaN or an infinity in a hidden key has no effect in flash
-/// attention. [`naive`](super::naive()) multiplies hidden values by 0, so they must be finite; on a GPU hidden keys
-/// must be finite too.
+/// each element, and finds these tiles. Hidden keys and values must be finite numbers, such as zeros:
+/// [`naive`](super::naive()) multiplies them by 0, and a GPU multiplies whole tiles. (In flash attention on the CPU a
+/// hidden NaN or infinity has no effect.)
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -113,8 +113,8 @@ impl KeyMask {
         Self::padding(&Tensor::from_vec(visible.collect(), shape, &Device::Cpu)?)
     }
 
-    /// Declares a mask that broadcasts to (B, H, Tq, Tk) as an input of a plan: each run passes a u8 tensor of this
-    /// shape by this name.
+    /// Creates a meta mask that broadcasts to (B, H, Tq, Tk), as an input of a [trace](crate::graph::trace()). In the
+    /// loss of a [`Step`](crate::compile::Step) write `KeyMask::new(&inputs.get(name)?)` instead.
     ///
     /// # Errors
     /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::new`].
@@ -122,7 +122,8 @@ impl KeyMask {
         Self::new(&graph::input(name, shape, DType::U8)?)
     }
 
-    /// Declares a padding mask (B, Tk) as an input of a plan.
+    /// Creates a meta padding mask (B, Tk), as an input of a [trace](crate::graph::trace()). In the loss of a
+    /// [`Step`](crate::compile::Step) write `KeyMask::padding(&inputs.get(name)?)` instead.
     ///
     /// # Errors
     /// Those of [`graph::input`](crate::graph::input()) and [`KeyMask::padding`].
@@ -130,7 +131,7 @@ impl KeyMask {
         Self::padding(&graph::input(name, shape, DType::U8)?)
     }
 
-    /// Copies the mask to another device. Attention on another device than the mask's copies it in each call.
+    /// Copies the mask to another device. If the mask is on another device than q, each call of attention copies it.
     ///
     /// # Errors
     /// Errors of the device.
@@ -177,9 +178,9 @@ impl KeyMask {
 /// Terms of the scores, such as ALiBi's or T5's relative positions: a float tensor that is added to the scaled (and
 /// capped) scores.
 ///
-/// The tensor broadcasts to (B, H, Tq, Tk), and is in the dtype of q or, if q is in half precision, in f32. -inf hides
-/// a key; a query whose terms are all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed
-/// over the dimensions in which it was broadcast.
+/// The tensor broadcasts to (B, H, Tq, Tk). Its dtype is that of q (under autocast, that to which q is cast); if that
+/// is half precision, f32 is allowed too. -inf hides a key; a query whose terms are all -inf attends to no key. The
+/// tensor has a gradient if it is tracked, `dS` summed over the dimensions in which it was broadcast.
 ///
 /// Flash attention on a GPU reads a bias in its own dtype: in half precision it needs half of the bandwidth. Tiles that
 /// a bias hides are computed; those that a [`KeyMask`] hides are skipped.
@@ -232,7 +233,8 @@ impl ScoreBias {
         Ok(Self(bias.clone()))
     }
 
-    /// Declares terms as an input of a plan: each run passes a tensor of this shape and dtype by this name.
+    /// Creates terms as a meta tensor, as an input of a [trace](crate::graph::trace()). In the loss of a
+    /// [`Step`](crate::compile::Step) write `ScoreBias::new(&inputs.get(name)?)` instead.
     ///
     /// # Errors
     /// Those of [`graph::input`](crate::graph::input()) and [`ScoreBias::new`].

@@ -124,9 +124,13 @@ pub struct StepConfig {
     /// [all]: crate::train::TrainConfig::accumulation
     pub accumulation: usize,
     /// The maximum size of the arena in training. If a plan needs more, backward recomputes as little as possible, in
-    /// this order: in half precision on a GPU, the residual sums that the second norms of the first blocks read (one
-    /// addition each); gate and up of SwiGLU in the first blocks (half of what a block saves); then, for a model, whole
-    /// blocks. [`Step::forward`](super::Step::forward) recomputes nothing and has no limit.
+    /// this order, each from the first block on:
+    ///
+    /// 1. in half precision on a GPU, the input of each block's second norm, by one addition;
+    /// 2. the outputs gate and up of SwiGLU, half of the bytes that a block saves;
+    /// 3. in a step of a [`TransformerLM`](crate::model::TransformerLM), whole blocks.
+    ///
+    /// [`Step::forward`](super::Step::forward) recomputes nothing and has no limit.
     pub memory_budget_bytes: Option<u64>,
     /// Whether each parameter is updated as soon as its gradient is computed, which frees the gradient's memory. One
     /// gradient is alive at a time; on a GPU those of one block, whose matrices are updated in one launch. This lowers

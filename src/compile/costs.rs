@@ -29,14 +29,13 @@ impl Plan {
         &self.group_costs
     }
 
-    /// Returns the cost of a call, as profiles of planned runs report it, or `None` if its operands or group are not in
-    /// this plan.
+    /// Returns the cost of a call, as profiles of planned runs report it, or `None` for a call of another plan.
     ///
     /// Bytes are those of its operands ([`bytes_moved`](Self::bytes_moved)). Matmul FLOPs are the call's own, those of
-    /// Muon's iteration included. Other
-    /// FLOPs are those of its group ([`costs`](Self::costs)), divided among the group's calls that are not matmuls.
-    /// Softmax FLOPs go to the calls that compute attention scores, if there are any. The rest is divided in proportion
-    /// to the elements that each call computes: attention scores, or else the elements that it writes.
+    /// Muon's iteration included. Other FLOPs are those of its group ([`costs`](Self::costs)), divided among the
+    /// group's calls that are not matmuls. Softmax FLOPs go to the calls that compute attention scores, if there are
+    /// any. The rest is divided by size: the number of attention scores of calls that compute scores, otherwise the
+    /// number of elements written.
     #[doc(hidden)]
     pub fn cost(&self, call: &Call) -> Option<Cost> {
         self.has(call).then(|| self.cost_of(call))
@@ -109,7 +108,8 @@ pub struct GroupCost {
     pub phase: Phase,
     /// The sum of the ops' formulas ([`op_costs`](crate::profile::op_costs)) for one micro-batch: forward or backward,
     /// or both for head and loss. Backward includes the gradients of all inputs, also of those that need none. Bytes
-    /// are those of the ops run one by one; planned together they move fewer.
+    /// are those of the ops run one by one. What the plan's calls compute and move may therefore be less:
+    /// [`Plan::flops`] and [`Plan::traffic_bytes`] are of its calls.
     pub cost: Cost,
     /// The number of elements that its calls compute, without matmuls.
     pub(super) computed: f64,

@@ -66,24 +66,25 @@
 //! | half-precision parameters under an optimizer, as in [`Regime::Full`] | everywhere |
 //! | weights that are cast at each use: [`Precision::with_dropped_casts`] | everywhere |
 //! | parameters under an optimizer that have several dtypes or share a storage | everywhere |
-//! | an op without a kernel for its dtype, or on the reference path | everywhere |
+//! | an op that would run its reference: it has no kernel for the dtype, or [`KernelPolicy`] asks for it | everywhere |
 //! | candle's own arithmetic on values that depend on an input ([views](crate::graph#meta-tensors) work) | everywhere |
-//! | token ids or first keys that an op computes: make them an input | everywhere |
+//! | ids, targets or first keys that an op but `topk` or `argmax` computes: make them an input | everywhere |
 //! | arithmetic on i64 tensors in a function whose token ids are i64: pass the ids in u32 | everywhere |
 //! | an output that is not a float; in a training step, a loss that is not a scalar f32 (CPU: or f64) | everywhere |
 //! | a parameter without a gradient, unless its group [permits that](crate::optim::MissingGradients) | everywhere |
 //! | the optimizer in backward with clipping by norm, accumulation, loss scaling or several ranks | everywhere |
 //! | gradients exchanged in bf16 | CPU |
 //!
+//! [`KernelPolicy`]: crate::ops::KernelPolicy
 //! [`Regime::Full`]: crate::precision::Regime::Full
 //! [`Precision::with_dropped_casts`]: crate::precision::Precision::with_dropped_casts
 //!
 //! # Half precision
 //!
 //! With [`StepConfig::precision`] a step computes what an eager step computes under [`autocast`](crate::autocast()).
-//! Inputs and outputs of matmuls and attention are bf16 or f16, and sums are f32. Parameters, optimizer state, norms,
-//! probabilities, cross-entropies, gradients of parameters and the residual stream of a
-//! [`TransformerLM`](crate::model::TransformerLM) are f32.
+//! Matmuls and attention read and write bf16 or f16, and accumulate in f32. These are f32: parameters, their gradients,
+//! optimizer state, softmax probabilities, cross-entropies, and the residual stream of a
+//! [`TransformerLM`](crate::model::TransformerLM) with its norms.
 //!
 //! The autocast policy is PyTorch's for CUDA, on the CPU too. [`Precision::with_regime`] selects PyTorch's policy for
 //! the CPU instead. A [`TransformerLM`](crate::model::TransformerLM) computes the same under both. In a loss of your
@@ -91,8 +92,8 @@
 //! CUDA's policy, and have the dtype of their inputs under the CPU's. `mean` has the dtype of its input under both.
 //!
 //! A training step needs a loss in f32. [`ops::cross_entropy`](crate::ops::cross_entropy()) returns one. A loss of your
-//! own must end in f32 itself, for example because it subtracts f32 targets from a bf16 output. If it would end in half
-//! precision, call [`ops::cast`](crate::ops::cast()) before the mean.
+//! own must be f32 too. It is if one of its operands is f32, such as f32 targets that are subtracted from a bf16
+//! output: the result is then promoted. Otherwise call [`ops::cast`](crate::ops::cast()) before the last sum or mean.
 //!
 //! The weights that matmuls read have half-precision copies in the arena:
 //!
@@ -104,8 +105,8 @@
 //!
 //! [`Precision::with_regime`]: crate::precision::Precision::with_regime
 //!
-//! Results are rounded where eager ones are, with one exception. If several linear layers read one input, each adds to
-//! its gradient in place. The sum is then rounded once for each layer; an eager step rounds each matmul and each sum.
+//! Results are rounded where eager ones are, with one exception. If several linear layers read one tensor, each adds
+//! its part to that tensor's gradient, and rounds once. An eager step rounds each part, and each sum again.
 //!
 //! f16 needs loss scaling: [`StepConfig::loss_scaling`] and [`Step::run_scaled`] with a
 //! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. If a gradient overflows, the update is
@@ -121,14 +122,15 @@
 //!   from ([`Meter`](crate::memory::Meter)). The process needs more: the CUDA context, its loaded kernels, recorded
 //!   CUDA graphs and, with several ranks, NCCL's buffers.
 //! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Each thread keeps a
-//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. Small matmuls in
-//!   f32, and on processors without AVX-512 most, are by the `gemm` crate: it keeps a buffer of the size of the level 2
-//!   cache for each thread, and packs into memory that it frees. The threads are the calling one and those of rayon's
-//!   pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles per thread, naive attention the
-//!   bytes that [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts. In tests all other
-//!   scratch memory of a run is under 1 MiB.
+//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. The `gemm` crate
+//!   computes small f32 matmuls and, on processors without AVX-512, most f32 matmuls: it keeps one buffer for each
+//!   thread, of the size of the level 2 cache, and frees its other memory after each call. The threads are the calling
+//!   one and those of rayon's pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles per
+//!   thread, naive attention the workspace of
+//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown), which is that of all threads. In
+//!   tests all other scratch memory of a run is under 1 MiB.
 //!
-//! With accumulation, inputs are counted for one micro-batch.
+//! With accumulation, inputs are counted for one micro-batch: the rest of the batch is the caller's memory.
 //!
 //! A step has a plan for each set of shapes and for each kind of run, such as the evaluation by [`Step::forward`]. All
 //! share the arena, which has the size of the largest. On a GPU each plan has a workspace of its own.

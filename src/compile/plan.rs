@@ -185,8 +185,8 @@ impl Plan {
     }
 
     /// Returns the size of a GPU executor's memory outside of the arena, in bytes: 32 MiB for cuBLASLt, the tables with
-    /// which one launch updates many parameters (8 bytes for each 8,192 elements), and for a forward pass its output
-    /// until that is copied. 0 on the CPU.
+    /// which one launch updates many parameters (8 bytes for each 8,192 elements), and, in a plan of a forward pass, a
+    /// buffer for the output, which is then copied to the caller. 0 on the CPU.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
@@ -210,8 +210,8 @@ impl Plan {
         self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()
     }
 
-    /// Returns the bytes of all buffers of a category. Buffers in the arena count with the maximum that is live at one
-    /// call.
+    /// Returns the bytes of all buffers of a category. For buffers in the arena this is the most that is live at any
+    /// one call, so categories do not add up to the total.
     #[doc(hidden)]
     pub fn category_bytes(&self, category: Category) -> u64 {
         let buffers = || self.buffers.iter().filter(|b| b.category == category);
@@ -274,7 +274,7 @@ impl Plan {
                 .is_none_or(|index| index < self.group_costs.len())
     }
 
-    /// Returns the bytes of a call's operands, or `None` if its operands or cost index are not in this plan. Operands
+    /// Returns the bytes of a call's operands, or `None` for a call of another plan. Operands
     /// that are read and written count twice.
     #[doc(hidden)]
     pub fn bytes_moved(&self, call: &Call) -> Option<u64> {
@@ -337,8 +337,7 @@ impl Plan {
         }
     }
 
-    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` if the call's operands or cost
-    /// index are not in this plan.
+    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` for a call of another plan.
     #[doc(hidden)]
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))

@@ -24,8 +24,9 @@ const OP: &str = "distributed::Communicator";
 /// device's stream waits for it. The host does not wait: the call returns before the collective is done. On the CPU a
 /// thread runs the collectives in order, and each call returns when its collective is done.
 ///
-/// If a rank dies, stops or makes another call, all ranks get [`Error::Rank`], which names it. A thread of each rank
-/// learns of the failure and aborts NCCL, which ends waits for the GPU. A call that waits for other ranks returns the
+/// If a rank's process ends, if it hangs for longer than the timeout, or if it makes a different call than the others,
+/// all ranks get [`Error::Rank`], which names that rank. On each rank a background thread receives the failure and
+/// aborts NCCL; calls on the host that wait for the GPU then return. A call that waits for other ranks returns the
 /// error. A collective on a GPU does not wait: the error then comes from the next call of the communicator, and the
 /// collective's result is undefined. So call [`check`](Self::check) after you have read such a result from a GPU,
 /// before you use it. After the error weights are undefined: continue from a checkpoint.
@@ -217,13 +218,13 @@ impl Communicator {
     ///   [`Replicated::new`](super::Replicated::new), [`Optimizer::shard`](crate::optim::Optimizer::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
     /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and
-    ///   in a fully sharded run where ranks wait for each other's parts. A rank's own write is not covered, but the
-    ///   calls in which the others wait for it are.
+    ///   in a fully sharded run where ranks wait for each other's parts. The time in which a rank writes its own file
+    ///   is not limited on that rank, but the calls in which other ranks wait for it are covered.
     ///
-    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Your
-    /// own collectives and [`Step::forward`](crate::compile::Step::forward) with sharded weights need a guard, together
-    /// with the reads of their results, or a rank that hangs in them may never be noticed (a rank whose process dies
-    /// always is).
+    /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Hold a
+    /// guard around your own collectives, around [`Step::forward`](crate::compile::Step::forward) with sharded weights,
+    /// and around the reads of their results. Without it a rank that hangs there may never be noticed. A process that
+    /// dies is always noticed.
     ///
     /// ```
     /// # use tallow::distributed::Communicator;

@@ -27,8 +27,8 @@ pub struct DistConfig {
     ///
     /// - the time from the first rank's call of [`distributed::init`](super::init()) to the last rank's;
     /// - the longest step; the first one includes planning;
-    /// - a step, plus the longest work that one rank does while the others already wait in it, such as a save, or
-    ///   loading data and weights at the start.
+    /// - the longest step plus the longest work that one rank does before it, while the others already wait in that
+    ///   step: a save or, before the first step, loading data and weights.
     pub timeout: Duration,
     /// The most multiprocessors of a GPU that NCCL's collectives use; they run concurrently with the model's kernels.
     /// `None` leaves the choice to NCCL.
@@ -113,10 +113,9 @@ pub struct ReplicatedConfig {
     /// The dtype to which gradients are rounded for the exchange: bf16 halves the bytes. `None` keeps their own dtype.
     /// Planned steps on the CPU do not support bf16.
     ///
-    /// A planned step on a GPU rounds only gradients that a matmul can write in bf16, as with [an optimizer in
-    /// backward](crate::compile::StepConfig::optimizer_in_backward): those of matrices that one op reads. Gradients of
-    /// embeddings and norms are exchanged in f32. Such a step is in precision bf16, without accumulation and without
-    /// loss scaling.
+    /// A planned step on a GPU rounds only gradients that a matmul can write in bf16: those of matrices that exactly
+    /// one op reads. All others, such as those of embeddings and norms, are exchanged in f32. The step must have
+    /// precision bf16, one micro-batch on each rank and no loss scaling; anything else is an error.
     pub dtype: Option<DType>,
 }
 
@@ -155,8 +154,8 @@ impl ReplicatedConfig {
 pub struct FullyShardConfig {
     /// The dtype to which gradients are rounded for the exchange, as in [`ReplicatedConfig::dtype`].
     pub dtype: Option<DType>,
-    /// Size of a bucket in a planned step on a GPU. A bucket has the weights of consecutive modules, such as blocks. It
-    /// ends with the module in which it reaches this size, so it has at least one. A bucket is gathered while the one
+    /// Size of a bucket in a planned step on a GPU. A bucket takes whole modules, such as blocks, in order, until its
+    /// size is at least this. A bucket is gathered while the one
     /// before it is in use: about two buckets of full weights exist at a time. Gradients are exchanged in buckets too.
     pub bucket_bytes: u64,
 }

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// bf16 with [`Precision::BF16`](crate::precision::Precision::BF16). Clipping uses the norm of the full gradients, over
 /// all ranks.
 ///
-/// Outside of such a step running its layers is an error. [`Step::forward`](crate::compile::Step::forward) evaluates
+/// It is an error to run its layers outside of such a step. [`Step::forward`](crate::compile::Step::forward) evaluates
 /// them. [`Trainer::fully_sharded`](crate::train::Trainer::fully_sharded) trains, saves and resumes such a model.
 ///
 /// ```
@@ -55,9 +55,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// ```
 ///
 /// Without `Trainer` nothing writes one file for all ranks. Each rank can write its parts and its
-/// [`Optimizer::state`](crate::optim::Optimizer::state) to files of its own. As many ranks restore them, with candle's
-/// `Var::set` and [`Optimizer::load_state`](crate::optim::Optimizer::load_state), before they create the step.
-/// [`full_weight`](Self::full_weight) returns one full weight at a time, to export the model.
+/// [`Optimizer::state`](crate::optim::Optimizer::state) to files of its own. To restore them, start the same number of
+/// ranks, and on each call candle's `Var::set` and [`Optimizer::load_state`](crate::optim::Optimizer::load_state)
+/// before it creates the step. [`full_weight`](Self::full_weight) returns one full weight at a time, to export the
+/// model.
 ///
 /// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao
 /// et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
@@ -80,7 +81,7 @@ struct Weight {
 }
 
 impl FullyShard {
-    /// Creates an empty model for the ranks of a job.
+    /// Creates the store of a job's sharded weights, still empty. The [builder](Self::builder) fills it.
     ///
     /// # Errors
     /// [`Error::Config`] for a dtype that is neither bf16 nor f32.

@@ -77,28 +77,30 @@
 //!
 //! - It panics, or its process ends without dropping the communicator: a crash, a signal, `std::process::exit`. The
 //!   others notice immediately.
-//! - It has dropped the communicator, as a rank does that returns from `main`, and another rank still needs it. That is
-//!   noticed no later than the timeout. Ranks need not return from `main` together.
-//! - A covered call of any rank has lasted longer than [`DistConfig::timeout`]. The failed rank is then the one that
-//!   this call waits for. [`Communicator::apply_timeout`] lists the covered calls and says how that rank is determined.
-//!   All ranks learn of it within a second after the timeout.
+//! - It has dropped its communicator, for instance by returning from `main`, and another rank still waits for it in a
+//!   call. That is noticed no later than the timeout. Ranks need not return from `main` together.
+//! - A call that the timeout covers has lasted longer than [`DistConfig::timeout`] on some rank. Most calls that wait
+//!   for other ranks are covered. [`Communicator::apply_timeout`] lists them, and says which rank has then failed: the
+//!   one that this call waits for. All ranks learn of it within a second after the timeout.
 //!
 //! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
 //! suspended together and resumed (`scontrol suspend`): that time does not count.
 //!
-//! - Weights are undefined after [`Error::Rank`], and the communicator returns it from then on. Return the error from
-//!   `main` (`?`). The process then ends with exit code 1, about 15 seconds after the error at the latest: it drops the
-//!   communicator, which waits up to 10 seconds for NCCL's abort and a few seconds for last messages, but not for other
-//!   ranks. Start all ranks again, and resume from a checkpoint.
-//! - Rust prints the error of `main` after that drop. Under [`launch()`], print the error before you return it:
-//!   `launch` ends all ranks 10 seconds after the first one has ended with an error, which may be during that drop.
+//! - After [`Error::Rank`] the weights are undefined, and later calls of the communicator return the same error. Return
+//!   it from `main` (`?`). The process then ends with exit code 1, about 15 seconds after the error at the latest: it
+//!   drops the communicator, which waits up to 10 seconds for NCCL's abort and a few seconds for last messages, but not
+//!   for other ranks. Start all ranks again, and resume from a checkpoint.
+//! - Rust prints the error of `main` after the communicator is dropped. Under [`launch()`], print the error before you
+//!   return it: `launch` ends all other ranks 10 seconds after the first one has ended with an error, and a rank may
+//!   still be dropping its communicator then.
 //! - Once a rank has exited with the error, [`launch()`], torchrun and mpirun also end a rank that hangs. `srun` does
 //!   so with `--kill-on-bad-exit=1`.
-//! - If a host loses power or its network, its connections stay open. The others notice once a covered call has lasted
-//!   longer than the timeout, whether it is rank 0's host or another one. No rank replaces rank 0.
-//! - tallow handles no signals in a rank. SIGTERM ends it without a save, which is a failure. To save first, let a
-//!   handler set a flag (for example by the crate `signal-hook`). After each step combine the flags of all ranks
-//!   ([`Communicator::mean`]); if one is set, every rank calls `save` and stops. `examples/train/signals.rs` does this.
+//! - If a host loses power or its network, its connections stay open. The ranks on other hosts notice when a covered
+//!   call exceeds the timeout, also if the lost host is that of rank 0. No rank replaces rank 0.
+//! - tallow handles no signals in a rank. SIGTERM ends the rank without a save, and the other ranks see a failed rank.
+//!   To save first, let a handler set a flag (for example by the crate `signal-hook`). After each step combine the
+//!   flags of all ranks ([`Communicator::mean`]); if one is set, every rank calls `save` and stops.
+//!   `examples/train/signals.rs` does this.
 //!
 //! [`Trainer::new`]: crate::train::Trainer::new
 //! [`Trainer::resume`]: crate::train::Trainer::resume

@@ -33,9 +33,9 @@
 //!
 //! Note the names: candle's `rope` rotates by halves, tallow's [`rope`](crate::ops::rope()) adjacent pairs.
 //!
-//! candle's other ops and layers have gradients. [`names`](super::names#candles-names) has ours for each: their kernels
-//! compute forward and backward, follow autocast, and can be traced and planned. Ops with kernels have the same formula
-//! in plain candle ops in [`ops::reference`](mod@crate::ops::reference).
+//! candle's other ops and layers have gradients. [`names`](super::names#candles-names) lists tallow's op or layer for
+//! each. tallow's have kernels for forward and backward, follow autocast, and can be traced and planned. Ops with
+//! kernels have the same formula in plain candle ops in [`ops::reference`](mod@crate::ops::reference).
 //!
 //! # Gradients
 //!
@@ -48,9 +48,10 @@
 //! | a gradient's first contribution | is added to zeros | is used directly |
 //! | the loss | is borrowed | is taken by value; `loss.detach()` keeps its number |
 //!
-//! candle does not expose its own ops, so from the first candle op that backward meets, candle computes the rest. Write
-//! sums and products of activations with [`ops::add`](crate::ops::add) and [`ops::mul`](crate::ops::mul), not with `+`
-//! and `*`. Views (`narrow`, `transpose`, `reshape`) are no obstacle.
+//! Backward runs from the loss to the inputs. candle does not expose its own ops: at the first one that backward
+//! reaches, candle takes over, also for tallow's ops earlier in the model. Write sums and products of activations with
+//! [`ops::add`](crate::ops::add) and [`ops::mul`](crate::ops::mul), not with `+` and `*`. Views (`narrow`, `transpose`,
+//! `reshape`) are no obstacle.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

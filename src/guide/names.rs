@@ -583,7 +583,7 @@
 //! | `CPUOffloadPolicy` | none |
 //! | `distributed.checkpoint` | [`Trainer::save`], [`Trainer::resume`], [`Trainer::resume_fully_sharded`] |
 //! | tensor and pipeline parallelism | none |
-//! | `elastic`, `--max-restarts` | none: start again and resume, see [`several_hosts`] |
+//! | `elastic`, `--max-restarts` | `torchrun --max-restarts`, and resume: see [`several_hosts`] |
 //!
 //! # `torch.compile`, `torch.fx`, `torch.export`
 //!

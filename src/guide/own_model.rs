@@ -10,7 +10,7 @@
 //! are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar f32. With
 //! [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16. `cross_entropy`,
 //! `log_softmax`, `logsumexp`, `exp` and `sum` of it are f32. `mean`, `relu`, `add` and `mul` of bf16 tensors stay
-//! bf16: if the loss would end in one of these, call [`ops::cast`](crate::ops::cast()) to f32 before the mean.
+//! bf16: if the loss would be bf16, call [`ops::cast`](crate::ops::cast()) to f32 before its last sum or mean.
 //! [`compile`](crate::compile#half-precision) has the list of dtypes.
 //!
 //! A plan needs no weights: a model of [`graph::weights`](crate::graph::weights()) has shapes alone, so that the memory
@@ -98,8 +98,8 @@
 //! ```
 //!
 //! Each file is replaced atomically, but not both together. A crash between the two saves leaves a new model with an
-//! old optimizer. To rule that out, write both to a new folder and rename it.
-//! ([`Trainer::save`](crate::train::Trainer::save) writes one file.)
+//! old optimizer. To rule that out, write both to a temporary folder, and rename it to a name that does not
+//! exist yet, such as `step-1000`. ([`Trainer::save`](crate::train::Trainer::save) writes one file.)
 //!
 //! # Memory that the plan does not count
 //!
@@ -118,9 +118,10 @@
 //!
 //! # Mixtures of experts
 //!
-//! A step is planned for fixed shapes, so the number of tokens that an expert computes must not depend on the data. There
-//! are two ways. Each expert computes every token and a mask drops what was not chosen: exact, but with the FLOPs of all
-//! experts. Or each expert computes a fixed number of tokens, its capacity: those that give it the largest weights.
+//! A step is planned for fixed shapes, so the number of tokens that an expert computes must not depend on the data.
+//! There are two ways. Each expert computes every token and a mask drops what was not chosen: exact, but with the FLOPs
+//! of all experts. Or each expert computes a fixed number of tokens, its capacity: those that give it the largest
+//! weights.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -173,5 +174,5 @@
 //! ```
 //!
 //! A token that no expert has room for keeps its residual x. The choice has no gradient; the weights have one.
-//! [`topk`](crate::ops::topk()) makes ids that are known to be valid, so that [`index_select`](crate::ops::index_select)
-//! needs no check in a step.
+//! [`topk`](crate::ops::topk()) makes ids that are known to be valid, so that
+//! [`index_select`](crate::ops::index_select) needs no check in a step.

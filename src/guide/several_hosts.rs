@@ -149,8 +149,9 @@
 //!
 //! # Ports
 //!
-//! - Rank 0 listens on `MASTER_PORT`, on all interfaces, and every other rank connects there. Under torchrun, if its
-//!   agent has a store on that port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next one. Open both.
+//! - Rank 0 listens on `MASTER_PORT`, on all interfaces, and every other rank connects there. torchrun's agent
+//!   may use `MASTER_PORT` itself (it then sets `TORCHELASTIC_USE_AGENT_STORE=True`); rank 0 then listens on the port
+//!   after it. Open both ports.
 //! - If rank 0 does not answer, the other ranks try again until [`DistConfig::timeout`], ten minutes by default. All
 //!   ranks must join within that time.
 //! - Jobs on one host need different ports. A job that is started again may use the same port once the old rank 0 has
@@ -190,13 +191,14 @@
 //! # Failures
 //!
 //! Each rank sends rank 0 a heartbeat four times a second, with the operation that it is in. If a process dies, or a
-//! covered call lasts longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank), which names the
-//! rank that has failed. Weights are then undefined. The `?` in the program ends it with exit code 1: start all ranks
-//! again, and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them with the option
-//! `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried. To save before
-//! Slurm's time limit, add `#SBATCH --signal=TERM@300`, which sends SIGTERM to the ranks five minutes before it, and
-//! handle the signal as `examples/train/signals.rs` does (untried too). [`distributed`](crate::distributed#failures)
-//! says when a rank has failed, how long that takes to notice, and what happens if rank 0 ends and on SIGTERM.
+//! call that waits for other ranks lasts longer than the timeout, all ranks return [`Error::Rank`](crate::Error::Rank),
+//! which names the rank that has failed. Weights are then undefined. The `?` in the program ends it with exit code 1:
+//! start all ranks again, and they resume from the checkpoint. tallow restarts no ranks. torchrun restarts all of them
+//! with the option `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried. To
+//! save before Slurm's time limit, add `#SBATCH --signal=TERM@300`, which sends SIGTERM to the ranks five minutes
+//! before it, and handle the signal as `examples/train/signals.rs` does (untried too).
+//! [`distributed`](crate::distributed#failures) says when a rank has failed, how long that takes to notice, and what
+//! happens if rank 0 ends and on SIGTERM.
 //!
 //! # Before the first run
 //!

@@ -157,9 +157,10 @@ pub fn total_bytes() -> Option<u64> {
 ///
 /// Page cache counts as free. `None` if the system does not report it.
 ///
-/// A system that overcommits grants more memory than it has, and kills the process when it writes to it. Work is
-/// therefore refused beforehand if it needs more than this. After `memory::system::reserve_scratch` the buffers that
-/// threads keep are already subtracted. Under `ulimit -v` an allocator may need more address space than it returns.
+/// A system that overcommits grants more memory than it has, and kills the process when it writes to it. tallow
+/// therefore refuses work that needs more than this. After `memory::system::reserve_scratch` the buffers that threads
+/// keep are already subtracted. Under `ulimit -v` the real limit is lower, since allocators reserve more addresses than
+/// they hand out.
 ///
 /// ```
 /// use tallow::hardware::{available_bytes, total_bytes};

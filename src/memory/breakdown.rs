@@ -18,7 +18,7 @@ pub enum MemoryKind {
     /// Data that a step reads and does not train: inputs, token ids, constants, tables of rotary embeddings and, in a
     /// plan, frozen weights.
     Inputs,
-    /// Outputs of forward; with a graph, those saved for backward (residuals).
+    /// Outputs of forward's ops. If a backward follows, those that it needs.
     Activations,
     /// Half-precision copies of f32 weights in an autocast region.
     WeightCasts,

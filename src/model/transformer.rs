@@ -224,8 +224,8 @@ impl TransformerLM {
         }
     }
 
-    /// Sets the algorithm of attention; that of a new model is naive. Results depend on it by rounding. The parameters
-    /// are shared.
+    /// Sets the algorithm of attention; that of a new model is naive. The choice changes results only by rounding. The
+    /// parameters are shared.
     ///
     /// # Errors
     /// Those of [`TransformerConfig::check_attention`].

@@ -43,8 +43,8 @@ pub fn from_weights<N: Into<String>>(
 /// gradient. [`Layer::parameters`](super::Layer::parameters) leaves it out, and so do optimizers, planned steps and
 /// estimates; ops save no activation that only its gradient would need. [`Layer::weights`](super::Layer::weights),
 /// [`save`](super::save()) and [`load`](super::load()) include it. Any builder can be frozen in part: [`seeded`], a
-/// file, [`from_weights`] of an existing model, and [`graph::weights`](crate::graph::weights()) for estimates and
-/// plans. [`TransformerLM::freeze`](crate::model::TransformerLM::freeze) does it to a loaded model. Weights of a
+/// file, [`from_weights`] of an existing model, and [`graph::weights`](crate::graph::weights()) for estimates.
+/// [`TransformerLM::freeze`](crate::model::TransformerLM::freeze) does it to a loaded model. Weights of a
 /// [`FullyShard`](crate::distributed::FullyShard) cannot be frozen: the layer's constructor returns an error.
 ///
 /// ```

@@ -110,7 +110,8 @@ impl RotaryEmbedding {
         Self::with_config(&config, dtype, device)
     }
 
-    /// Creates tables by a configuration. In a [trace](crate::graph::trace()) they are meta tensors.
+    /// Creates tables by a configuration. Inside of a [trace](crate::graph::trace()) they are meta tensors; outside of
+    /// it they are allocated, also for a model of meta weights.
     ///
     /// # Errors
     /// An odd or zero `head_dim`; a zero `max_length`; a theta that is not positive; an invalid scaling; tables that do

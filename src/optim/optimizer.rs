@@ -21,8 +21,8 @@ use std::collections::{HashMap, HashSet};
 /// | [`Muon`](super::MuonConfig) | by the momentum, made orthogonal; matrices only | 4 bytes |
 /// | [`Sgd`](super::SgdConfig) | by the gradient, or its momentum | none, or 4 bytes |
 ///
-/// State is f32 for every parameter dtype except f64, where it is f64. A parameter in f16 or bf16 has `master` in
-/// addition, with its value in f32, of which the parameter is the rounding (4 bytes). Without it, a step of 1e-3 would
+/// State is f32 for every parameter dtype except f64, where it is f64. A parameter in f16 or bf16 also has
+/// `master`, a copy of its value in f32 (4 bytes); the parameter is the rounded copy. Without it, a step of 1e-3 would
 /// never change a bf16 weight of 1. If such a parameter is set from outside, its `master` starts again from the new
 /// value.
 ///

@@ -23,10 +23,10 @@ impl Optimizer {
     /// owners at the end of each [`step`](Self::step), or for a [planned](crate::compile::Step::replicated) step in the
     /// next run.
     ///
-    /// Parameters are not split; each rank owns about the same number of elements. State and update need 1 / world_size
-    /// of the memory and the time of one rank. [`Optimizer::new`] allocates the full state, so each rank has it until
-    /// this call. All ranks have to call `step` with the same gradients, as
-    /// [`Replicated`](crate::distributed::Replicated) returns them; the weights are then those of one rank alone.
+    /// Parameters are not split; each rank owns about the same number of elements. On each rank, state and update take
+    /// about 1 / world_size of the memory and time that they take without sharding. [`Optimizer::new`] allocates the
+    /// full state, so each rank has it until this call. All ranks have to call `step` with the same gradients, as
+    /// [`Replicated`](crate::distributed::Replicated) returns them; the weights are then the same as without sharding.
     ///
     /// [`state`](Self::state) returns the state of this rank's parameters; [`save`](Self::save) and the
     /// [trainer](crate::train::Trainer::save) write that of all. Load a state before sharding.

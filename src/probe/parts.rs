@@ -173,8 +173,9 @@ impl Region {
 
 /// FLOPs and bytes of one call of an op, or of several calls together.
 ///
-/// FLOPs are the model's, independent of the implementation, as [`flops`](crate::model::flops) counts them: a causal
-/// mask saves nothing, and what flash attention recomputes counts once. Bytes are the least that must move: every input
+/// FLOPs are the model's, independent of the implementation, as [`flops`](crate::model::flops) counts them: hidden
+/// scores, such as those of a causal mask, are counted, and scores that flash attention recomputes in backward are not
+/// counted again. Bytes are the least that must move: every input
 /// is read once and every output written once, including what forward saves for backward; caches and second passes do
 /// not count. A rate above the memory's bandwidth therefore means that tensors were still in cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

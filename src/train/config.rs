@@ -31,8 +31,8 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// T: tokens in a window.
     pub sequence_length: usize,
-    /// Batches in a step, of [all ranks](super::Trainer::replicate) together: a multiple of their number, each of which
-    /// computes the same number of batches.
+    /// Batches in a step, counted over [all ranks](super::Trainer::replicate). It must be a multiple of the number of
+    /// ranks; each rank computes an equal share.
     pub accumulation: usize,
     /// Steps of the whole run. A resumed run may have more or fewer than the saved one.
     pub steps: usize,
@@ -47,11 +47,11 @@ pub struct TrainConfig {
     #[serde(default)]
     pub max_grad_value: Option<f64>,
     /// The algorithm of attention. `None`, the default, keeps that of the model, or of the checkpoint that is resumed.
-    /// Steps depend on it by rounding.
+    /// The choice changes results only by rounding.
     #[serde(default)]
     pub attention: Option<Algorithm>,
     /// The activation checkpointing of the blocks. `None`, the default, keeps that of the model, or of the checkpoint
-    /// that is resumed. No step depends on it, so it may change when a run is resumed.
+    /// that is resumed. It changes no result, so it may differ when a run is resumed.
     #[serde(default)]
     pub checkpointing: Option<Checkpointing>,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's

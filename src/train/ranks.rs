@@ -26,10 +26,10 @@ impl Job {
 }
 
 impl Trainer {
-    /// Creates a run whose ranks train together, as in [`replicate`](Self::replicate), and each of which has a shard of
-    /// every weight, gradient and state. `model` must be built from the [builder](FullyShard::builder) of `sharded`, so
-    /// its weights are meta tensors. Every rank calls this, instead of [`new`](Self::new) and `replicate`. Only one
-    /// full weight at a time is created, never the full model.
+    /// Creates a run of several ranks that train together, as in [`replicate`](Self::replicate). Each rank has only a
+    /// shard of every weight, gradient and optimizer state. `model` must be built from the
+    /// [builder](FullyShard::builder) of `sharded`, so its weights are meta tensors. Every rank calls this, instead of
+    /// [`new`](Self::new) and `replicate`. Only one full weight at a time is created, never the full model.
     ///
     /// ```no_run
     /// use candle_core::DType;
@@ -101,8 +101,9 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// Returns the model with full weights on rank 0; `None` on other ranks. [Sharded weights](Self::fully_sharded) are
-    /// gathered in rank 0's CPU memory, so all ranks must call this.
+    /// Returns the current model with full weights on rank 0; `None` on other ranks. All ranks must call this.
+    /// [Sharded weights](Self::fully_sharded) are gathered in rank 0's CPU memory; with a [sharded
+    /// optimizer](Self::shard_optimizer) the owners send their updated parameters.
     ///
     /// # Errors
     /// [`Error::Rank`]; a model that is too large for the host.
@@ -135,10 +136,11 @@ impl Trainer {
     /// gradients and losses are averaged over all ranks. Every rank calls this, right after [`new`](Self::new) or
     /// [`resume`](Self::resume) and before the first step. Afterwards all have the weights of rank 0.
     ///
-    /// A step of several ranks equals that of one rank, except for the order of sums: it has the same batches, the same
-    /// dropout, and the same configuration, which counts the batches of all ranks. A run may therefore be resumed with
-    /// another number of ranks. Of `n` ranks, rank `r` computes the batches `s * accumulation + i` of step `s`, counted
-    /// from 0, with `i` from `r * accumulation / n` to below `(r + 1) * accumulation / n`.
+    /// A step of several ranks equals that of one rank, except for the order of sums: it has the same batches and the
+    /// same dropout. The configuration is the same too, because `accumulation` counts the batches of all ranks. A run
+    /// may therefore be resumed with another number of ranks that divides `accumulation`. Steps, ranks and batches are
+    /// counted from 0: in step `s`, rank `r` of `n` computes the batches `s * accumulation + i`, where `r *
+    /// accumulation / n <= i < (r + 1) * accumulation / n`.
     /// ([`RandomBatches::batch`](crate::data::RandomBatches::batch) returns the batch of such a number.)
     ///
     /// All ranks must call [`step`](Self::step), [`evaluate`](Self::evaluate), which divides the data among them, and
@@ -204,8 +206,9 @@ impl Trainer {
     /// [`replicate`](Self::replicate) and before the first step. See
     /// [`Optimizer::shard`](crate::optim::Optimizer::shard).
     ///
-    /// The run is otherwise the same, and so is its file, which rank 0 writes with the state of all: all ranks must
-    /// call [`save`](Self::save). The run may be resumed by any number of ranks, sharded or not.
+    /// The run is otherwise the same. Its file has the same format as without sharding: rank 0 writes it and receives
+    /// the state of the other ranks, so all ranks must call [`save`](Self::save). The run may be resumed by any number
+    /// of ranks that divides `accumulation`, sharded or not.
     ///
     /// # Errors
     /// [`Error::Order`] for a run without ranks, a planned run, or an optimizer that is already sharded;

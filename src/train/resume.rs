@@ -53,9 +53,9 @@ impl Trainer {
         )
     }
 
-    /// Resumes a run as one that is [fully sharded](Self::fully_sharded), whatever ranks saved it. Every rank calls
-    /// this. Pass a new `sharded`, whose [`builder`](FullyShard::builder) has not been called: this call fills it with
-    /// the rank's parts.
+    /// Resumes a run as a [fully sharded](Self::fully_sharded) one. Any number of ranks may have saved it, with any
+    /// strategy. Every rank calls this. Pass a new `sharded`, whose [`builder`](FullyShard::builder) has not been
+    /// called: this call fills it with the rank's parts.
     ///
     /// The run has the same bits as without the interruption if it was saved by the same number of ranks.
     ///

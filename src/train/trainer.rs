@@ -262,9 +262,9 @@ impl Trainer {
         self.step
     }
 
-    /// Returns the current model. Its weights are meta tensors if [they are sharded](Self::fully_sharded). If only the
-    /// [optimizer is sharded](Self::shard_optimizer), they are those of the last evaluation, the last save, or the end
-    /// of the run.
+    /// Returns the model. Its weights are meta tensors if [they are sharded](Self::fully_sharded). With a [sharded
+    /// optimizer](Self::shard_optimizer) the weights are up to date only after an evaluation, a save,
+    /// [`gather_model`](Self::gather_model) or the last step; in between, parameters that other ranks own may be older.
     pub fn model(&self) -> &TransformerLM {
         &self.model
     }

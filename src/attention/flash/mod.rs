@@ -53,25 +53,25 @@ pub const MAX_HEAD_DIM: usize = 256;
 ///
 /// # Precision
 /// f32, f64, f16 and bf16. Half precision is computed in f32 and rounded once; on a GPU the probabilities and their
-/// gradients are rounded too, before they are multiplied. A GPU multiplies f32 on tensor cores: each product is three
-/// of TF32, off by 2^-24 of its value as a rule and by 2^-21 at most, or a single one with [`hardware::set_tf32`].
-/// Backward multiplies as forward did. Autocast lowers the inputs under both policies, as it does for PyTorch's
-/// `scaled_dot_product_attention`.
+/// gradients are rounded too, before they are multiplied. A GPU multiplies f32 on tensor cores: each f32 product is
+/// computed as three TF32 products (relative error usually 2^-24, at most 2^-21), or as one with
+/// [`hardware::set_tf32`]. Backward multiplies as forward did. Autocast casts q, k and v to half precision under both
+/// policies, as it does for PyTorch's `scaled_dot_product_attention`; a bias keeps its dtype.
 ///
 /// # NaN and infinity
 /// A NaN in q stays in its row of the output. A NaN or an infinity never reaches an element that the mask hides from
 /// it, and finite inputs give finite results. On a GPU there are two exceptions, as in PyTorch's fused attention. Tiles
-/// are multiplied whole, with zeros where the mask hides: a NaN or an infinity may reach up to 320 rows in front of it
-/// (out, dq) or behind it (dk, dv) in the same tile, and gradients of keys in a tile of queries that attend to none of
-/// them. Scores are scaled and subtracted in one multiply-add, whose rounding overflows the exponential from scores of
-/// about 1e9 on.
+/// are multiplied whole, with zeros where the mask hides: inside a tile a NaN or an infinity can spread to pairs that
+/// the mask hides: to out and dq of up to 320 rows before it, and to dk and dv of up to 320 rows after it, or of keys to
+/// which no query of the tile attends. And scale and subtraction of the row's maximum are one multiply-add: for scores
+/// above about 1e9 its rounding error makes the exponential overflow.
 ///
 /// # Backward
-/// Differentiable in q, k and v. Saved for backward: q, k, v, out, the log-sum-exp of each query's scores (4 bytes; 8
-/// in f64), and its rounding error (as much again) or, in half precision, the rounding error of out. Without these
-/// corrections every gradient would inherit the errors. The probabilities are recomputed tile by tile:
-/// `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T - delta)`, `dQ = scale dS K`,
-/// `dK = scale dS^T Q`.
+/// Differentiable in q, k, v and a tracked bias. Saved for backward: q, k, v, out and the log-sum-exp of each query's
+/// scores (4 bytes; 8 in f64). In f32 and f64 its rounding error is saved too, in as many bytes; in half precision the
+/// rounding error of out, a tensor like out. Backward corrects the gradients by these errors. The probabilities are
+/// recomputed tile by tile: `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`,
+/// `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`.
 ///
 /// With a [soft cap](AttentionConfig::soft_cap) C, `C tanh(S / C)` replaces the scores S, and `dS (1 - tanh(S / C)^2)`
 /// replaces dS. A tracked [bias](AttentionConfig::bias) has the gradient `P (dO V^T - delta)`, summed over the

@@ -277,10 +277,10 @@ impl<'l> Step<'l> {
     }
 
     /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. The plan is that of a
-    /// run of this kind with such a batch. All meta weights are trained; in a training step a detached one is an error,
-    /// since it has no gradient. For a model with frozen weights leave them trained here: the plan then has gradients
-    /// and optimizer state that the step does not need. [`prepare`](Self::prepare) plans the step of the real model.
-    /// [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For
+    /// run of this kind with such a batch. All meta weights are trained: a frozen one is an error in a training step,
+    /// since it has no gradient. Build the meta model without [`nn::freeze`](crate::nn::freeze()); the plan then counts
+    /// gradients and optimizer state that the step does not need. [`prepare`](Self::prepare) plans the step of the real
+    /// model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For
     /// [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// `function` gets an input by its name in the batch. The name that was passed to

@@ -81,8 +81,8 @@ pub struct MemoryRecording {
     pub(super) phases: Vec<PhaseSpan>,
     /// Number of events beyond the capacity. If there are any, blocks are missing and sums by origin are wrong.
     pub lost_events: u64,
-    /// Number of a GPU's blocks that were freed, but allocated before the recording and of unknown size
-    /// ([`Recorder::label`] makes it known). Sums after them are too large.
+    /// Number of GPU blocks that were freed in the recording and allocated before it, with unknown size. From then on
+    /// sums are too large by their size. [`Recorder::label`] makes the size of a tensor known.
     pub unknown_blocks: u64,
     /// When it began.
     pub began: SystemTime,
