@@ -57,8 +57,8 @@ impl PartialEq for KeyMask {
 }
 
 impl KeyMask {
-    /// Takes a mask (B, Tk), or with as many leading dimensions as q has before its heads: the same keys for all heads
-    /// and queries of a sequence.
+    /// Takes a mask (B, Tk). If q has more dimensions before its heads, the mask has the same ones before Tk. All heads
+    /// and queries of a sequence see the same keys.
     ///
     /// # Errors
     /// Another dtype than u8; a scalar.
@@ -178,9 +178,10 @@ impl KeyMask {
 /// Terms of the scores, such as ALiBi's or T5's relative positions: a float tensor that is added to the scaled (and
 /// capped) scores.
 ///
-/// The tensor broadcasts to (B, H, Tq, Tk). Its dtype is that of q (under autocast, that to which q is cast); if that
-/// is half precision, f32 is allowed too. -inf hides a key; a query whose terms are all -inf attends to no key. The
-/// tensor has a gradient if it is tracked, `dS` summed over the dimensions in which it was broadcast.
+/// The tensor broadcasts to (B, H, Tq, Tk). Its dtype is that in which attention computes: the dtype of q, or the one
+/// to which autocast casts q. If this is half precision, f32 is allowed too. -inf hides a key; a query whose terms are
+/// all -inf attends to no key. The tensor has a gradient if it is tracked, `dS` summed over the dimensions in which it
+/// was broadcast.
 ///
 /// Flash attention on a GPU reads a bias in its own dtype: in half precision it needs half of the bandwidth. Tiles that
 /// a bias hides are computed; those that a [`KeyMask`] hides are skipped.

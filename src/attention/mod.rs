@@ -95,8 +95,9 @@ pub struct AttentionConfig {
     pub key_mask: Option<KeyMask>,
     /// Terms that are added to the scores, after scale and soft cap. `None` adds nothing.
     pub bias: Option<ScoreBias>,
-    /// Dropout of the probabilities, after the softmax. Every algorithm drops the elements that
-    /// [`dropout`](crate::ops::dropout()) drops of a tensor (..., H, Tq, Tk). `None` drops none.
+    /// Dropout of the probabilities, after the softmax. All algorithms drop the same elements: those that
+    /// [`ops::dropout`](crate::ops::dropout()) would drop, with the same key, in a tensor (..., H, Tq, Tk). `None`
+    /// drops none.
     pub dropout: Option<Dropout>,
 }
 

@@ -117,9 +117,10 @@ pub struct StepConfig {
     /// [`Step::run_scaled`](super::Step::run_scaled).
     pub loss_scaling: bool,
     /// The number of micro-batches of a step on this rank ([`TrainConfig::accumulation`][all] counts those of all
-    /// ranks). Each input has them stacked in its first dimension. The step's loss is the mean of their losses with
-    /// equal weights. For a [batch that counts its targets](super::Batch::with_counted_targets) it is the mean over all
-    /// targets that count.
+    /// ranks). Each input has them stacked in its first dimension, which this number must divide. The loss is computed
+    /// for each micro-batch alone: a loss that compares the sequences of a batch compares those of a micro-batch. The
+    /// step's loss is the mean of their losses with equal weights. For a [batch that counts its
+    /// targets](super::Batch::with_counted_targets) it is the mean over all targets that count.
     ///
     /// [all]: crate::train::TrainConfig::accumulation
     pub accumulation: usize,

@@ -33,9 +33,9 @@ impl Plan {
     ///
     /// Bytes are those of its operands ([`bytes_moved`](Self::bytes_moved)). Matmul FLOPs are the call's own, those of
     /// Muon's iteration included. Other FLOPs are those of its group ([`costs`](Self::costs)), divided among the
-    /// group's calls that are not matmuls. Softmax FLOPs go to the calls that compute attention scores, if there are
-    /// any. The rest is divided by size: the number of attention scores of calls that compute scores, otherwise the
-    /// number of elements written.
+    /// group's calls that are not matmuls. FLOPs of softmax are divided among the group's calls that compute attention
+    /// scores, if it has any. The others are divided among its calls in proportion to their size: the number of
+    /// attention scores of a call that computes scores, otherwise the number of elements that it writes.
     #[doc(hidden)]
     pub fn cost(&self, call: &Call) -> Option<Cost> {
         self.has(call).then(|| self.cost_of(call))

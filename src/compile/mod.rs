@@ -68,7 +68,7 @@
 //! | parameters under an optimizer that have several dtypes or share a storage | everywhere |
 //! | an op that would run its reference: it has no kernel for the dtype, or [`KernelPolicy`] asks for it | everywhere |
 //! | candle's own arithmetic on values that depend on an input ([views](crate::graph#meta-tensors) work) | everywhere |
-//! | ids, targets or first keys that an op but `topk` or `argmax` computes: make them an input | everywhere |
+//! | ids, targets or first keys computed by an op other than `topk` and `argmax`: pass them as an input | everywhere |
 //! | arithmetic on i64 tensors in a function whose token ids are i64: pass the ids in u32 | everywhere |
 //! | an output that is not a float; in a training step, a loss that is not a scalar f32 (CPU: or f64) | everywhere |
 //! | a parameter without a gradient, unless its group [permits that](crate::optim::MissingGradients) | everywhere |
@@ -92,8 +92,8 @@
 //! CUDA's policy, and have the dtype of their inputs under the CPU's. `mean` has the dtype of its input under both.
 //!
 //! A training step needs a loss in f32. [`ops::cross_entropy`](crate::ops::cross_entropy()) returns one. A loss of your
-//! own must be f32 too. It is if one of its operands is f32, such as f32 targets that are subtracted from a bf16
-//! output: the result is then promoted. Otherwise call [`ops::cast`](crate::ops::cast()) before the last sum or mean.
+//! own must be f32 too. An op of a bf16 and an f32 tensor returns f32, for example `sub` of a bf16 output and f32
+//! targets: the loss is then f32 too. Otherwise call [`ops::cast`](crate::ops::cast()) before the last `mean`.
 //!
 //! The weights that matmuls read have half-precision copies in the arena:
 //!
@@ -106,7 +106,8 @@
 //! [`Precision::with_regime`]: crate::precision::Precision::with_regime
 //!
 //! Results are rounded where eager ones are, with one exception. If several linear layers read one tensor, each adds
-//! its part to that tensor's gradient, and rounds once. An eager step rounds each part, and each sum again.
+//! its part to that tensor's gradient before it rounds: once for each layer. An eager step rounds each part, and then
+//! each sum.
 //!
 //! f16 needs loss scaling: [`StepConfig::loss_scaling`] and [`Step::run_scaled`] with a
 //! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. If a gradient overflows, the update is
@@ -118,19 +119,20 @@
 //! accesses: the arena, parameters, optimizer state, inputs (with frozen weights, constants, and tables of rotary
 //! embeddings), outputs and, on a GPU, [`Plan::workspace_bytes`].
 //!
-//! - On a GPU the total predicts to 0.1 MiB the peak of the memory pool, which all tensors of the process are allocated
-//!   from ([`Meter`](crate::memory::Meter)). The process needs more: the CUDA context, its loaded kernels, recorded
-//!   CUDA graphs and, with several ranks, NCCL's buffers.
+//! - On a GPU the total is within 0.1 MiB of the peak of the memory pool ([`Meter`](crate::memory::Meter)) if the
+//!   process has no other tensors there. The process needs more: the CUDA context, its loaded kernels, recorded CUDA
+//!   graphs and, with several ranks, NCCL's buffers.
 //! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Each thread keeps a
-//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. The `gemm` crate
-//!   computes small f32 matmuls and, on processors without AVX-512, most f32 matmuls: it keeps one buffer for each
-//!   thread, of the size of the level 2 cache, and frees its other memory after each call. The threads are the calling
-//!   one and those of rayon's pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles per
-//!   thread, naive attention the workspace of
-//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown), which is that of all threads. In
-//!   tests all other scratch memory of a run is under 1 MiB.
+//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. Small f32 matmuls
+//!   and, on processors without AVX-512, most f32 matmuls run in the `gemm` crate. It keeps one more buffer for each
+//!   thread, as large as the level 2 cache, and frees its other memory after each call. The threads are the calling one
+//!   and those of rayon's pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles for each
+//!   thread. Naive attention needs a workspace;
+//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts it for all threads together. In
+//!   tests all other scratch memory of a run is under 1 MiB in total.
 //!
-//! With accumulation, inputs are counted for one micro-batch: the rest of the batch is the caller's memory.
+//! With accumulation, the total counts the inputs of one micro-batch; the other micro-batches of the batch are in
+//! addition.
 //!
 //! A step has a plan for each set of shapes and for each kind of run, such as the evaluation by [`Step::forward`]. All
 //! share the arena, which has the size of the largest. On a GPU each plan has a workspace of its own.

@@ -295,7 +295,7 @@ impl BufferRange {
 pub struct Call {
     /// The op, with its sizes.
     pub op: Op,
-    /// The path in the model, for example `layers.3.attn`.
+    /// The path in the model, for example `layers.3/attn`.
     pub path: String,
     /// The outermost module of the path, or the root if it is in none.
     pub module: Path,

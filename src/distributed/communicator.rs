@@ -27,9 +27,9 @@ const OP: &str = "distributed::Communicator";
 /// If a rank's process ends, if it hangs for longer than the timeout, or if it makes a different call than the others,
 /// all ranks get [`Error::Rank`], which names that rank. On each rank a background thread receives the failure and
 /// aborts NCCL; calls on the host that wait for the GPU then return. A call that waits for other ranks returns the
-/// error. A collective on a GPU does not wait: the error then comes from the next call of the communicator, and the
-/// collective's result is undefined. So call [`check`](Self::check) after you have read such a result from a GPU,
-/// before you use it. After the error weights are undefined: continue from a checkpoint.
+/// error. A collective on a GPU returns before it is done: if a rank fails meanwhile, its result is undefined, and the
+/// next call of the communicator returns the error. So copy the result to the host, call [`check`](Self::check), and
+/// only then use it. After the error weights are undefined: continue from a checkpoint.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -193,18 +193,18 @@ impl Communicator {
     }
 
     /// Applies the [timeout](super::DistConfig::timeout) to this rank while the guard is alive. If it is alive for
-    /// longer than that, the job fails. The error names the rank that this one waits for, by the first of these rules
-    /// that applies:
+    /// longer than that, the job fails. The error names the rank that failed, by the first of these rules that
+    /// applies:
     ///
     /// - a rank whose heartbeats have stopped;
     /// - a rank that is *behind*: it has begun fewer collectives than another;
     /// - a rank that is in another collective than this one;
     /// - a rank that has left;
-    /// - this rank itself.
+    /// - this rank itself, if no other rule applies.
     ///
-    /// A planned step counts as one collective, and so does each one inside of it on the CPU. If a rank hangs in work
-    /// of its own, such as its data loader, while the others wait in [`Step::run`](crate::compile::Step::run), it is
-    /// behind.
+    /// A planned step counts as one collective. On the CPU each collective inside of it is counted too. If a rank hangs
+    /// in work of its own, such as its data loader, while the others wait in [`Step::run`](crate::compile::Step::run),
+    /// it is behind.
     ///
     /// These calls are covered without a guard:
     ///
@@ -217,9 +217,8 @@ impl Communicator {
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
     ///   [`Replicated::new`](super::Replicated::new), [`Optimizer::shard`](crate::optim::Optimizer::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
-    /// - [`Trainer::gather_model`], for each weight; [`Trainer::save`], for each tensor that ranks send to rank 0, and
-    ///   in a fully sharded run where ranks wait for each other's parts. The time in which a rank writes its own file
-    ///   is not limited on that rank, but the calls in which other ranks wait for it are covered.
+    /// - [`Trainer::gather_model`], for each weight; the waits for other ranks in [`Trainer::save`]. Writing a file is
+    ///   not covered, but a slow write is still an error if other ranks wait for it longer than the timeout.
     ///
     /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Hold a
     /// guard around your own collectives, around [`Step::forward`](crate::compile::Step::forward) with sharded weights,

@@ -27,8 +27,8 @@ pub struct DistConfig {
     ///
     /// - the time from the first rank's call of [`distributed::init`](super::init()) to the last rank's;
     /// - the longest step; the first one includes planning;
-    /// - the longest step plus the longest work that one rank does before it, while the others already wait in that
-    ///   step: a save or, before the first step, loading data and weights.
+    /// - the longest step plus the longest work that only one rank does before it, because the others already wait in
+    ///   the step. Such work is a save by rank 0 or, before the first step, loading data and weights.
     pub timeout: Duration,
     /// The most multiprocessors of a GPU that NCCL's collectives use; they run concurrently with the model's kernels.
     /// `None` leaves the choice to NCCL.

@@ -16,12 +16,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// does so in [buckets](FullyShardConfig::bucket_bytes), and gathers a bucket while the one before it is in use.
 /// Forward's last bucket is kept, because backward reads it first.
 ///
-/// Parts keep their dtype, f32, also in half precision. Weights are then gathered in the dtype that the matmul reads:
-/// bf16 with [`Precision::BF16`](crate::precision::Precision::BF16). Clipping uses the norm of the full gradients, over
-/// all ranks.
+/// Parts are f32, also if the step computes in half precision. Weights are then gathered in the dtype that the matmul
+/// reads: bf16 with [`Precision::BF16`](crate::precision::Precision::BF16). Clipping uses the norm of the full
+/// gradients, over all ranks.
 ///
-/// It is an error to run its layers outside of such a step. [`Step::forward`](crate::compile::Step::forward) evaluates
-/// them. [`Trainer::fully_sharded`](crate::train::Trainer::fully_sharded) trains, saves and resumes such a model.
+/// Its layers run only in such a step; anywhere else they return an error. To evaluate, call
+/// [`Step::forward`](crate::compile::Step::forward) of the same step.
+/// [`Trainer::fully_sharded`](crate::train::Trainer::fully_sharded) trains, saves and resumes such a model.
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -56,9 +57,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 ///
 /// Without `Trainer` nothing writes one file for all ranks. Each rank can write its parts and its
 /// [`Optimizer::state`](crate::optim::Optimizer::state) to files of its own. To restore them, start the same number of
-/// ranks, and on each call candle's `Var::set` and [`Optimizer::load_state`](crate::optim::Optimizer::load_state)
-/// before it creates the step. [`full_weight`](Self::full_weight) returns one full weight at a time, to export the
-/// model.
+/// ranks. Each rank calls candle's `Var::set` and [`Optimizer::load_state`](crate::optim::Optimizer::load_state), and
+/// then creates the step. [`full_weight`](Self::full_weight) returns one full weight at a time, to export the model.
 ///
 /// Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.3; Zhao
 /// et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.

@@ -50,7 +50,7 @@
 //! srun --kill-on-bad-exit=1 target/release/my-program
 //! ```
 //!
-//! With torchrun, on each of two hosts ([the guide](crate::guide::several_hosts) explains both):
+//! With torchrun, run this on each of two hosts ([the guide](crate::guide::several_hosts) explains Slurm and torchrun):
 //!
 //! ```sh
 //! export TALLOW_JOB_TOKEN=...    # what `openssl rand -hex 16` has printed, the same on both
@@ -67,8 +67,8 @@
 //! - [`FullyShard`]: each rank has a shard of each weight, its gradient and its state. [`Trainer::fully_sharded`] or
 //!   [`Trainer::resume_fully_sharded`] creates the run. The full model is never on one GPU.
 //!
-//! [`compile::Step`](crate::compile::Step) plans the exchanges with the step; `Trainer` runs the training loop. GPUs
-//! need the feature `cuda`, `Trainer` needs `train` (on by default).
+//! `Trainer` plans its steps itself. In a loop of your own, [`compile::Step`](crate::compile::Step) plans a step with
+//! its exchanges. GPUs need the feature `cuda`, `Trainer` needs `train` (on by default).
 //!
 //! # Failures
 //!
@@ -80,16 +80,16 @@
 //! - It has dropped its communicator, for instance by returning from `main`, and another rank still waits for it in a
 //!   call. That is noticed no later than the timeout. Ranks need not return from `main` together.
 //! - A call that the timeout covers has lasted longer than [`DistConfig::timeout`] on some rank. Most calls that wait
-//!   for other ranks are covered. [`Communicator::apply_timeout`] lists them, and says which rank has then failed: the
-//!   one that this call waits for. All ranks learn of it within a second after the timeout.
+//!   for other ranks are covered. [`Communicator::apply_timeout`] lists them, and the rules that say which rank has
+//!   failed: as a rule the one that the slow call waits for. All ranks learn of it within a second after the timeout.
 //!
 //! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
 //! suspended together and resumed (`scontrol suspend`): that time does not count.
 //!
 //! - After [`Error::Rank`] the weights are undefined, and later calls of the communicator return the same error. Return
-//!   it from `main` (`?`). The process then ends with exit code 1, about 15 seconds after the error at the latest: it
-//!   drops the communicator, which waits up to 10 seconds for NCCL's abort and a few seconds for last messages, but not
-//!   for other ranks. Start all ranks again, and resume from a checkpoint.
+//!   it from `main` (`?`). The process then ends with exit code 1, at most about 15 seconds after the error. Dropping
+//!   the communicator takes this time: up to 10 seconds for NCCL's abort, and a few seconds for messages that are not
+//!   sent yet. It does not wait for other ranks. Start all ranks again, and resume from a checkpoint.
 //! - Rust prints the error of `main` after the communicator is dropped. Under [`launch()`], print the error before you
 //!   return it: `launch` ends all other ranks 10 seconds after the first one has ended with an error, and a rank may
 //!   still be dropping its communicator then.

@@ -80,16 +80,17 @@ impl Ranks {
     /// | Slurm's `srun` | `SLURM_PROCID` | `SLURM_LOCALID` | `SLURM_STEP_NUM_TASKS`, else `SLURM_NTASKS` |
     ///
     /// - Under torchrun (`TORCHELASTIC_RUN_ID` is set) only the first row counts.
-    /// - Otherwise, if variables of several of the last three rows are set, the one that comes first in the table
-    ///   counts: `mpirun` may itself use `srun`. If `RANK` or `WORLD_SIZE` is set too, it must have the same value as
-    ///   that row's. `LOCAL_RANK` may differ: it replaces that row's local rank, for ranks that see one GPU each.
+    /// - Otherwise, if variables of more than one of the last three rows are set, the first of these rows counts.
+    ///   (`mpirun` may start ranks through `srun`, so both can be set.) If `RANK` or `WORLD_SIZE` is set too, it must
+    ///   have the same value as that row's. `LOCAL_RANK` may differ: it replaces that row's local rank, for ranks that
+    ///   see one GPU each.
     /// - If only a world size of 1 is set, or only `MASTER_ADDR`, the result is `None`. Slurm's variables count only
     ///   inside `srun`, not in the batch script around it.
     /// - Ranks connect to rank 0 at `MASTER_ADDR` and `MASTER_PORT`. Rank 0 listens on that port, on all interfaces. If
     ///   the address is a loopback address, or the launcher's variables show that all ranks are on one host, it listens
-    ///   on loopback alone. Ranks of torchrun and ranks on GPUs need `MASTER_ADDR` and `MASTER_PORT`. Ranks
-    ///   on CPUs that `mpirun` or `srun` started may lack them: rank 0 then chooses a port. If torchrun's agent has a store of its own on that
-    ///   port (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the next port.
+    ///   on loopback alone. Ranks of torchrun and ranks on GPUs need `MASTER_ADDR` and `MASTER_PORT`. Ranks on CPUs
+    ///   that `mpirun` or `srun` started may lack them: rank 0 then chooses a port. If torchrun's agent itself listens
+    ///   on `MASTER_PORT` (`TORCHELASTIC_USE_AGENT_STORE=True`), rank 0 listens on the port after it.
     /// - `TALLOW_JOB_TOKEN` is the job's secret: rank 0 refuses every process that does not know it. `launch` and the
     ///   ranks of mpirun make one. Ranks of torchrun and Slurm on several hosts need one that you set, the same for
     ///   all: at least 16 bytes, for example from `openssl rand -hex 16`. With torchrun export it on each host; with

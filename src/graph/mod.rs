@@ -29,7 +29,7 @@
 //! tensor whose storage is empty. Views of it (`narrow`, `transpose`, `permute`, `squeeze`, `unsqueeze`,
 //! `broadcast_as`, `reshape` of a contiguous one), `detach` and `Var::from_tensor` of a meta weight work as usual.
 //! candle's own arithmetic on it is an error at the call; use [`crate::ops`] instead. Real tensors may be operands too.
-//! A variable is recorded as a weight and any other tensor as a constant; the data of neither is read.
+//! A variable is recorded as a weight and any other tensor as a constant; the trace reads the data of neither.
 
 mod candle_ops;
 mod data;

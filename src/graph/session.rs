@@ -283,8 +283,8 @@ impl Outputs for Vec<Tensor> {
 /// tensors. Token ids are not read, so ids outside of the vocabulary are not detected.
 ///
 /// Drops of values that ops make are recorded when they happen. A value that a gradient's graph holds is dropped with
-/// that graph. If a value is read after its recorded drop (a tensor taken out of its graph outlives it), the recorded
-/// drop is removed.
+/// that graph. A detached tensor can outlive the graph that it came from. If a value is read after its recorded drop,
+/// that drop is removed.
 ///
 /// ```
 /// use candle_core::DType;

@@ -48,10 +48,10 @@
 //! | a gradient's first contribution | is added to zeros | is used directly |
 //! | the loss | is borrowed | is taken by value; `loss.detach()` keeps its number |
 //!
-//! Backward runs from the loss to the inputs. candle does not expose its own ops: at the first one that backward
-//! reaches, candle takes over, also for tallow's ops earlier in the model. Write sums and products of activations with
-//! [`ops::add`](crate::ops::add) and [`ops::mul`](crate::ops::mul), not with `+` and `*`. Views (`narrow`, `transpose`,
-//! `reshape`) are no obstacle.
+//! Backward runs from the loss to the inputs. From the first of candle's own ops that it reaches, candle computes the
+//! rest, also of tallow's ops earlier in the model: the gradients are the same, but the savings in the table end there.
+//! Write sums and products of activations with [`ops::add`](crate::ops::add) and [`ops::mul`](crate::ops::mul), not
+//! with `+` and `*`. Views (`narrow`, `transpose`, `reshape`) are no obstacle.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

@@ -10,7 +10,7 @@
 //! are traced and planned; [views](crate::graph#meta-tensors) may be candle's. It returns a scalar f32. With
 //! [`Precision::BF16`](crate::precision::Precision::BF16) a linear layer's output is bf16. `cross_entropy`,
 //! `log_softmax`, `logsumexp`, `exp` and `sum` of it are f32. `mean`, `relu`, `add` and `mul` of bf16 tensors stay
-//! bf16: if the loss would be bf16, call [`ops::cast`](crate::ops::cast()) to f32 before its last sum or mean.
+//! bf16: if the loss would be bf16, call [`ops::cast`](crate::ops::cast()) to f32 before its last `mean`.
 //! [`compile`](crate::compile#half-precision) has the list of dtypes.
 //!
 //! A plan needs no weights: a model of [`graph::weights`](crate::graph::weights()) has shapes alone, so that the memory
@@ -104,8 +104,9 @@
 //! # Memory that the plan does not count
 //!
 //! On the CPU add the kernels' [scratch memory](crate::compile#what-a-plan-is-exact-about) to `total_bytes`. For this
-//! model in bf16 it is 2.5 MiB a thread, for the calling thread and each of the pool's.
-//! [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates it; no function returns its size.
+//! model in bf16 it is 2.5 MiB a thread, for the calling thread and each of the pool's. No function returns this size:
+//! [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates these buffers, and
+//! [`available_bytes`](crate::hardware::available_bytes) then returns what is left.
 //! [`Step::plan_for`](crate::compile::Step::plan_for) counts all weights as trained, which is too much if some are
 //! frozen; [`Step::prepare`](crate::compile::Step::prepare) on the real model is exact.
 //!

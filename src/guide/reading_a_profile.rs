@@ -45,13 +45,13 @@
 //! Scale and mask count as softmax, unless they are ops of their own (`--reference-ops`). On a GPU, kernels of flash
 //! attention fuse matmuls and softmax, and count as neither.
 //!
-//! Trust the profile if profiler and stopwatch differ by at most 10%: answer (a) under the table applies this limit. If
-//! the profiled step is slower by more, recording costs time. If it is faster by more, the difference is noise: repeat
-//! with more `--steps`. Answers (b) to (e), on the longest op, the other parts of forward, the share of matmuls, and
-//! softmax in attention, say `Undecided` if the standard deviation of the recorded steps is more than 20% of their
-//! mean. `unexplained` has no limit: it should be small compared with the rows you act on. Here ops take 96.2% of the
-//! step and matmuls 64.3%: the time is spent in kernels, not in overhead. The columns `Rate` and `Memory` below tell
-//! whether arithmetic or memory limits a kernel.
+//! Trust the profile if profiler and stopwatch differ by at most 10%. The example prints answers (a) to (e) under its
+//! table; (a) says whether this holds. If the profiled step is slower by more, recording costs time. If it is faster by
+//! more, the difference is noise: repeat with more `--steps`. Answers (b) to (e) are about the longest op, the other
+//! parts of forward, the share of matmuls, and softmax in attention. They say `Undecided` if the standard deviation of
+//! the recorded steps is more than 20% of their mean. `unexplained` has no limit: it should be small compared with the
+//! rows you act on. Here ops take 96.2% of the step and matmuls 64.3%: the time is spent in kernels, not in overhead.
+//! To see whether arithmetic or memory limits an op, compare it with its floor, as "What to do next" describes.
 //!
 //! The second table has a row for each op. Its backward is a row of its own:
 //!
@@ -109,12 +109,13 @@
 //! above the floor, and the op that loses the most comes first. In a program,
 //! [`DeviceRates`](crate::profile::DeviceRates) measures the rates,
 //! [`ProfileReport::with_floors`](crate::profile::ProfileReport::with_floors) compares a recording with them, and
-//! [`Plan::floors`](crate::compile::Plan::floors) has the floors of a planned step before it runs. A `Memory` above the
-//! copy's rate, or an op that is faster than its floor, means that tensors were still in cache.
+//! [`Plan::floors`](crate::compile::Plan::floors) has the floors of a planned step before it runs. An op can be faster
+//! than its floor: its tensors were still in a cache, or flash attention skipped hidden scores, whose FLOPs are
+//! counted.
 //!
 //! | what you see | what to try |
 //! |---|---|
-//! | matmuls dominate near the machine's rate | only less work or bf16 helps, if [the processor has bf16][bf16] |
+//! | matmuls dominate near the machine's rate | only less work helps, or bf16 on a GPU or a [processor with bf16][bf16] |
 //! | matmuls dominate at a low rate | larger matrices, by a larger batch; more threads |
 //! | softmax or attention dominates | [`Algorithm::Flash`], for long sequences |
 //! | `between` or `unexplained` is large | a [planned step](crate::compile::Step): no graph, no allocations |
@@ -129,7 +130,7 @@
 //! | setting | time | memory |
 //! |---|---|---|
 //! | [`Algorithm::Flash`] | as naive for 256 tokens, less from about 1,024 on | no (T, T) matrix is saved |
-//! | `--checkpoint block` | at most one forward more: a third of the FLOPs | block inputs, one block's activations |
+//! | `--checkpoint block` | at most one more forward, a third of a step's FLOPs | the inputs of all blocks, and the activations of one |
 //! | bf16, planned, AMX | a third of f32's | half the activations, and copies of weights |
 //! | bf16, planned, AVX512-BF16 of a Zen 4 | 0.6 of f32's | the same |
 //! | bf16 on other processors | not less than f32's | the same |
@@ -156,7 +157,7 @@
 //! | Predicted (MiB) | prediction from sizes alone, by [`memory::estimate`](crate::memory::estimate()) |
 //! | Error (%) | predicted − measured, relative to measured: negative if the prediction is too low |
 //!
-//! Tests allow a difference of 1% and 32 KiB on the CPU. (A prediction may be 1 MiB too high in addition: threads
+//! Tests allow a difference of 1% plus 32 KiB on the CPU. (A prediction may be 1 MiB too high in addition: threads
 //! without work allocate no scratch memory.) On a GPU they allow 0.1% and 16 KiB. A larger difference has a cause, such
 //! as an op that ran its reference, or memory that the process allocates outside of the step.
 //!
@@ -185,7 +186,7 @@
 //! | logits | N × V numbers and what the loss saves, with N the number of tokens in the batch |
 //! | gradients | gradients of weights; all of them are alive when the optimizer begins |
 //! | scratch | temporary memory of a single op, and gradients of activations |
-//! | other | blocks under 4096 bytes or allocated outside of these phases, or of a kind of at most 1% of the peak |
+//! | other | blocks under 4,096 bytes, blocks allocated in other phases, and each kind that is at most 1% of the peak |
 //!
 //! `Difference` is predicted − measured. The next table has the largest allocations of the whole step; not all are
 //! alive at the peak. `Each` is the size of one block. Blocks equal in size, use, phase and origin share a row, and
@@ -290,9 +291,9 @@
 //! blocks as wide as a terminal. For the first table's shares of matmuls and softmax, add up
 //! [`Row::parts`](crate::profile::Row::parts), for example by [`ProfileReport::sum`], and divide by
 //! [`ProfileReport::whole_ns`]. [`Balance`](crate::profile::Balance) prints one line for each part of the step, in
-//! milliseconds a step and in percent. The lines are the ops of each phase (`forward, ops`), the last rows of that
-//! table with the phase first (`backward, freeing the graph`), and the `wall time`. Here they are of the small model
-//! above, on a busier machine:
+//! milliseconds a step and in percent. There is a line for the ops of each phase (`forward, ops`), a line for each of
+//! the last rows of the second table, here with the phase first (`backward, freeing the graph`), and the `wall time`.
+//! Here they are of the small model above, on a busier machine:
 //!
 //! ```text
 //! forward, ops                                         9.294 ms  31.93%

@@ -51,12 +51,13 @@
 //! }
 //! ```
 //!
-//! Here every GPU has the full model. [`Trainer::fully_sharded`] has the program for one that is too large for that.
+//! Here every GPU has the full model. If the model does not fit on one GPU, use the program in
+//! [`Trainer::fully_sharded`].
 //!
 //! # The memory of a rank
 //!
 //! [`StepConfig::ranks`] selects the rank that a plan is made for, so its memory is known before the job starts, on any
-//! machine. Here for a rank of 16 that are fully sharded:
+//! machine. This example plans rank 0 of 16 fully sharded ranks:
 //!
 //! ```
 //! use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};
@@ -78,8 +79,8 @@
 //!
 //! For replicated ranks use [`StepRanks::Replicated`] or, with a sharded optimizer, [`StepRanks::ShardedOptimizer`].
 //! Leave room for what the plan [does not count](crate::compile#what-a-plan-is-exact-about): the CUDA context and
-//! NCCL's buffers. With [`Optimizer::shard`](crate::optim::Optimizer::shard) each rank has the full optimizer state
-//! until it is called.
+//! NCCL's buffers. Before [`Optimizer::shard`](crate::optim::Optimizer::shard) is called, each rank has the full
+//! optimizer state, of which the plan counts only its share.
 //!
 //! [`StepConfig::ranks`]: crate::compile::StepConfig::ranks
 //! [`StepRanks::Replicated`]: crate::compile::StepRanks::Replicated
@@ -177,14 +178,14 @@
 //! Put data and checkpoints in a folder that both hosts see under the same path.
 //!
 //! - Every rank opens the training and validation data. Ranks with other data are refused: their fingerprints are
-//!   compared, as are configuration, model and step.
-//! - [`Trainer::save`]: every rank calls it. (With [`Trainer::replicate`] alone, rank 0 suffices.) With
-//!   [`Trainer::replicate`], with or without [`Trainer::shard_optimizer`], rank 0 writes one file. With
-//!   [`Trainer::fully_sharded`] each rank writes its part to a file of its own (`run.safetensors.part-...`) in the same
-//!   folder, and rank 0 then writes the file that lists the parts. A crash during a save leaves the previous checkpoint
-//!   intact. [`TrainConfig::keep`] keeps earlier checkpoints, with their parts.
+//!   compared, as are the configuration, the model and the number of steps taken.
+//! - [`Trainer::save`]: call it on every rank. (With [`Trainer::replicate`] alone, rank 0 suffices.) Without sharded
+//!   weights, rank 0 writes one file. With [`Trainer::fully_sharded`] each rank writes its part to a file of its own
+//!   (`run.safetensors.part-...`) in the same folder, and rank 0 then writes the file that lists the parts. A crash
+//!   during a save leaves the previous checkpoint intact. [`TrainConfig::keep`] keeps earlier checkpoints, with their
+//!   parts.
 //! - [`Trainer::resume`]: every rank reads the file. [`TrainConfig::accumulation`] must not change. The number of ranks
-//!   may, if it divides `accumulation`, and so may the way in which they train together.
+//!   may change if the new number divides `accumulation`. The way in which they train together may change too.
 //! - The file `run.safetensors.lock` keeps a second run from writing to the same path. On a file system without locks
 //!   nothing prevents that.
 //!
@@ -197,15 +198,16 @@
 //! with the option `--max-restarts N`; under Slurm call `srun` in a loop until it succeeds. Neither has been tried. To
 //! save before Slurm's time limit, add `#SBATCH --signal=TERM@300`, which sends SIGTERM to the ranks five minutes
 //! before it, and handle the signal as `examples/train/signals.rs` does (untried too).
-//! [`distributed`](crate::distributed#failures) says when a rank has failed, how long that takes to notice, and what
-//! happens if rank 0 ends and on SIGTERM.
+//! [`distributed`](crate::distributed#failures) says when a rank counts as failed, how soon the others notice, and
+//! what happens if rank 0 ends or a rank gets SIGTERM.
 //!
 //! # Before the first run
 //!
 //! 1. Run the program alone, then with `torchrun --nproc-per-node 2` on one host with two GPUs.
-//! 2. Estimate memory and time of the step of 16 ranks: `distributed_benchmark --part paper --world-size 16` with
-//!    measured rates. For two GPUs the estimates differed from measured steps by at most 10% (`benches/RESULTS.md`);
-//!    for more GPUs nothing has been compared.
+//! 2. Estimate memory and time of the step of 16 ranks: `distributed_benchmark --part paper --world-size 16`, with the
+//!    rates that you measured in `--product-tflops`, `--memory-gb-s`, `--reduce-gb-s` and `--gather-gb-s`. For two GPUs
+//!    the estimates differed from measured steps by at most 10% (`benches/RESULTS.md`); for more GPUs nothing has been
+//!    compared.
 //! 3. Measure the collectives on both hosts: start the example `distributed_benchmark` as above, with `--device cuda
 //!    --part collectives`.
 //!

@@ -170,8 +170,8 @@ impl AttentionWorkload {
 /// Naive attention saves the probabilities, not the scores. On the CPU each thread holds the keys and values of a head,
 /// in backward their gradients too, and the scores of 64 queries. Where there are few heads, each part of a head has
 /// sums of its own. Probabilities are f32 even in half precision. On a GPU probabilities have the dtype of q, k and v.
-/// Backward needs (T, T) matrices for as many of the B H heads as fit in 1 GiB of f32, at least one. In half precision
-/// forward and backward need as many as fit in 32 MiB of f32, and backward half as much again.
+/// In f32, backward there needs (T, T) matrices for up to B H heads, as many as fit in 1 GiB, at least one. In half
+/// precision, forward needs f32 matrices for as many heads as fit in 32 MiB, and backward 1.5 times that.
 ///
 /// Flash attention saves the log-sum-exp instead: two numbers a row, one in half precision. Its backward needs a few
 /// tiles a thread. Where dq is rounded, it also needs f32 sums of dq: for two heads a thread on the CPU, for all heads

@@ -72,8 +72,8 @@ impl fmt::Display for MemoryKind {
 /// The memory alive at the peak of a step, term by term. What the step includes depends on the function that predicts
 /// it: attention's breakdowns have forward and backward, [`estimate`](crate::memory::estimate()) what the workload's
 /// [`Mode`](super::Mode) says, and [`planned_breakdown`](super::planned_breakdown) the whole plan, with the update if
-/// it has one. In tables of attention benchmarks a configuration that does not fit in memory has a row with these
-/// terms in place of times.
+/// it has one. A table of attention benchmarks prints this breakdown in place of times for a size that does not fit in
+/// memory.
 ///
 /// ```
 /// use tallow::memory::{AttentionWorkload, Target, attention_breakdown};
@@ -193,7 +193,8 @@ impl Term {
     }
 }
 
-/// Writes one line: `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`. A formula in words is left to the table.
+/// Writes one line: `B 8, T 256: x BTD 0.5 MiB + ... = 12.0 MiB`. A formula that is written in words is printed only in
+/// the table.
 impl fmt::Display for MemoryBreakdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.sizes)?;

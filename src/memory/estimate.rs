@@ -14,10 +14,10 @@ use std::fmt;
 
 /// Estimated memory of an eager pass or step, in bytes, by use.
 ///
-/// The pass is traced ([`Workload::trace`]), and each value of the graph gets a lifetime: a value lives until its last
-/// read, its drop, or the backward of the last op that saved it. [`estimate_graph`] does the same for the trace of any
-/// function. The peak is `u64::MAX` if the parameters have 2^47 bytes, the address space of a process, or if a tensor
-/// has 2^63.
+/// The pass is traced ([`Workload::trace`]), and each value of the graph gets a lifetime: a value lives until the
+/// latest of these: its last read, its drop, the backward of the last op that saved it. [`estimate_graph`] does the
+/// same for the trace of any function. The peak is `u64::MAX` if the parameters have 2^47 bytes, the address space of a
+/// process, or if a tensor has 2^63.
 ///
 /// The following formulas count what forward of [`TransformerLM`](crate::model::TransformerLM) saves for backward, in
 /// elements. N = B T. S is what attention saves in addition to its inputs and output. For naive attention S is the

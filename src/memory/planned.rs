@@ -12,11 +12,11 @@ use candle_core::Device;
 /// Returns the peak memory of forward and [backward](Step::forward_backward_from) of a planned [`Step`] of attention
 /// alone, whose parameters are q, k and v, on `kernels`.
 ///
-/// The plan's sizes are exact. On a GPU the 32 MiB workspace of cuBLASLt is included. On the CPU the kernels' workspace
-/// is included, for all threads of the current pool.
+/// The plan's sizes are exact. On a GPU the 32 MiB workspace of cuBLASLt is included, on the CPU the kernels' workspace
+/// for all threads of the current pool, as a term of its own.
 ///
-/// The whole arena is allocated from the first run on. The part of it that is used before backward counts as
-/// activations, the rest as scratch.
+/// The whole arena stays allocated after the first run. Activations are the bytes of it that are used before backward,
+/// and scratch is the rest of the arena.
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -169,10 +169,10 @@ pub fn planned_self_attention_breakdown(
 }
 
 /// Returns the memory of a plan ([`Plan::total_bytes`]), by category. For the arena it lists the buffers alive at the
-/// call where most bytes are alive. The term `unused at the peak` is the rest of the arena. Outside of it are
-/// parameters, optimizer state, inputs and a GPU's workspace. All sizes are exact and known before anything runs, for
-/// any plan: a model's step on one of several ranks, with accumulation, within a memory budget. The scratch memory of
-/// kernels on the CPU is [not included](crate::compile#what-a-plan-is-exact-about).
+/// call where most bytes are alive, and the rest of the arena as the term `unused at the peak`. Parameters, optimizer
+/// state, inputs and a GPU's workspace, which are outside of the arena, are listed too. All sizes are exact and known
+/// before anything runs, for any plan: a model's step on one of several ranks, with accumulation, within a memory
+/// budget. The scratch memory of kernels on the CPU is [not included](crate::compile#what-a-plan-is-exact-about).
 ///
 /// ```
 /// use tallow::compile::{Batch, Step, StepConfig, StepRanks, Target};

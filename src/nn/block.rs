@@ -123,8 +123,8 @@ impl TransformerBlock {
         self.forward_with(x, &ForwardContext::default())
     }
 
-    /// Maps x (B, T, D) to (B, T, D) with padding, score bias, packed documents or dropout. Attention uses the site of
-    /// the dropout key, the two branches use the next two sites.
+    /// Maps x (B, T, D) to (B, T, D) with padding, score bias, packed documents or dropout. A block uses three
+    /// [sites](crate::ops::DropoutKey::at) of the dropout key: attention the first, the two branches the others.
     ///
     /// # Errors
     /// Errors of the layers.

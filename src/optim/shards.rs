@@ -19,9 +19,9 @@ pub(super) struct Shards {
 
 impl Optimizer {
     /// Shards state and update among the ranks that train a model (ZeRO, stage 1). This rank keeps the state of the
-    /// parameters that it owns, frees the rest, and updates only its own parameters. It receives the others from their
-    /// owners at the end of each [`step`](Self::step), or for a [planned](crate::compile::Step::replicated) step in the
-    /// next run.
+    /// parameters that it owns, frees the rest, and updates only its own parameters. An eager [`step`](Self::step)
+    /// ends by receiving the others from their owners. A [planned](crate::compile::Step::replicated) step receives them
+    /// at the start of the next [`Step::run`](crate::compile::Step::run).
     ///
     /// Parameters are not split; each rank owns about the same number of elements. On each rank, state and update take
     /// about 1 / world_size of the memory and time that they take without sharding. [`Optimizer::new`] allocates the

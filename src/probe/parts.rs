@@ -177,7 +177,7 @@ impl Region {
 /// scores, such as those of a causal mask, are counted, and scores that flash attention recomputes in backward are not
 /// counted again. Bytes are the least that must move: every input
 /// is read once and every output written once, including what forward saves for backward; caches and second passes do
-/// not count. A rate above the memory's bandwidth therefore means that tensors were still in cache.
+/// not count. A rate above the memory's bandwidth means that tensors were still in cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// FLOPs of matmuls, 2 for each multiply-add.

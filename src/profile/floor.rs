@@ -90,10 +90,11 @@ impl DeviceRates {
 }
 
 impl Plan {
-    /// Returns the floor of each call, in order, at rates measured on a device. The step is any but the first.
+    /// Returns the floor of each call of a step, in order, at rates measured on a device. Calls of the first step only
+    /// are left out.
     ///
-    /// Exchanges with other ranks are left out: their floor is that of the network. The sum of the floors is the time of
-    /// a step whose kernels run one after another and without a pause, each at the device's rate.
+    /// Exchanges with other ranks are left out too: their floor is that of the network. The sum of the floors is the
+    /// time of a step whose kernels run one after another and without a pause, each at the device's rate.
     ///
     /// ```
     /// use candle_core::{DType, Device};

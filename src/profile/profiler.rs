@@ -62,11 +62,11 @@ impl Profiler {
     ///
     /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
     /// afterwards. Launches overlap with work as without a profiler, but each takes the host longer. A planned step is
-    /// replayed as without a profiler, as one CUDA graph for each part of a phase. The first planned step with a
-    /// profiler records these graphs and takes longer, unless [`Step::time_phases`](crate::compile::Step::time_phases)
-    /// was on in an earlier run, such as a warm-up. The profiler waits for the GPU where phases and steps begin and
-    /// end, as stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded
-    /// here.
+    /// replayed as CUDA graphs, as without a profiler, but as one for each run of calls of one phase in place of one
+    /// for the step. The first planned step with a profiler records these graphs and takes longer, unless
+    /// [`Step::time_phases`](crate::compile::Step::time_phases) was on in an earlier run, such as a warm-up. The
+    /// profiler waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own
+    /// kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
     ///
     /// # Errors
     /// [`Error::Order`] if another profiler runs, or if CUPTI is not found, or another tool in this process uses it.

@@ -17,8 +17,8 @@ use std::collections::HashMap;
 /// the host's.
 ///
 /// The time and FLOPs of an op are its own, without those of ops inside of it. The ops' rows therefore never count time
-/// twice. For whole phases or steps the lines of [`Balance`] follow, and together they add up to
-/// [`whole_ns`](Self::whole_ns). Modules and ranges include everything inside of them.
+/// twice. If a whole phase or everything is selected, the lines of [`Balance`] come after the ops, and all rows
+/// together add up to [`whole_ns`](Self::whole_ns). Modules and ranges include everything inside of them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProfileReport {
     /// The rows, the longest total first; lines of time without ops come after them.

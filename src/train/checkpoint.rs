@@ -164,9 +164,9 @@ impl Trainer {
     /// a fully sharded run with the parts that they list. Temporary files of killed processes in the folder are
     /// removed.
     ///
-    /// From the first save on this run owns the path, until it is dropped or saves elsewhere: it holds `path.lock`, and
-    /// another run that saves there, in this process or another, gets an error. The lock file of a killed process does
-    /// not block other writers. (On a file system without locks other writers are not blocked at all.)
+    /// After its first save the run owns the path until it is dropped or saves to another path: it holds `path.lock`,
+    /// and another run that saves there, in this process or another, gets an error. The lock file of a killed process
+    /// does not block other writers. (On a file system without locks other writers are not blocked at all.)
     ///
     /// If several ranks train together:
     ///

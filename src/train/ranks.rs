@@ -144,15 +144,15 @@ impl Trainer {
     /// ([`RandomBatches::batch`](crate::data::RandomBatches::batch) returns the batch of such a number.)
     ///
     /// All ranks must call [`step`](Self::step), [`evaluate`](Self::evaluate), which divides the data among them, and
-    /// [`plan`](Self::plan). With `replicate` only rank 0 writes files, with [`fully_sharded`](Self::fully_sharded)
-    /// every rank does: [`save`](Self::save) says which ranks must call it.
+    /// [`plan`](Self::plan). With `replicate` rank 0 writes the files, with [`fully_sharded`](Self::fully_sharded)
+    /// every rank writes its own. Call [`save`](Self::save) on every rank: with `replicate` alone rank 0 suffices.
     ///
     /// [`accumulation`]: crate::train::TrainConfig::accumulation
     ///
     /// # Errors
     /// [`Error::Config`] if the number of batches is not a multiple of the number of ranks; [`Error::Order`] for a run
     /// that is already planned; [`Error::Rank`] on all ranks if one has another configuration, other data or another
-    /// step; those of [`Replicated::new`].
+    /// number of steps taken; those of [`Replicated::new`].
     pub fn replicate(
         &mut self,
         communicator: &Communicator,

@@ -61,17 +61,17 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// # NaN and infinity
 /// A NaN in q stays in its row of the output. A NaN or an infinity never reaches an element that the mask hides from
 /// it, and finite inputs give finite results. On a GPU there are two exceptions, as in PyTorch's fused attention. Tiles
-/// are multiplied whole, with zeros where the mask hides: inside a tile a NaN or an infinity can spread to pairs that
-/// the mask hides: to out and dq of up to 320 rows before it, and to dk and dv of up to 320 rows after it, or of keys to
-/// which no query of the tile attends. And scale and subtraction of the row's maximum are one multiply-add: for scores
-/// above about 1e9 its rounding error makes the exponential overflow.
+/// are multiplied whole, with zeros where the mask hides: A NaN or an infinity can then spread inside its tile, to
+/// pairs that the mask hides. It can reach out and dq of up to 320 rows before its row, dk and dv of up to 320 rows
+/// after it, and dk and dv of keys to which no query of the tile attends. And scale and subtraction of the row's
+/// maximum are one multiply-add: for scores above about 1e9 its rounding error makes the exponential overflow.
 ///
 /// # Backward
 /// Differentiable in q, k, v and a tracked bias. Saved for backward: q, k, v, out and the log-sum-exp of each query's
-/// scores (4 bytes; 8 in f64). In f32 and f64 its rounding error is saved too, in as many bytes; in half precision the
-/// rounding error of out, a tensor like out. Backward corrects the gradients by these errors. The probabilities are
-/// recomputed tile by tile: `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`,
-/// `dS = P (dO V^T - delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`.
+/// scores (4 bytes; 8 in f64). A rounding error is saved too: in f32 and f64 that of the log-sum-exp, as large as it;
+/// in half precision that of out, as large as out. Backward corrects the gradients by these errors. The probabilities
+/// are recomputed tile by tile: `delta = sum(dO O)`, `P = exp(scale Q K^T - lse)`, `dV = P^T dO`, `dS = P (dO V^T -
+/// delta)`, `dQ = scale dS K`, `dK = scale dS^T Q`.
 ///
 /// With a [soft cap](AttentionConfig::soft_cap) C, `C tanh(S / C)` replaces the scores S, and `dS (1 - tanh(S / C)^2)`
 /// replaces dS. A tracked [bias](AttentionConfig::bias) has the gradient `P (dO V^T - delta)`, summed over the
@@ -84,7 +84,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// 2 B H Tq Tk (Dh + Dv) FLOPs forward, B H Tq Tk (6 Dh + 4 Dv) backward, and 2 B H Tq Tk (Dh + Dv) for the gradient of
 /// a bias. Of backward, 2 B H Tq Tk Dh recompute the scores; profiles do not count these
 /// ([`Cost`](crate::probe::Cost)). Tiles that the mask, the [first keys](super::FirstKeys) or the [key
-/// mask](super::KeyMask) hide are skipped. A GPU multiplies heads padded to the wider of Dh and Dv.
+/// mask](super::KeyMask) hide are skipped. On a GPU the narrower of Dh and Dv is padded to the wider, so matmuls cost
+/// as if both were the wider.
 ///
 /// # Source
 /// Tri Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023, algorithms 1 and

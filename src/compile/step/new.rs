@@ -17,8 +17,8 @@ use candle_core::{Device, Tensor, Var};
 impl<'l> Step<'l> {
     /// Creates a step of `loss` with `optimizer`.
     ///
-    /// `loss` returns a scalar f32, or on the CPU also f64: the mean loss of a batch or, for a batch with
-    /// [counted targets](crate::compile::Batch::with_counted_targets), the sum over these.
+    /// `loss` gets the inputs of one micro-batch and returns its mean loss, a scalar f32 (on the CPU also f64). For a
+    /// batch with [counted targets](crate::compile::Batch::with_counted_targets) it returns the sum over these.
     ///
     /// # Errors
     /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
@@ -157,9 +157,9 @@ impl<'l> Step<'l> {
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
     /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter.
-    /// A run begins by fetching the parameters of other ranks in the order in which matmuls read them, on a GPU
-    /// concurrently with the first layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks lag by
-    /// one update.
+    /// [`run`](Self::run) begins by fetching the parameters of other ranks in the order in which matmuls read them, on
+    /// a GPU concurrently with the first layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks
+    /// lag by one update.
     ///
     /// A program calls these functions in this order:
     ///
@@ -277,11 +277,11 @@ impl<'l> Step<'l> {
     }
 
     /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. The plan is that of a
-    /// run of this kind with such a batch. All meta weights are trained: a frozen one is an error in a training step,
-    /// since it has no gradient. Build the meta model without [`nn::freeze`](crate::nn::freeze()); the plan then counts
-    /// gradients and optimizer state that the step does not need. [`prepare`](Self::prepare) plans the step of the real
-    /// model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For
-    /// [`PlanKind::Gradients`] the batch must not include the output's gradient.
+    /// run of this kind with such a batch. Every meta weight counts as trained. For a training step, build the meta
+    /// model without [`nn::freeze`](crate::nn::freeze()): a frozen weight has no gradient, which is an error. The plan
+    /// is then too large by the gradients and optimizer state of the frozen weights. [`prepare`](Self::prepare) plans
+    /// the step of the real model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown)
+    /// have its memory. For [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// `function` gets an input by its name in the batch. The name that was passed to
     /// [`graph::input`](crate::graph::input()) is not used.

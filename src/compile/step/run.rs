@@ -173,9 +173,9 @@ impl Step<'_> {
         }
     }
 
-    /// Runs forward alone. Returns the function's output for a batch, which is not split into micro-batches. For a
-    /// model's step, or any loss, it is the mean over the batch, or the sum over the targets of a batch that [counts
-    /// them](Batch::with_counted_targets). There is no dropout.
+    /// Runs forward alone. Returns the function's output for a batch, which is not split into micro-batches. If the
+    /// function is a loss, it is the loss of the whole batch: its mean, or its sum over the targets of a batch that
+    /// [counts them](Batch::with_counted_targets). There is no dropout.
     ///
     /// No other rank takes part, except with [sharded weights](Self::fully_sharded): these are gathered, so all ranks
     /// must call it equally often. With a [sharded optimizer](Self::replicated) it uses this rank's current values of

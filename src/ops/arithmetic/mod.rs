@@ -22,11 +22,11 @@ use candle_core::{DType, Shape, Tensor};
 ///
 /// The following also holds for [`sub`], [`mul`] and [`div`]. Dtypes are promoted as in PyTorch, inside and outside of
 /// autocast regions: f16 + f32 is f32, f16 + bf16 is f32, anything + f64 is f64, and an integer takes the float's
-/// dtype. A scalar tensor takes the dtype of an operand with dimensions: bf16 * f32 scalar is bf16. If that operand is
-/// an integer, the scalar keeps its own. Each operand's
-/// gradient has its own dtype and shape. Half precision is computed in f32 and rounded once, and so are the sums of a
-/// broadcast operand's gradient. candle's own `+` needs equal dtypes. Saved for backward: nothing for `add` and `sub`;
-/// a and b for `mul` and `div`.
+/// dtype. A scalar tensor takes the dtype of an operand with dimensions: bf16 * f32 scalar is bf16. If the other
+/// operand is an integer tensor, the result has the scalar's dtype. The gradient of an operand has the dtype and shape
+/// of that operand. Half precision is computed in f32 and rounded once, and so are the sums of a broadcast operand's
+/// gradient. candle's own `+` needs equal dtypes. Saved for backward: nothing for `add` and `sub`; a and b for `mul`
+/// and `div`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -264,7 +264,7 @@ fn vocabularies(#[values(Precision::F32, Precision::BF16, Precision::F16)] preci
             },
             Algorithm::Flash,
         );
-        agree(&model, &in_precision(precision), [8, 160]);
+        agree(&model, &in_precision(precision), [16, 160]);
     }
 }
 

@@ -7,7 +7,7 @@ use rstest::rstest;
 use tallow::Error;
 use tallow::attention::Algorithm;
 use tallow::bench::EndToEnd;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::{Batch, Step, StepConfig, Target};
 use tallow::internals::{BufferRange, Call, Named, Op};
 use tallow::memory::Mode;
 use tallow::model::{TransformerConfig, TransformerLM, flops};
@@ -15,6 +15,32 @@ use tallow::nn::{Architecture, Checkpointing};
 use tallow::precision::Precision;
 use tallow::probe::Kind;
 use tallow::profile::Profiler;
+
+/// On a GPU a chunk has 4,096 x 10,240 logits, but in half precision 2,048 rows or more: 8,192 rows are 10 chunks of
+/// 896, or 4 of 2,048.
+#[rstest]
+#[case(Precision::F32, 50_257, 10)]
+#[case(Precision::BF16, 50_257, 4)]
+#[case(Precision::F16, 50_257, 4)]
+#[case(Precision::BF16, 10_000, 2)]
+fn the_head_takes_rows_in_chunks(
+    #[case] precision: Precision,
+    #[case] vocab_size: usize,
+    #[case] chunks: usize,
+) {
+    let model = TransformerConfig {
+        vocab_size,
+        context_length: 1024,
+        ..config(1, 2, 32, 72)
+    };
+    let model = meta_of(&model, Algorithm::Flash);
+    let batch = Batch::meta(8, 1024).unwrap();
+    let (plan, _) =
+        Step::plan_for_model(Target::Cuda, &model, &in_precision(precision), batch).unwrap();
+    let calls = plan.calls().iter();
+    let losses = calls.filter(|call| call.op.name() == "cross_entropy");
+    assert_eq!(losses.count(), chunks);
+}
 
 /// No two buffers of a plan that are live at the same call share a byte.
 #[rstest]
