@@ -11,8 +11,7 @@ use crate::graph::Target;
 use candle_core::DType;
 use std::ops::Range;
 
-/// The number of logits in a chunk on the CPU, about 10 MiB of f32. Smaller chunks would read and write the head's
-/// gradient more often; larger ones would not fit the cache.
+/// The number of logits in a chunk on the CPU, about 10 MiB of f32. Larger chunks would not fit the cache.
 const CHUNK_ELEMENTS: usize = 256 * 10_240;
 
 /// The number of logits in a chunk on a GPU, where larger matmuls are not faster.
@@ -164,7 +163,12 @@ impl Sizes {
         let within =
             |elements: usize| (elements / self.classes).clamp(CHUNK_ROWS.min(self.rows), self.rows);
         match self.target {
-            Target::Cpu => within(CHUNK_ELEMENTS),
+            // Each chunk reads the weight twice, and reads and writes its gradient: with few rows that takes longer
+            // than reading logits from memory. Narrow heads have small weights.
+            Target::Cpu => {
+                let least = (self.width / 2).clamp(2 * CHUNK_ROWS, 4 * CHUNK_ROWS);
+                within(CHUNK_ELEMENTS).max(least.min(self.rows))
+            }
             // Chunks of equal size that start at aligned rows.
             Target::Cuda => {
                 let least = match self.dtype {

@@ -17,26 +17,32 @@ use tallow::probe::Kind;
 use tallow::profile::Profiler;
 
 /// On a GPU a chunk has 4,096 x 10,240 logits, but in half precision 2,048 rows or more: 8,192 rows are 10 chunks of
-/// 896, or 4 of 2,048.
+/// 896, or 4 of 2,048. On the CPU it has 256 x 10,240 logits, but half as many rows as the width or more, from 128 to
+/// 256.
 #[rstest]
-#[case(Precision::F32, 50_257, 10)]
-#[case(Precision::BF16, 50_257, 4)]
-#[case(Precision::F16, 50_257, 4)]
-#[case(Precision::BF16, 10_000, 2)]
+#[case(Target::Cuda, Precision::F32, 64, 50_257, 10)]
+#[case(Target::Cuda, Precision::BF16, 64, 50_257, 4)]
+#[case(Target::Cuda, Precision::F16, 64, 50_257, 4)]
+#[case(Target::Cuda, Precision::BF16, 64, 10_000, 2)]
+#[case(Target::Cpu, Precision::F32, 64, 50_257, 64)]
+#[case(Target::Cpu, Precision::BF16, 384, 50_257, 43)]
+#[case(Target::Cpu, Precision::F32, 512, 50_257, 32)]
+#[case(Target::Cpu, Precision::F32, 64, 5_000, 16)]
 fn the_head_takes_rows_in_chunks(
+    #[case] target: Target,
     #[case] precision: Precision,
+    #[case] width: usize,
     #[case] vocab_size: usize,
     #[case] chunks: usize,
 ) {
     let model = TransformerConfig {
         vocab_size,
         context_length: 1024,
-        ..config(1, 2, 32, 72)
+        ..config(1, 2, width / 2, 72)
     };
     let model = meta_of(&model, Algorithm::Flash);
     let batch = Batch::meta(8, 1024).unwrap();
-    let (plan, _) =
-        Step::plan_for_model(Target::Cuda, &model, &in_precision(precision), batch).unwrap();
+    let (plan, _) = Step::plan_for_model(target, &model, &in_precision(precision), batch).unwrap();
     let calls = plan.calls().iter();
     let losses = calls.filter(|call| call.op.name() == "cross_entropy");
     assert_eq!(losses.count(), chunks);
