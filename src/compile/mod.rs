@@ -122,14 +122,12 @@
 //! - On a GPU the total is within 0.1 MiB of the peak of the memory pool ([`Meter`](crate::memory::Meter)) if the
 //!   process has no other tensors there. The process needs more: the CUDA context, its loaded kernels, recorded CUDA
 //!   graphs and, with several ranks, NCCL's buffers.
-//! - On the CPU the total is exact for these tensors, but kernels need scratch memory in addition. Each thread keeps a
-//!   packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes. Small f32 matmuls
-//!   and, on processors without AVX-512, most f32 matmuls run in the `gemm` crate. It keeps one more buffer for each
-//!   thread, as large as the level 2 cache, and frees its other memory after each call. The threads are the calling one
-//!   and those of rayon's pool: `RAYON_NUM_THREADS`, or one for each core. Flash attention needs a few tiles for each
-//!   thread. Naive attention needs a workspace;
-//!   [`planned_attention_breakdown`](crate::memory::planned_attention_breakdown) counts it for all threads together. In
-//!   tests all other scratch memory of a run is under 1 MiB in total.
+//! - On the CPU the total is exact for these tensors. Kernels need scratch memory in addition: [`Plan::scratch_bytes`].
+//!   Each thread keeps a packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes,
+//!   and one for matmuls of the `gemm` crate, as large as the level 2 cache. (That crate computes small f32 matmuls
+//!   and, on processors without AVX-512, most f32 matmuls.) The threads are the calling one and those of rayon's pool:
+//!   `RAYON_NUM_THREADS`, or one for each core. Attention needs a workspace for all threads. In tests all other scratch
+//!   memory of a run is under 1 MiB in total.
 //!
 //! With accumulation, the total counts the inputs of one micro-batch; the other micro-batches of the batch are in
 //! addition.

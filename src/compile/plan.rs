@@ -4,6 +4,7 @@ use super::arena;
 use super::buffer::{Buffer, BufferId, Category, Location};
 use super::costs::{self, GroupCost};
 use super::op::{BufferRange, Call, Op, Phase};
+use crate::kernels::cpu::gemm;
 use crate::ops::lowering::Workspace;
 use candle_core::DType;
 use std::ops::Range;
@@ -191,6 +192,23 @@ impl Plan {
         self.workspace_bytes
     }
 
+    /// Returns the scratch memory that kernels need on the CPU in addition to [`total_bytes`](Self::total_bytes), in
+    /// bytes; 0 in a plan for a GPU.
+    ///
+    /// It is the sum of the buffers that threads keep for matmuls, and of the largest workspace that one kernel needs,
+    /// such as attention's. The threads are the calling one and those of the current rayon pool; the `gemm` crate's
+    /// buffer is included whether its matmuls are in the plan or not. Temporaries beside these were under 1 MiB in
+    /// tests.
+    pub fn scratch_bytes(&self) -> u64 {
+        if self.workspace_bytes > 0 {
+            return 0; // a GPU has cuBLASLt's
+        }
+        let is_half = |buffer: &Buffer| matches!(buffer.dtype, DType::BF16 | DType::F16);
+        let of_threads = gemm::scratch_bytes(self.buffers.iter().any(is_half)) as u64;
+        let workspace = self.kernel_workspace().map_or(0.0, |own| own.bytes());
+        of_threads.saturating_add(workspace as u64)
+    }
+
     /// Returns the largest workspace that one kernel needs on the CPU, if any needs one.
     pub(crate) fn kernel_workspace(&self) -> Option<Workspace> {
         let workspaces = self.calls.iter().filter_map(|call| {
@@ -203,8 +221,8 @@ impl Plan {
 
     /// Returns the size of the arena and, outside of it, of parameters, optimizer state, inputs (with frozen weights,
     /// constants, and tables of rotary embeddings), outputs and a GPU's [workspace](Self::workspace_bytes), in bytes.
-    /// [Not included](crate::compile#what-a-plan-is-exact-about) are the scratch memory of kernels on the CPU and, on a
-    /// GPU, what CUDA and NCCL allocate themselves.
+    /// [Not included](crate::compile#what-a-plan-is-exact-about) are the [scratch memory](Self::scratch_bytes) of
+    /// kernels on the CPU and, on a GPU, what CUDA and NCCL allocate themselves.
     pub fn total_bytes(&self) -> u64 {
         let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
         self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()

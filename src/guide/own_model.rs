@@ -103,10 +103,8 @@
 //!
 //! # Memory that the plan does not count
 //!
-//! On the CPU add the kernels' [scratch memory](crate::compile#what-a-plan-is-exact-about) to `total_bytes`. For this
-//! model in bf16 it is 2.5 MiB a thread, for the calling thread and each of the pool's. No function returns this size:
-//! [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates these buffers, and
-//! [`available_bytes`](crate::hardware::available_bytes) then returns what is left.
+//! On the CPU add the kernels' scratch memory, [`Plan::scratch_bytes`](crate::compile::Plan::scratch_bytes), to
+//! `total_bytes`.
 //! [`Step::plan_for`](crate::compile::Step::plan_for) counts all weights as trained, which is too much if some are
 //! frozen; [`Step::prepare`](crate::compile::Step::prepare) on the real model is exact.
 //!

@@ -17,6 +17,10 @@ fn the_arena_is_what_the_plan_says() {
     if child::ran("compile::memory::the_arena_is_what_the_plan_says") {
         return;
     }
+    let alive = || tracker::current_bytes().expect("the suite's allocator counts");
+    let without_scratch = alive();
+    gemm::reserve_scratch(true).unwrap(); // belongs to the process
+    let reserved = alive() - without_scratch;
     let attentions = [Algorithm::Naive, Algorithm::Flash];
     let precisions = [Precision::F32, Precision::BF16, Precision::F16];
     let both = |attention| precisions.map(|precision| (attention, precision));
@@ -35,13 +39,11 @@ fn the_arena_is_what_the_plan_says() {
             loss_scaling: precision == Precision::F16,
             ..Default::default()
         };
-        let alive = || tracker::current_bytes().expect("the suite's allocator counts");
-        gemm::reserve_scratch(true).unwrap(); // belongs to the process
         tracker::reset_peak();
         let before = alive();
         let mut step = Step::for_model(&model, &optimizer, &plan).unwrap();
         let plan = step.prepare(Batch::meta(8, 256).unwrap()).unwrap();
-        let arena_bytes = plan.arena_bytes();
+        let (arena_bytes, scratch_bytes) = (plan.arena_bytes(), plan.scratch_bytes());
         // The rest of a step: calls, buffers, tables. The planner's own memory is freed.
         let beside = alive() - before - arena_bytes;
         assert!(beside < 1 << 20, "{beside} bytes beside {arena_bytes}");
@@ -58,6 +60,13 @@ fn the_arena_is_what_the_plan_says() {
         assert!(alive() <= settled + 4096, "{} more", alive() - settled);
         let transient = tracker::peak_bytes().unwrap() - settled;
         assert!(transient < 1 << 20, "{transient} bytes came and went");
+        if precision != Precision::F32 {
+            let needed = reserved + transient;
+            assert!(
+                needed <= scratch_bytes + (1 << 20),
+                "{needed}, not {scratch_bytes}"
+            );
+        }
         drop(step);
         assert!(alive() <= settled - arena_bytes);
     }
