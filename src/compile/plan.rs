@@ -197,7 +197,7 @@ impl Plan {
     ///
     /// It is the sum of the buffers that threads keep for matmuls, and of the largest workspace that one kernel needs,
     /// such as attention's. The threads are the calling one and those of the current rayon pool; the `gemm` crate's
-    /// buffer is included whether its matmuls are in the plan or not. Temporaries beside these were under 1 MiB in
+    /// buffer is included whether its matmuls are in the plan or not. Other temporaries were under 1 MiB in
     /// tests.
     pub fn scratch_bytes(&self) -> u64 {
         if self.workspace_bytes > 0 {

@@ -104,14 +104,26 @@
 //!
 //! # What to do next
 //!
-//! Compare the rates with those of the machine. `profile --floor` measures them, and has for each op its floor: its
-//! FLOPs at the rate of large matmuls, or its bytes at the rate of a copy, whichever takes longer. `Lost` is the time
-//! above the floor, and the op that loses the most comes first. In a program,
-//! [`DeviceRates`](crate::profile::DeviceRates) measures the rates,
+//! Compare the ops with the machine. `profile --floor` measures two rates of the device, of large matmuls and of a
+//! copy. The floor of an op is the time of its FLOPs at the first or of its bytes at the second, whichever is longer.
+//! `Lost` is the time above the floor, and the op that loses the most comes first. Two layers of width 768, with flash
+//! attention, planned (`--compile=only`), on two cores of another Xeon:
+//!
+//! ```text
+//! A step takes 544.381 ms by the profiler, and 512.054 ms at the rates measured here: 94.1%. Matmuls reached 300
+//! GFLOP/s in f32, a copy 29 GB/s read and written.
+//!
+//! Op                                      A step  Measured (ms)  Floor (ms)  Lost (ms)
+//! ──────────────────────────────────────  ──────  ─────────────  ──────────  ─────────
+//! lm_head/matmul                            12.0          165.7       157.1       8.61
+//! layers.*/ffn/w1, w3/matmul                12.0          135.8       128.7       7.08
+//! layers.*/attn/flash_attention_backward     2.0          17.31       10.73       6.58
+//! ```
+//!
+//! An op can be faster than its floor: its tensors were still in a cache, or flash attention skipped hidden scores,
+//! whose FLOPs are counted. In a program, [`DeviceRates`](crate::profile::DeviceRates) measures the rates,
 //! [`ProfileReport::with_floors`](crate::profile::ProfileReport::with_floors) compares a recording with them, and
-//! [`Plan::floors`](crate::compile::Plan::floors) has the floors of a planned step before it runs. An op can be faster
-//! than its floor: its tensors were still in a cache, or flash attention skipped hidden scores, whose FLOPs are
-//! counted.
+//! [`Plan::floors`](crate::compile::Plan::floors) has the floors of a planned step before it runs.
 //!
 //! | what you see | what to try |
 //! |---|---|
