@@ -82,6 +82,73 @@
 //! [`no_grad`](crate::no_grad()) stops tallow's ops from building a graph. candle has no such switch, so its own ops on
 //! a `Var` are still tracked inside.
 //!
+//! # Replacing attention
+//!
+//! [`attention::flash`] takes the place of two matmuls and a softmax:
+//!
+//! - Keys and values keep their own number of heads: leave out `repeat_kv`.
+//! - Divide an additive mask of 0 and -inf from the terms that are trained. What hides keys becomes a
+//!   [`KeyMask`](crate::attention::KeyMask) of u8, whose hidden tiles are skipped, or a
+//!   [`Mask`](crate::attention::Mask) such as `Causal`. Other terms become a
+//!   [`ScoreBias`](crate::attention::ScoreBias).
+//! - Under [`autocast`](crate::autocast()) the output is in half precision. candle's own linear layer then fails for
+//!   want of equal dtypes: convert it with `nn::Linear::try_from`, which shares its variables.
+//! - Write [`ops::split_heads`](crate::ops::split_heads()) and [`ops::merge_heads`](crate::ops::merge_heads()) for
+//!   `reshape`, `transpose` and `contiguous`.
+//!
+//! ```
+//! use candle_core::{D, DType, Device, Tensor};
+//! use candle_nn::VarMap;
+//! use tallow::attention::{self, AttentionConfig, KeyMask, ScoreBias};
+//! use tallow::{nn, ops};
+//!
+//! # fn main() -> tallow::Result<()> {
+//! let device = Device::Cpu;
+//! let (heads, kv_heads, head_dim) = (4, 2, 8);
+//! let weights = VarMap::new();
+//! let vb = candle_nn::VarBuilder::from_varmap(&weights, DType::F32, &device);
+//! let [q, k, v, output] = ["q", "k", "v", "o"].map(|name| {
+//!     let width = if ["k", "v"].contains(&name) { kv_heads * head_dim } else { heads * head_dim };
+//!     candle_nn::linear(32, width, vb.pp(name))
+//! });
+//! let (q, k, v, output) = (q?, k?, v?, output?); // candle's layers
+//! let bias = vb.get_with_hints((heads, 5, 5), "bias", candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 })?;
+//! let x = Tensor::randn(0f32, 1.0, (2, 5, 32), &device)?; // (B, T, D)
+//! let visible = Tensor::new(&[[1u8, 1, 1, 1, 1], [1, 1, 1, 0, 0]], &device)?; // (B, T)
+//!
+//! // Before, in candle.
+//! let split = |x: &Tensor, heads: usize| -> candle_core::Result<Tensor> {
+//!     let x = x.reshape((2, 5, heads, head_dim))?.transpose(1, 2)?.contiguous()?;
+//!     x.unsqueeze(2)?.repeat((1, 1, 4 / heads, 1, 1))?.reshape((2, 4, 5, head_dim)) // repeat_kv
+//! };
+//! use candle_core::Module;
+//! let (qs, ks, vs) =
+//!     (split(&q.forward(&x)?, heads)?, split(&k.forward(&x)?, kv_heads)?, split(&v.forward(&x)?, kv_heads)?);
+//! let hidden = visible.eq(0u8)?.reshape((2, 1, 1, 5))?.to_dtype(DType::F32)?.affine(-1e30, 0.0)?;
+//! let scores = (qs.matmul(&ks.t()?)? / (head_dim as f64).sqrt())?;
+//! let scores = scores.broadcast_add(&bias.unsqueeze(0)?)?.broadcast_add(&hidden)?;
+//! let out = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&vs)?;
+//! let before = output.forward(&out.transpose(1, 2)?.reshape((2, 5, 32))?)?;
+//!
+//! // With tallow, and the same variables.
+//! let [q, k, v, output] = [q, k, v, output].map(nn::Linear::try_from);
+//! let (q, k, v, output) = (q?, k?, v?, output?);
+//! let config = AttentionConfig {
+//!     key_mask: Some(KeyMask::padding(&visible)?),
+//!     bias: Some(ScoreBias::new(&bias)?),
+//!     ..Default::default()
+//! };
+//! let qs = ops::split_heads(&q.forward(&x)?, heads)?; // (B, H, T, Dh)
+//! let (ks, vs) = (ops::split_heads(&k.forward(&x)?, kv_heads)?, ops::split_heads(&v.forward(&x)?, kv_heads)?);
+//! let after = output.forward(&ops::merge_heads(&attention::flash(&qs, &ks, &vs, &config)?)?)?;
+//! assert!((before - &after)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
+//!
+//! let gradients = tallow::backward(ops::sum(&ops::mul(&after, &after)?)?)?;
+//! assert!(weights.all_vars().iter().all(|var| gradients.get(var).is_some())); // bias included
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # `VarBuilder`
 //!
 //! Layers are built from any `VarBuilder`, and the names of weights are those of its prefixes.

@@ -357,17 +357,18 @@
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
 //! use std::alloc::System;
-//! use tallow::memory::tracker::{self, Tracker};
-//! use tallow::memory::{self, MemoryKind, RecordConfig};
+//! use tallow::memory::tracker::Tracker;
+//! use tallow::memory::{self, MemoryKind, Meter, RecordConfig};
 //! use tallow::optim::{AdamWConfig, Optimizer};
 //! use tallow::{ops, profile, report::Format};
 //!
 //! #[global_allocator]
 //! static ALLOCATOR: Tracker<System> = Tracker::new(System);
 //!
-//! let baseline_bytes = tracker::current_bytes().unwrap_or_default(); // before the model: subtracted from all sums
-//! let x = Tensor::ones((32, 64), DType::F32, &Device::Cpu)?;
-//! let w = Var::ones((256, 64), DType::F32, &Device::Cpu)?;
+//! let device = Device::Cpu;
+//! let baseline_bytes = Meter::new(&device).current_bytes().unwrap_or_default(); // before the model
+//! let x = Tensor::ones((32, 64), DType::F32, &device)?;
+//! let w = Var::ones((256, 64), DType::F32, &device)?;
 //! let mut optimizer = Optimizer::new([("w".to_string(), w.clone())], AdamWConfig::default())?;
 //! let step = |optimizer: &mut Optimizer| -> tallow::Result<()> {
 //!     let loss = {
@@ -383,7 +384,7 @@
 //! };
 //! step(&mut optimizer)?; // the warm-up
 //! let config = RecordConfig { baseline_bytes, ..Default::default() };
-//! let mut recorder = memory::record_on(&Device::Cpu, config)?;
+//! let mut recorder = memory::record_on(&device, config)?;
 //! recorder.label(MemoryKind::Weights, "w", &w);
 //! recorder.label(MemoryKind::Inputs, "x", &x);
 //! for (name, state) in optimizer.state() {
