@@ -110,6 +110,11 @@ impl Flags {
             })
             .of_grid(|flags| &flags.grid)
             .only(
+                "on ops, which have FLOPs and bytes: without --by kernel",
+                &["floor"],
+                |flags| flags.by != Some(Grouping::Kernel),
+            )
+            .only(
                 "with a --mode that has this phase",
                 &["phase"],
                 |flags| match flags.phase.as_deref() {
@@ -130,15 +135,6 @@ impl Flags {
                 expected: "name, path or layer, where no kernels are recorded".into(),
                 got: "kernel".into(),
                 hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
-            });
-        }
-        if self.by == Some(Grouping::Kernel) && self.floor {
-            return Err(Error::Config {
-                config: common::PROGRAM,
-                field: "--by",
-                expected: "name, path or layer, with --floor".into(),
-                got: "kernel".into(),
-                hint: "kernels have no FLOPs and bytes; leave --by or --floor out".into(),
             });
         }
         let precisions = self.grid.precision.precisions()?;
@@ -248,11 +244,11 @@ impl Flags {
                 (false, true) => Grouping::Name,
                 (false, false) => Grouping::Kernel,
             });
-        let summary = match &rates {
-            Some(rates) => ProfileReport::with_floors(recording, &selection, grouping, rates),
-            None => ProfileReport::new(recording, &selection, grouping),
+        let report_of = |selection: &Selection| match &rates {
+            Some(rates) => ProfileReport::with_floors(recording, selection, grouping, rates),
+            None => ProfileReport::new(recording, selection, grouping),
         };
-        let summary = match summary {
+        let summary = match report_of(&selection) {
             // One mode has no backward, another has.
             Err(Error::Data { .. }) => {
                 let phase = self.phase.as_deref().unwrap_or("a step");
@@ -270,9 +266,7 @@ impl Flags {
         let mut shown = shortened(&summary);
         let mut own_answers = answers::answers(&figures);
         if let Some(rates) = &rates {
-            let whole =
-                ProfileReport::with_floors(recording, &Selection::default(), grouping, rates)?;
-            let floors = Floors::new(&whole, rates);
+            let floors = Floors::new(&report_of(&Selection::default())?, rates);
             line.insert("floor_ms_per_step", floors.floor_ms);
             line.insert("floor_percent", floors.percent());
             own_answers.push(answers::floor(&floors));

@@ -279,7 +279,7 @@ impl Flags {
         let config = self.config(communicator.world_size())?;
         let (device, ranks) = (communicator.device(), self.step_ranks(communicator));
         self.check_memory(model, &config, communicator)?;
-        measured_rates(device, &[DType::F32, config.precision.dtype()])?; // before the model fills the memory
+        measured_rates(device, &[config.precision.dtype()])?; // before the model fills the memory
         let sharded = match ranks {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,

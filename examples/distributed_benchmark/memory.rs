@@ -25,7 +25,7 @@ impl Rank<'_> {
     /// Measures a rank's memory with each strategy and exchange.
     pub fn memory(&mut self, report: &mut Report) -> Result<()> {
         let world_size = self.communicator.world_size();
-        // What kernels keep until the process ends is no rank's: a first step allocates it.
+        // A first step allocates the memory that kernels keep until the process ends, which is no rank's.
         let first = EndToEnd {
             attention: self.flags.attention,
             precision: self.step.precision,

@@ -229,10 +229,10 @@ pub fn softmax_against_matmuls(own: &AttentionFigures) -> String {
 
 /// Compares a step with its floor.
 pub fn floor(own: &Floors) -> Answer {
-    let rates = own.matmul_flops.iter();
+    let rates = own.rates.matmul_flops.iter();
     let rates = rates.map(|(dtype, rate)| match rate / 1e9 {
-        gflops if gflops < 1e3 => format!("{gflops:.0} GFLOP/s in {dtype}"),
-        gflops => format!("{:.0} TFLOP/s in {dtype}", gflops / 1e3),
+        gflops if gflops < 1e3 => format!("{gflops:.0} GFLOP/s in {}", dtype.as_str()),
+        gflops => format!("{:.0} TFLOP/s in {}", gflops / 1e3, dtype.as_str()),
     });
     let rates: Vec<String> = rates.collect();
     let lost = own.lost_ms.iter().filter(|(_, ms)| *ms > 0.0);
@@ -244,7 +244,7 @@ pub fn floor(own: &Floors) -> Answer {
         own.floor_ms,
         own.percent(),
         rates.join(", "),
-        own.memory_bytes / 1e9,
+        own.rates.memory_bytes / 1e9,
         lost.collect::<Vec<_>>().join(", ")
     );
     if own.unknown_ms > 0.0 {

@@ -60,12 +60,9 @@ pub struct AttentionFigures {
 }
 
 /// A step's time and its floor.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Floors {
-    /// Matmul FLOP/s for each dtype, by name.
-    pub matmul_flops: Vec<(&'static str, f64)>,
-    /// Bytes per second of a copy.
-    pub memory_bytes: f64,
+    pub rates: DeviceRates,
     pub measured_ms: f64,
     pub floor_ms: f64,
     /// The time of ops without a formula.
@@ -87,12 +84,8 @@ impl Floors {
         let mut lost_ms: Vec<(String, f64)> = lost.map(|(name, ns)| (name, ms(ns))).collect();
         lost_ms.sort_by(|a, b| b.1.total_cmp(&a.1));
         lost_ms.truncate(4);
-        let dtypes = rates.matmul_flops.iter();
         Self {
-            matmul_flops: dtypes
-                .map(|(dtype, rate)| (dtype.as_str(), *rate))
-                .collect(),
-            memory_bytes: rates.memory_bytes,
+            rates: rates.clone(),
             measured_ms: whole.ms_per_step(whole.whole_ns),
             floor_ms: ms(floors.sum()),
             unknown_ms: whole.ms_per_step(unknown.map(|row| row.total_ns).sum()),

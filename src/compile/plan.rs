@@ -6,6 +6,7 @@ use super::costs::{self, GroupCost};
 use super::op::{BufferRange, Call, Op, Phase};
 use crate::kernels::cpu::gemm;
 use crate::ops::lowering::Workspace;
+use crate::probe;
 use candle_core::DType;
 use std::ops::Range;
 
@@ -196,17 +197,16 @@ impl Plan {
     /// bytes; 0 in a plan for a GPU.
     ///
     /// It is the sum of the buffers that threads keep for matmuls, and of the largest workspace that one kernel needs,
-    /// such as attention's. The threads are the calling one and those of the current rayon pool; the `gemm` crate's
-    /// buffer is included whether its matmuls are in the plan or not. Other temporaries were under 1 MiB in
+    /// such as attention's. The threads are the calling one and those of the current rayon pool; the buffers of the
+    /// `gemm` crate are included whether the plan has matmuls for it or not. Other temporaries were under 1 MiB in
     /// tests.
     pub fn scratch_bytes(&self) -> u64 {
         if self.workspace_bytes > 0 {
             return 0; // a GPU has cuBLASLt's
         }
-        let is_half = |buffer: &Buffer| matches!(buffer.dtype, DType::BF16 | DType::F16);
-        let of_threads = gemm::scratch_bytes(self.buffers.iter().any(is_half)) as u64;
+        let of_threads = self.multiplies_in_half().map_or(0, gemm::scratch_bytes);
         let workspace = self.kernel_workspace().map_or(0.0, |own| own.bytes());
-        of_threads.saturating_add(workspace as u64)
+        (of_threads as u64).saturating_add(workspace as u64)
     }
 
     /// Returns the largest workspace that one kernel needs on the CPU, if any needs one.
@@ -355,7 +355,8 @@ impl Plan {
         }
     }
 
-    /// Returns bf16 or f16 if an operand of the call has that dtype, else f32; `None` for a call of another plan.
+    /// Returns the dtype in which a call multiplies: bf16 or f16 if an operand has it, f64 if all floats have it, else
+    /// f32. `None` for a call of another plan.
     #[doc(hidden)]
     pub fn compute_dtype(&self, call: &Call) -> Option<DType> {
         self.has(call).then(|| self.dtype_of(call))
@@ -363,9 +364,15 @@ impl Plan {
 
     /// Same as [`compute_dtype`](Self::compute_dtype), for a call of this plan.
     pub(super) fn dtype_of(&self, call: &Call) -> DType {
-        let mut dtypes = call.operands().map(|operand| self.buffer_of(operand).dtype);
-        let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
-        half.unwrap_or(DType::F32)
+        probe::compute_dtype(call.operands().map(|operand| self.buffer_of(operand).dtype))
+    }
+
+    /// Returns whether a matmul of the plan is in half precision; `None` if there is no matmul.
+    pub(super) fn multiplies_in_half(&self) -> Option<bool> {
+        let multiplies = |op: &Op| op.is_matmul() || matches!(op, Op::Orthogonalize { .. });
+        let matmuls = self.calls.iter().filter(|call| multiplies(&call.op));
+        let half = matmuls.map(|call| matches!(self.dtype_of(call), DType::BF16 | DType::F16));
+        half.reduce(|a, b| a || b)
     }
 
     /// Returns the gradients that are unscaled or whose squares are summed before the update, in order.

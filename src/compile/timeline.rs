@@ -182,8 +182,7 @@ impl Plan {
 
     fn seconds_of(&self, call: &Call, rates: &Rates) -> f64 {
         let cost = self.cost_of(call);
-        let seconds =
-            (cost.matmul_flops / rates.matmul_flops).max(cost.bytes() / rates.memory_bytes);
+        let seconds = cost.least_seconds(rates.matmul_flops, rates.memory_bytes);
         let own = match call.op {
             Op::Kernel(_) => rates.kernel_seconds,
             Op::Orthogonalize { rule, .. } => 3.0 * rule.steps as f64 * rates.kernel_seconds,

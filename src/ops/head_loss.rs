@@ -160,23 +160,22 @@ impl Sizes {
 
     /// Returns the rows of a chunk.
     fn rows_at_once(&self) -> usize {
-        let within =
-            |elements: usize| (elements / self.classes).clamp(CHUNK_ROWS.min(self.rows), self.rows);
-        match self.target {
+        let (elements, least) = match (self.target, self.dtype) {
             // Each chunk reads the weight twice, and reads and writes its gradient: with few rows that takes longer
             // than reading logits from memory. Narrow heads have small weights.
-            Target::Cpu => {
+            (Target::Cpu, _) => {
                 let least = (self.width / 2).clamp(2 * CHUNK_ROWS, 4 * CHUNK_ROWS);
-                within(CHUNK_ELEMENTS).max(least.min(self.rows))
+                (CHUNK_ELEMENTS, least)
             }
+            (Target::Cuda, DType::F16 | DType::BF16) => (GPU_CHUNK_ELEMENTS, GPU_CHUNK_ROWS),
+            (Target::Cuda, _) => (GPU_CHUNK_ELEMENTS, CHUNK_ROWS),
+        };
+        let rows = (elements / self.classes).max(least).min(self.rows);
+        match self.target {
+            Target::Cpu => rows,
             // Chunks of equal size that start at aligned rows.
             Target::Cuda => {
-                let least = match self.dtype {
-                    DType::F16 | DType::BF16 => GPU_CHUNK_ROWS.min(self.rows),
-                    _ => 1,
-                };
-                let most = within(GPU_CHUNK_ELEMENTS).max(least);
-                let chunks = self.rows.div_ceil(most);
+                let chunks = self.rows.div_ceil(rows);
                 self.rows.div_ceil(chunks).next_multiple_of(2 * CHUNK_ROWS)
             }
         }

@@ -124,6 +124,18 @@ impl Operand<'_> {
     }
 }
 
+/// Returns the dtype in which a call multiplies, from the dtypes of its operands: half precision if one has it, f64 if
+/// all floats have it, else f32.
+pub(crate) fn compute_dtype(dtypes: impl Iterator<Item = DType>) -> DType {
+    let floats: Vec<DType> = dtypes.filter(DType::is_float).collect();
+    let half = |dtype: &&DType| matches!(dtype, DType::BF16 | DType::F16);
+    match floats.iter().find(half) {
+        Some(half) => *half,
+        None if !floats.is_empty() && floats.iter().all(|dtype| *dtype == DType::F64) => DType::F64,
+        None => DType::F32,
+    }
+}
+
 impl<'a> From<&'a Tensor> for Operand<'a> {
     fn from(tensor: &'a Tensor) -> Self {
         Self {

@@ -202,6 +202,11 @@ impl Cost {
     pub fn bytes(&self) -> f64 {
         self.read_bytes + self.written_bytes
     }
+
+    /// Returns the time of its matmul FLOPs or of its bytes at these rates per second, whichever is longer, in seconds.
+    pub(crate) fn least_seconds(&self, matmul_flops: f64, memory_bytes: f64) -> f64 {
+        (self.matmul_flops / matmul_flops).max(self.bytes() / memory_bytes)
+    }
 }
 
 impl Add for Cost {

@@ -5,6 +5,7 @@ use crate::ops::cost::Cost;
 use crate::precision::without_autocast;
 use crate::{Error, Result, hardware, ops};
 use candle_core::{DType, Device, DeviceLocation, Tensor};
+use indexmap::IndexSet;
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -58,9 +59,9 @@ pub struct CallFloor {
 impl DeviceRates {
     /// Measures the rates of `device` for matmuls in `dtypes`.
     ///
-    /// A rate takes some 0.1 s and is measured once in a process: later calls return it again. Matmuls in f32 have a
-    /// rate with and one without [TF32](hardware::set_tf32), and the current setting selects. Other work on the device
-    /// makes the rates too low.
+    /// A rate takes some 0.1 s and is measured once in a process: later calls return it again. It is that of the
+    /// current number of threads and, for matmuls in f32, of the current setting of [TF32](hardware::set_tf32). Other
+    /// work on the device makes the rates too low.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] or the device's error if the tensors do not fit: three matrices of 8,192 rows and a copy
@@ -79,13 +80,13 @@ impl DeviceRates {
     /// Returns the floor of a call whose matmuls are in `dtype`, in seconds; `None` if it has matmuls and the rate of
     /// `dtype` was not measured.
     pub fn floor_seconds(&self, cost: &Cost, dtype: DType) -> Option<f64> {
-        let memory_seconds = cost.bytes() / self.memory_bytes;
-        if cost.matmul_flops == 0.0 {
-            return Some(memory_seconds);
-        }
         let mut rates = self.matmul_flops.iter();
-        let (_, rate) = rates.find(|(measured, _)| *measured == dtype)?;
-        Some(memory_seconds.max(cost.matmul_flops / rate))
+        let rate = match rates.find(|(measured, _)| *measured == dtype) {
+            Some((_, rate)) => *rate,
+            None if cost.matmul_flops == 0.0 => f64::INFINITY,
+            None => return None,
+        };
+        Some(cost.least_seconds(rate, self.memory_bytes))
     }
 }
 
@@ -144,19 +145,9 @@ impl Plan {
         let calls = self.calls().iter();
         let calls =
             calls.filter(|call| self.cost(call).is_some_and(|cost| cost.matmul_flops > 0.0));
-        distinct(calls.filter_map(|call| self.compute_dtype(call)))
+        let dtypes: IndexSet<DType> = calls.filter_map(|call| self.compute_dtype(call)).collect();
+        dtypes.into_iter().collect()
     }
-}
-
-/// Returns the dtypes without repetitions, in order.
-pub(super) fn distinct(dtypes: impl Iterator<Item = DType>) -> Vec<DType> {
-    let mut all = Vec::new();
-    for dtype in dtypes {
-        if !all.contains(&dtype) {
-            all.push(dtype);
-        }
-    }
-    all
 }
 
 /// Returns the rate of a device, measured at the first call; `dtype` is that of matmuls, or `None` for the copy.
@@ -165,11 +156,12 @@ fn remembered(
     dtype: Option<DType>,
     measure: impl FnOnce() -> Result<f64>,
 ) -> Result<f64> {
-    type Key = (DeviceLocation, Option<DType>, bool);
+    type Key = (DeviceLocation, Option<DType>, bool, usize);
     static RATES: LazyLock<Mutex<HashMap<Key, f64>>> = LazyLock::new(Mutex::default);
 
     let tf32 = dtype == Some(DType::F32) && hardware::tf32(device);
-    let key = (device.location(), dtype, tf32);
+    let threads = rayon::current_num_threads(); // of the pool that computes on the CPU
+    let key = (device.location(), dtype, tf32, threads);
     // Held while measuring: measurements on two threads would slow each other down.
     let mut rates = RATES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(rate) = rates.get(&key) {

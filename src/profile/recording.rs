@@ -1,10 +1,10 @@
 //! A profiler's recording: ranges, and a GPU's kernels.
 
-use super::floor::distinct;
 use crate::op_table;
 use crate::ops::cost::{Cost, OpCost};
-use crate::probe::{Kind, Operand, Operands, Parts, Path};
+use crate::probe::{self, Kind, Operand, Operands, Parts, Path};
 use candle_core::DType;
+use indexmap::IndexSet;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
@@ -29,12 +29,9 @@ impl Recording {
     /// Returns the dtypes of the recorded matmuls, for [`DeviceRates::measure`](super::DeviceRates::measure).
     pub fn matmul_dtypes(&self) -> Vec<DType> {
         let has_matmul = |span: &&Span| span.cost().is_some_and(|cost| cost.matmul_flops > 0.0);
-        distinct(
-            self.spans
-                .iter()
-                .filter(has_matmul)
-                .map(Span::compute_dtype),
-        )
+        let spans = self.spans.iter().filter(has_matmul);
+        let dtypes: IndexSet<DType> = spans.map(Span::compute_dtype).collect();
+        dtypes.into_iter().collect()
     }
 }
 
@@ -129,12 +126,10 @@ impl Span {
         self.cost.or_else(|| by_formula(self))
     }
 
-    /// Returns the dtype that its matmuls are computed in: half precision if an operand has it, else its output's.
+    /// Returns the dtype that its matmuls are computed in.
     pub(super) fn compute_dtype(&self) -> DType {
-        let mut dtypes = self.inputs.iter().chain(&self.output).map(|own| own.dtype);
-        let half = dtypes.find(|dtype| matches!(dtype, DType::BF16 | DType::F16));
-        half.or(self.output.as_ref().map(|own| own.dtype))
-            .unwrap_or(DType::F32)
+        let operands = self.inputs.iter().chain(&self.output);
+        probe::compute_dtype(operands.map(|operand| operand.dtype))
     }
 
     /// Returns its name for errors: with its path, in quotes.

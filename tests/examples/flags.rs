@@ -300,7 +300,6 @@ const CASES: &[Case] = &[
                 "warmup-steps",
                 "steps",
                 "by",
-                "floor",
                 "trace",
                 "flame-graph",
                 "memory-limit-gib",
@@ -316,6 +315,7 @@ const CASES: &[Case] = &[
                     "--mode forward forward-backward --phase optimizer",
                 ],
             ),
+            ("floor", &["--by kernel --floor"]),
             ("no-kernels", &["--no-kernels", "--device cpu --no-kernels"]),
             (
                 "compile",

@@ -7,12 +7,12 @@ pub(super) use memory::ExternalBuffers;
 
 use super::calls;
 pub(super) use super::executor::Controls;
-use super::op::{BufferRange, Call, Op};
+use super::op::BufferRange;
 use super::phase_times::{PhaseClock, PhaseTimes};
 use super::plan::Plan;
 use crate::ops::cpu::for_stored;
 use crate::{Result, ops};
-use candle_core::{DType, Device, Shape, Tensor, WithDType};
+use candle_core::{Device, Shape, Tensor, WithDType};
 use memory::{Arena, BufferView};
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -26,12 +26,8 @@ pub(super) struct Executor {
 
 impl Executor {
     pub fn new(plan: &Plan) -> Result<Self> {
-        let calls = plan.calls().iter();
-        let multiplies = |op: &Op| op.is_matmul() || matches!(op, Op::Orthogonalize { .. });
-        let mut products = calls.filter(|call| multiplies(&call.op));
-        if products.clone().next().is_some() {
-            let rounds = |call: &Call| plan.dtype_of(call) != DType::F32;
-            ops::reserve_scratch(products.any(rounds))?;
+        if let Some(in_half) = plan.multiplies_in_half() {
+            ops::reserve_scratch(in_half)?;
         }
         Ok(Self::default())
     }

@@ -8,13 +8,14 @@ use tallow::Error;
 use tallow::attention::Algorithm;
 use tallow::compile::{Batch, Step, StepConfig, Target};
 use tallow::model::TransformerLM;
+use tallow::nn;
 use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::precision::Precision;
 use tallow::profile::{Cost, DeviceRates, Grouping, ProfileReport, Profiler, Selection};
 
 fn rates() -> DeviceRates {
     DeviceRates {
-        matmul_flops: vec![(DType::F32, 1e9), (DType::BF16, 3e9)],
+        matmul_flops: vec![(DType::F32, 1e9), (DType::BF16, 3e9), (DType::F64, 4e8)],
         memory_bytes: 5e9,
     }
 }
@@ -76,12 +77,18 @@ fn floors_of_a_plan_add_up(#[values(1, 3)] accumulation: usize) {
 /// The report of a recorded step has the floors of its plan, and its rows add up to the measured time.
 #[rstest]
 fn a_recorded_step_has_the_floors_of_its_plan(
-    #[values(Precision::F32, Precision::BF16)] precision: Precision,
+    #[values(
+        (Precision::F32, DType::F32),
+        (Precision::BF16, DType::F32),
+        (Precision::F32, DType::F64)
+    )]
+    (precision, weights): (Precision, DType),
     #[values(Grouping::Name, Grouping::Layer, Grouping::Path)] grouping: Grouping,
 ) {
     let _lock = exclusive();
     let device = Device::Cpu;
-    let model = TransformerLM::new(&config(), 5, &device).unwrap();
+    let seeded = nn::seeded(5, weights, &device);
+    let model = TransformerLM::from_var_builder(&config(), seeded).unwrap();
     let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default()).unwrap();
     let settings = StepConfig {
         precision,
@@ -99,6 +106,12 @@ fn a_recorded_step_has_the_floors_of_its_plan(
     let recording = profiler.finish().unwrap();
     let plan = step.plan().unwrap();
     assert_eq!(recording.matmul_dtypes(), plan.matmul_dtypes());
+    let computed = if precision == Precision::BF16 {
+        DType::BF16
+    } else {
+        weights
+    };
+    assert_eq!(plan.matmul_dtypes(), [computed]);
     let all = Selection::default();
     let report = ProfileReport::with_floors(&recording, &all, grouping, &rates()).unwrap();
     let sum = report.sum("sum", |_| true);
