@@ -554,7 +554,7 @@ impl<'f> Run<'f> {
         let steps = self.tokens as f64 / self.trainer.config().tokens_per_step() as f64;
         match self.floor_seconds {
             Some(floor) => format!(
-                "{speed} tokens/s  {:.0}% of floor",
+                "{speed} tokens/s, {:.0}% of floor",
                 100.0 * floor * steps / seconds
             ),
             None => format!("{speed} tokens/s"),
