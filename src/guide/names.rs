@@ -654,6 +654,7 @@
 //! | `torch.save`, `torch.load` of weights | [`nn::save`], [`nn::load`]: safetensors with names as in `state_dict()` |
 //! | a checkpoint of a run | [`Trainer::save`], [`Trainer::resume`]; in your loop [`nn::save`], [`Optimizer::save`] |
 //! | `safetensors.torch.load_file` | a `VarBuilder` of the file, from which any layer is built |
+//! | `output_hidden_states=True`, the last one | [`TransformerLM::hidden_states`]; [`TransformerLM::head`] makes logits of it |
 //! | `AutoModelForCausalLM.from_pretrained` | [`hf::load`], after [`hf::find`]; nothing is downloaded |
 //! | `save_pretrained` | [`hf::save`] |
 //! | `AutoConfig` | [`hf::config`] |

@@ -3,6 +3,9 @@
 //! The example is a classifier of token sequences: an embedding, the mean over the sequence, a linear layer. Its loss
 //! is the cross-entropy plus a term that keeps the logits small, the z-loss.
 //!
+//! If your model is a [`TransformerLM`](crate::model::TransformerLM) and only the loss is your own, start from
+//! [`TransformerLM::hidden_states`](crate::model::TransformerLM::hidden_states): its example has a loss of two terms.
+//!
 //! A model is a struct of layers. Its [`Layer::visit`](crate::nn::Layer::visit) names the weights, for the optimizer
 //! and for files.
 //!

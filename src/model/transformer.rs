@@ -294,6 +294,12 @@ impl TransformerLM {
         parameters.map(|(_, var)| var.elem_count()).sum()
     }
 
+    /// Returns the layer from [hidden states](Self::hidden_states) to logits, before a [soft
+    /// cap](TransformerConfig::logit_soft_cap). Its weight (V, D) is the table of the embedding if they are tied.
+    pub fn head(&self) -> &Linear {
+        &self.lm_head
+    }
+
     /// Maps tokens (B, T), u32 or i64, to logits (B, T, V).
     ///
     /// # Errors
@@ -313,7 +319,7 @@ impl TransformerLM {
     /// # Errors
     /// Those of [`forward`](Self::forward); first keys, a key mask or a score bias of another shape.
     pub fn forward_with(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
-        let hidden = self.hidden(tokens, context)?; // (B, T, D)
+        let hidden = self.hidden_states(tokens, context)?; // (B, T, D)
         in_module(HEAD, || self.logits(&hidden)) // (B, T, V)
     }
 
@@ -411,7 +417,7 @@ impl TransformerLM {
         context: &ForwardContext,
         config: &CrossEntropyConfig,
     ) -> Result<Tensor> {
-        let hidden = self.hidden(tokens, context)?; // (B, T, D)
+        let hidden = self.hidden_states(tokens, context)?; // (B, T, D)
         let head = self.lm_head.weight();
         in_module(HEAD, || match self.config.logit_soft_cap {
             None => ops::linear_cross_entropy_with(&hidden, head, targets, config),
@@ -419,8 +425,34 @@ impl TransformerLM {
         })
     }
 
-    /// Computes the input of the head, (B, T, D).
-    fn hidden(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
+    /// Computes the hidden states, (B, T, D): the output of the last norm, which the [head](Self::head) maps to logits.
+    ///
+    /// For a loss of your own, such as a cross-entropy and a contrastive term:
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use tallow::model::{TransformerConfig, TransformerLM};
+    /// use tallow::nn::ForwardContext;
+    /// use tallow::ops;
+    ///
+    /// # let device = tallow::device("cpu")?;
+    /// # let config = TransformerConfig {
+    /// #     vocab_size: 10, context_length: 4, d_model: 8, num_layers: 1, num_heads: 2, d_ff: 16, ..Default::default()
+    /// # };
+    /// # let model = TransformerLM::new(&config, 0, &device)?;
+    /// let tokens = Tensor::new(&[[1u32, 2, 3, 4], [5, 6, 7, 8]], &device)?; // (B, T)
+    /// let targets = Tensor::new(&[[2u32, 3, 4, 5], [6, 7, 8, 9]], &device)?;
+    /// let hidden = model.hidden_states(&tokens, &ForwardContext::default())?; // (B, T, D)
+    /// let next_token = ops::linear_cross_entropy(&hidden, model.head().weight(), &targets)?;
+    /// assert_eq!(next_token.to_scalar::<f32>()?, model.loss(&tokens, &targets)?.to_scalar::<f32>()?);
+    /// let pooled = ops::mean_over(&hidden, 1)?; // (B, D), for the other term
+    /// # assert_eq!(pooled.dims(), [2, 8]);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`forward_with`](Self::forward_with).
+    pub fn hidden_states(&self, tokens: &Tensor, context: &ForwardContext) -> Result<Tensor> {
         let limit = self.config.context_length;
         match *tokens.dims() {
             [batch, length] if batch > 0 && (1..=limit).contains(&length) => {}

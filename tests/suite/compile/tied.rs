@@ -1,18 +1,18 @@
-//! Models whose head is their embedding.
+//! Models whose head is their embedding, and losses of their hidden states.
 
 use super::{CPU, agree_of, batch, config, logits_of, model_and_optimizer, updating};
-use crate::settings::{meta_of, with_lr, with_weights};
+use crate::settings::{in_precision, meta_of, with_lr, with_weights};
 use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 use std::collections::HashMap;
 use tallow::attention::Algorithm;
-use tallow::compile::{Step, StepConfig};
+use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::model::TransformerLM;
-use tallow::nn::Checkpointing;
-use tallow::no_grad;
+use tallow::nn::{Checkpointing, ForwardContext};
 use tallow::optim::Optimizer;
 use tallow::precision::Precision;
+use tallow::{no_grad, ops};
 
 /// Returns a model whose embedding and head are one variable.
 fn tied(meta: &TransformerLM) -> (TransformerLM, Optimizer) {
@@ -58,4 +58,45 @@ fn once_each() {
     let wanted = no_grad(|| model.forward(&tokens)).unwrap();
     let got = forward.forward([("tokens", &tokens)]).unwrap();
     assert!(super::distance(&got, &wanted) < 2e-6);
+}
+
+/// A loss of the hidden states: next token, and a contrastive term between the halves of the batch, whose targets are a
+/// constant of the function. The losses of planned steps are those of eager ones, which after the first step depend on
+/// the updates.
+#[rstest]
+fn with_a_contrastive_term(#[values(Precision::F32, Precision::BF16)] precision: Precision) {
+    let meta = meta_of(&config(2, 2, 24, 56), Algorithm::Flash);
+    let positives = Tensor::arange(0u32, 2, &CPU).unwrap();
+    let loss_of = |model: &TransformerLM, tokens: &Tensor, targets: &Tensor| {
+        let hidden = model.hidden_states(tokens, &ForwardContext::default())?; // (4, T, D)
+        let next_token = ops::linear_cross_entropy(&hidden, model.head().weight(), targets)?;
+        let pooled = ops::mean_over(&hidden, 1)?; // (4, D)
+        let (a, b) = (pooled.narrow(0, 0, 2)?, pooled.narrow(0, 2, 2)?);
+        let contrastive = ops::cross_entropy(&ops::matmul(&a, &b.t()?)?, &positives)?;
+        ops::add_scaled(&next_token, &contrastive, 0.1)
+    };
+    let (planned, mut planned_optimizer) = tied(&meta);
+    let loss = |inputs: &Inputs| loss_of(&planned, &inputs.get("tokens")?, &inputs.get("targets")?);
+    let mut step = Step::new(&planned_optimizer, &in_precision(precision), loss).unwrap();
+    let (eager, mut eager_optimizer) = tied(&meta);
+    let tolerance = if precision == Precision::F32 {
+        1e-5
+    } else {
+        2e-2
+    };
+    for i in 0..3 {
+        let (tokens, targets) = batch(97, 4, 9, i);
+        let inputs = [("tokens", &tokens), ("targets", &targets)];
+        let got = step.run(&mut planned_optimizer, inputs).unwrap();
+        let wanted = precision
+            .run(|| loss_of(&eager, &tokens, &targets))
+            .unwrap();
+        let gradients = tallow::backward(wanted.clone()).unwrap();
+        eager_optimizer.step(&gradients).unwrap();
+        let wanted = wanted.to_scalar::<f32>().unwrap();
+        assert!(
+            (got / wanted - 1.0).abs() < tolerance,
+            "{i}: {got} {wanted}"
+        );
+    }
 }
