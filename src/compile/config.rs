@@ -119,8 +119,9 @@ pub struct StepConfig {
     /// The number of micro-batches of a step on this rank ([`TrainConfig::accumulation`][all] counts those of all
     /// ranks). Each input has them stacked in its first dimension, which this number must divide. The loss is computed
     /// for each micro-batch alone: a loss that compares the sequences of a batch compares those of a micro-batch. The
-    /// step's loss is the mean of their losses with equal weights. For a [batch that counts its
-    /// targets](super::Batch::with_counted_targets) it is the mean over all targets that count.
+    /// step's loss is the mean of their losses with equal weights. If some targets are ignored, give the batch the
+    /// number of the others ([`Batch::with_counted_targets`](super::Batch::with_counted_targets)): the loss is then the
+    /// mean over all of these targets.
     ///
     /// [all]: crate::train::TrainConfig::accumulation
     pub accumulation: usize,
@@ -136,8 +137,8 @@ pub struct StepConfig {
     /// Whether each parameter is updated as soon as its gradient is computed, which frees the gradient's memory. One
     /// gradient is alive at a time; on a GPU those of one block, whose matrices are updated in one launch. This lowers
     /// the peak where gradients dominate it: for models that are large relative to their batch, or with checkpointing.
-    /// (Gradients reuse the memory of activations, so a step that saves all activations peaks before there are many
-    /// gradients.) Not supported with `clip_norm`, accumulation or loss scaling, which need all gradients first.
+    /// It does not lower the peak of a step that saves all activations: that peak is at the start of backward, before
+    /// there are many gradients, and later gradients take the memory of freed activations. Not supported with `clip_norm`, accumulation or loss scaling, which need all gradients first.
     ///
     /// In bf16 on a GPU these gradients are bf16 too, as autocast rounds them there. Only the update reads them, and it
     /// reads 2 bytes less per parameter. (Gradients of embedding, norms and head stay in f32.)

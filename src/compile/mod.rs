@@ -68,7 +68,7 @@
 //! | parameters under an optimizer that have several dtypes or share a storage | everywhere |
 //! | an op that would run its reference: it has no kernel for the dtype, or [`KernelPolicy`] asks for it | everywhere |
 //! | candle's own arithmetic on values that depend on an input ([views](crate::graph#meta-tensors) work) | everywhere |
-//! | ids, targets or first keys computed by an op other than `topk` and `argmax`: pass them as an input | everywhere |
+//! | ids, targets or first keys that an op inside the function computes (except `topk`, `argmax`): make them inputs | everywhere |
 //! | arithmetic on i64 tensors in a function whose token ids are i64: pass the ids in u32 | everywhere |
 //! | an output that is not a float; in a training step, a loss that is not a scalar f32 (CPU: or f64) | everywhere |
 //! | a parameter without a gradient, unless its group [permits that](crate::optim::MissingGradients) | everywhere |
@@ -105,9 +105,9 @@
 //!
 //! [`Precision::with_regime`]: crate::precision::Precision::with_regime
 //!
-//! Results are rounded where eager ones are, with one exception. If several linear layers read one tensor, each adds
-//! its part to that tensor's gradient before it rounds: once for each layer. An eager step rounds each part, and then
-//! each sum.
+//! Results are rounded where eager ones are, with one exception: the gradient of a tensor that several linear layers
+//! read. Each layer's matmul adds its part to the rounded sum of the parts before it, and rounds the new sum. An eager
+//! step also rounds each part before it is added.
 //!
 //! f16 needs loss scaling: [`StepConfig::loss_scaling`] and [`Step::run_scaled`] with a
 //! [`GradScaler`](crate::optim::GradScaler), whose scale is read at each run. If a gradient overflows, the update is

@@ -113,8 +113,9 @@ pub struct ReplicatedConfig {
     /// The dtype to which gradients are rounded for the exchange: bf16 halves the bytes. `None` keeps their own dtype.
     /// Planned steps on the CPU do not support bf16.
     ///
-    /// A planned step on a GPU rounds only gradients that a matmul can write in bf16: those of matrices that exactly
-    /// one op reads. All others, such as those of embeddings and norms, are exchanged in f32. The step must have
+    /// A planned step on a GPU rounds only the gradients of weight matrices that no more than one op of the model reads,
+    /// since its matmul can write them in bf16. All others, such as those of embeddings, norms and tied heads, are
+    /// exchanged in f32. The step must have
     /// precision bf16, one micro-batch on each rank and no loss scaling; anything else is an error.
     pub dtype: Option<DType>,
 }
@@ -154,9 +155,10 @@ impl ReplicatedConfig {
 pub struct FullyShardConfig {
     /// The dtype to which gradients are rounded for the exchange, as in [`ReplicatedConfig::dtype`].
     pub dtype: Option<DType>,
-    /// Size of a bucket in a planned step on a GPU. A bucket takes whole modules, such as blocks, in order, until its
-    /// size is at least this. A bucket is gathered while the one
-    /// before it is in use: about two buckets of full weights exist at a time. Gradients are exchanged in buckets too.
+    /// Size of a bucket in a planned step on a GPU, in bytes of full weights as they are gathered (bf16 if the matmuls
+    /// are in bf16). A bucket takes whole modules, such as blocks, in order, until its size is at least this. A bucket
+    /// is gathered while the one before it is in use: about two buckets of full weights exist at a time. Gradients are
+    /// exchanged in buckets too.
     pub bucket_bytes: u64,
 }
 

@@ -79,9 +79,9 @@
 //!   others notice immediately.
 //! - It has dropped its communicator, for instance by returning from `main`, and another rank still waits for it in a
 //!   call. That is noticed no later than the timeout. Ranks need not return from `main` together.
-//! - A call that the timeout covers has lasted longer than [`DistConfig::timeout`] on some rank. Most calls that wait
-//!   for other ranks are covered. [`Communicator::apply_timeout`] lists them, and the rules that say which rank has
-//!   failed: as a rule the one that the slow call waits for. All ranks learn of it within a second after the timeout.
+//! - Another rank has waited for it longer than [`DistConfig::timeout`], in a call that the timeout covers. Most calls
+//!   that wait for other ranks are covered: [`Communicator::apply_timeout`] lists them, and how the failed rank is
+//!   found. All ranks learn of it within a second after the timeout.
 //!
 //! All ranks are notified of the failure: their waits end with [`Error::Rank`], which names the rank. Ranks may be
 //! suspended together and resumed (`scontrol suspend`): that time does not count.

@@ -110,8 +110,8 @@
 //! attention, planned (`--compile=only`), on two cores of another Xeon:
 //!
 //! ```text
-//! A step takes 544.381 ms by the profiler, and 512.054 ms at the rates measured here: 94.1%. Matmuls reached 300
-//! GFLOP/s in f32, a copy 29 GB/s read and written.
+//! A step takes 544.381 ms by the profiler. Its floor is 512.054 ms, 94.1% of that. Matmuls reached 300 GFLOP/s in f32,
+//! a copy 29 GB/s read and written.
 //!
 //! Op                                      A step  Measured (ms)  Floor (ms)  Lost (ms)
 //! ──────────────────────────────────────  ──────  ─────────────  ──────────  ─────────
@@ -143,7 +143,7 @@
 //! |---|---|---|
 //! | [`Algorithm::Flash`] | as naive for 256 tokens, less from about 1,024 on | no (T, T) matrix is saved |
 //! | `--checkpoint block` | at most one more forward, a third of a step's FLOPs | the inputs of all blocks, and the activations of one |
-//! | bf16, planned, AMX | a third of f32's | half the activations, and copies of weights |
+//! | bf16, planned, AMX | a third of f32's | activations take half; in addition there are copies of the weights |
 //! | bf16, planned, AVX512-BF16 of a Zen 4 | 0.6 of f32's | the same |
 //! | bf16 on other processors | not less than f32's | the same |
 //!

@@ -20,16 +20,21 @@ use std::fmt;
 /// process, or if a tensor has 2^63.
 ///
 /// The following formulas count what forward of [`TransformerLM`](crate::model::TransformerLM) saves for backward, in
-/// elements. N = B T. S is what attention saves in addition to its inputs and output. For naive attention S is the
-/// probabilities, B H T^2 in f32. For flash attention it is the log-sum-exp, B H T in f32, and its rounding error, as
-/// much again; in half precision the latter is the rounding error of the output instead, N D in half precision.
+/// elements. N = B T. S is what attention saves in addition to its inputs and output:
+///
+/// | attention | S |
+/// |---|---|
+/// | naive | the probabilities, B H T^2 in f32 |
+/// | flash, f32 | the log-sum-exp and its rounding error, B H T in f32 each |
+/// | flash, half precision | the log-sum-exp, B H T in f32, and the rounding error of the output, N D in half precision |
 ///
 /// - f32: `L (16 N D + 3 N F + S + 2 N) + 2 N D + N`, the input and output of every op once each.
 /// - Half precision throughout: the same number of elements in half precision, except that S and the N of the norms
 ///   stay f32. The rotary tables add `L 2 T D / H` in f32.
 /// - Autocast: the residual stream, the outputs of the norms and the second operands of sums are f32:
-///   `L (6 N D + 2 N) + 2 N D + N`. Everything between is half precision, `L (14 N D + 3 N F) + N D`: the norms'
-///   outputs a second time, and the outputs of both branches. S is as above, and all layers share tables, `T D / H`. In
+///   `L (6 N D + 2 N) + 2 N D + N`. All else is in half precision, `L (14 N D + 3 N F) + N D`. Two kinds of tensors
+///   therefore exist twice: the norms' outputs (cast for the matmuls), and the outputs of attention and feed-forward
+///   (widened for the sums). S is as above, and all layers share tables, `T D / H`. In
 ///   addition there are casts of the linear weights, 2 bytes a weight. They live until the graph is freed or, without a
 ///   graph, until the region ends. With casts dropped, they live until their op is done, and each layer has its own
 ///   tables, as above.

@@ -40,7 +40,8 @@ pub fn sum(x: &Tensor) -> Result<Tensor> {
 /// following also holds for [`sum_keepdim`], [`mean_over`] and [`mean_keepdim`]. Half precision is summed in at least
 /// f32 and rounded once, and the bits do not depend on the number of threads. Dimensions that are not adjacent are
 /// summed from a copy of x. Sums over a dimension of size 0 are zeros. Backward: dx is dy, repeated along `dims`. Saved
-/// for backward: nothing. Autocast: as [`sum`] and [`mean`].
+/// for backward: nothing. Autocast: the sums are f32 under CUDA's policy, like [`sum`]; the means have the dtype of x,
+/// like [`mean`].
 ///
 /// ```
 /// use candle_core::{D, Device, Var};

@@ -7,15 +7,15 @@ use std::fmt;
 
 /// The wall time of the steps and its parts, which add up to it exactly.
 ///
-/// Ops are timed themselves. candle's own work has no ranges. It is found as the time in a phase in which none of this
-/// crate's ops ran. In backward this is the sorting of the graph before the first op; between ops it is the sums of
+/// Ops are timed themselves. candle's own work is not: it is the rest of a phase, the time between this crate's ops. In
+/// backward this is the sorting of the graph before the first op; between ops it is the sums of
 /// gradients, the backwards of candle's own ops, and this crate's checks. In forward it is candle's own ops (reshapes,
 /// copies) and checks. An op that runs its reference is an op in forward, but its backward is candle's. Gaps in other
 /// phases and between phases are unexplained. A planned step has no candle graph: the time between its calls is one
 /// line.
 ///
-/// With a [GPU's kernels](Recording::kernels) the time of a line is that of the kernels launched in it, and the rest of
-/// a phase is GPU idle time. `wall_ns` is then the sum of the lines: if kernels overlap, it is larger than the elapsed
+/// With a [GPU's kernels](Recording::kernels) each kernel counts for the line whose work launched it, with its time on
+/// the GPU, and the rest of a phase is GPU idle time. `wall_ns` is then the sum of the lines: if kernels overlap, it is larger than the elapsed
 /// time of the steps. Kernels of candle's backward count as gradient sums.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {

@@ -50,9 +50,9 @@ pub struct CallFloor {
     pub op: &'static str,
     /// The phase of the step.
     pub phase: Phase,
-    /// The number of runs in a step.
+    /// How often the call runs in a step, for instance once in each micro-batch.
     pub runs: usize,
-    /// The floor of all runs of a step, in seconds.
+    /// The floor of these runs together, in seconds.
     pub seconds: f64,
 }
 
@@ -91,10 +91,10 @@ impl DeviceRates {
 }
 
 impl Plan {
-    /// Returns the floor of each call of a step, in order, at rates measured on a device. Calls of the first step only
-    /// are left out.
+    /// Returns the floor of each call of a step, in order, at rates measured on a device.
     ///
-    /// Exchanges with other ranks are left out too: their floor is that of the network. The sum of the floors is the
+    /// Two kinds of calls are left out: those that run in the first step and in no later one, and exchanges with other
+    /// ranks, whose floor is that of the network. The sum of the floors is the
     /// time of a step whose kernels run one after another and without a pause, each at the device's rate.
     ///
     /// ```

@@ -61,9 +61,10 @@ impl Profiler {
     /// [`start`](Self::start), on GPUs other than NVIDIA's as [`start_waiting_for`](Self::start_waiting_for).
     ///
     /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
-    /// afterwards. Launches overlap with work as without a profiler, but each takes the host longer. A planned step is
-    /// replayed as CUDA graphs, as without a profiler, but as one for each run of calls of one phase in place of one
-    /// for the step. The first planned step with a profiler records these graphs and takes longer, unless
+    /// afterwards. Launches overlap with work as they do without a profiler, but each takes the host longer. A planned
+    /// step is still replayed from CUDA graphs: one for each phase (one for each stretch of calls of a phase, where
+    /// phases alternate) instead of one for the step. The first planned step with a profiler records these graphs and
+    /// takes longer, unless
     /// [`Step::time_phases`](crate::compile::Step::time_phases) was on in an earlier run, such as a warm-up. The
     /// profiler waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own
     /// kernels. CUPTI is a library of the CUDA toolkit and is loaded here.

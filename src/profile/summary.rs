@@ -158,7 +158,8 @@ impl ProfileReport {
         total_ns as f64 / 1e6 / self.steps.unwrap_or(1) as f64
     }
 
-    /// Returns the sum of the rows for which `wanted` returns true, as one row called `name`.
+    /// Returns the sum of the rows for which `wanted` returns true, as one row called `name`. Its cost and its floor are
+    /// `None` if one of these rows has none.
     pub fn sum(&self, name: &str, wanted: impl Fn(&Row) -> bool) -> Row {
         let mut sum = Row {
             name: name.into(),
@@ -178,7 +179,8 @@ impl ProfileReport {
 }
 
 impl ProfileReport {
-    /// Returns the rows as a table with nsys's columns, the instances a step, and the achieved rates.
+    /// Returns the rows as a table with nsys's columns, the instances a step, and the achieved rates; of a report with
+    /// [floors](Self::with_floors) as a table of measured time, floor and lost time.
     ///
     /// Mean, Median, Min, Max and Std are of one instance; `total_ms` is the sum over all steps.
     ///
@@ -208,7 +210,9 @@ impl ProfileReport {
         }
     }
 
-    /// Returns the rows' fields, for a table with more than this summary; [`columns`](Self::columns) show them.
+    /// Returns the fields of each row, for a table that has columns of your own beside those of [`table`](Self::table):
+    /// [`columns`](Self::columns), [`kernel_columns`](Self::kernel_columns) or, of a report with floors,
+    /// [`floor_columns`](Self::floor_columns).
     pub fn fields(&self) -> Vec<Fields> {
         let rows = self.rows.iter().map(|row| {
             let mut fields = Fields::new();

@@ -278,9 +278,9 @@ impl<'l> Step<'l> {
 
     /// Plans a loss, or any function, over [meta weights](crate::graph::weights), without a step. The plan is that of a
     /// run of this kind with such a batch. Every meta weight counts as trained. For a training step, build the meta
-    /// model without [`nn::freeze`](crate::nn::freeze()): a frozen weight has no gradient, which is an error. The plan
-    /// is then too large by the gradients and optimizer state of the frozen weights. [`prepare`](Self::prepare) plans
-    /// the step of the real model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown)
+    /// model without [`nn::freeze`](crate::nn::freeze()), even if the real model has frozen weights: a meta weight
+    /// without a gradient is an error. The plan then also counts gradients and optimizer state of the weights that the
+    /// real model freezes; [`prepare`](Self::prepare) plans the step of the real model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown)
     /// have its memory. For [`PlanKind::Gradients`] the batch must not include the output's gradient.
     ///
     /// `function` gets an input by its name in the batch. The name that was passed to

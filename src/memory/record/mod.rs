@@ -35,9 +35,9 @@ pub struct RecordConfig {
     /// Number of events that the recording can hold, 64 bytes each; memory that is not written to stays uncommitted. A
     /// block needs two events, as does an op or a phase. Events beyond the capacity are counted and lost.
     pub capacity: usize,
-    /// Bytes that were alive before the work of interest: subtracted from every sum. Sums count all bytes of the
-    /// process, on a GPU those in use in its memory pool: read
-    /// [`Meter::current_bytes`](crate::memory::Meter::current_bytes) of the device before the model is created.
+    /// Bytes that were alive before the work of interest, which are subtracted from every sum: the value of
+    /// [`Meter::current_bytes`](crate::memory::Meter::current_bytes) before the model is created. Without it, sums
+    /// include all other memory of the process, or on a GPU of its memory pool.
     pub baseline_bytes: u64,
 }
 
