@@ -79,12 +79,15 @@
 //! [`Regime::Full`]: crate::precision::Regime::Full
 //! [`Precision::with_dropped_casts`]: crate::precision::Precision::with_dropped_casts
 //!
+//! Tensors from outside the function are constants of the plan; ids and targets may be constants too.
+//!
 //! # Half precision
 //!
 //! With [`StepConfig::precision`] a step computes what an eager step computes under [`autocast`](crate::autocast()).
 //! Matmuls and attention read and write bf16 or f16, and accumulate in f32. These are f32: parameters, their gradients,
-//! optimizer state, softmax probabilities, cross-entropies, and the residual stream of a
-//! [`TransformerLM`](crate::model::TransformerLM) with its norms.
+//! optimizer state, softmax probabilities and cross-entropies; in a [`TransformerLM`](crate::model::TransformerLM) also
+//! the residual stream and the outputs of norms, such as the
+//! [hidden states](crate::model::TransformerLM::hidden_states).
 //!
 //! The autocast policy is PyTorch's for CUDA, on the CPU too. [`Precision::with_regime`] selects PyTorch's policy for
 //! the CPU instead. A [`TransformerLM`](crate::model::TransformerLM) computes the same under both. In a loss of your
@@ -93,7 +96,8 @@
 //!
 //! A training step needs a loss in f32. [`ops::cross_entropy`](crate::ops::cross_entropy()) returns one. A loss of your
 //! own must be f32 too. An op of a bf16 and an f32 tensor returns f32, for example `sub` of a bf16 output and f32
-//! targets: the loss is then f32 too. Otherwise call [`ops::cast`](crate::ops::cast()) before the last `mean`.
+//! targets: the loss is then f32 too. Otherwise call [`ops::cast`](crate::ops::cast()) before the last `mean`. A part of
+//! the loss inside `autocast(Autocast::disabled(), ...)` computes in the dtypes of its inputs.
 //!
 //! The weights that matmuls read have half-precision copies in the arena:
 //!

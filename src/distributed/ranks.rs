@@ -84,9 +84,9 @@ impl Ranks {
     ///   (`mpirun` may start ranks through `srun`, so both can be set.) If `RANK` or `WORLD_SIZE` is set too, it must
     ///   have the same value as that row's. `LOCAL_RANK` may differ: it replaces that row's local rank, for ranks that
     ///   see one GPU each.
-    /// - Without a rank's number, a world size of 1 is no job, and neither is `MASTER_ADDR` alone: the result is `None`.
-    ///   A job of one rank that torchrun starts has a number, and is `Some`. Slurm's variables count only inside `srun`,
-    ///   not in the batch script around it.
+    /// - A world size of 1 without a rank, or `MASTER_ADDR` alone, does not make this process a rank: the result is
+    ///   `None`. Under `torchrun --nproc-per-node 1` it is `Some`. Slurm's variables count only inside `srun`, not in the
+    ///   batch script around it.
     /// - Ranks connect to rank 0 at `MASTER_ADDR` and `MASTER_PORT`. Rank 0 listens on that port, on all interfaces. If
     ///   the address is a loopback address, or the launcher's variables show that all ranks are on one host, it listens
     ///   on loopback alone. Ranks of torchrun and ranks on GPUs need `MASTER_ADDR` and `MASTER_PORT`. Ranks on CPUs

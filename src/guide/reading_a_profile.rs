@@ -106,7 +106,8 @@
 //!
 //! Compare the ops with the machine. `profile --floor` measures two rates of the device, of large matmuls and of a
 //! copy. The floor of an op is the time of its FLOPs at the first or of its bytes at the second, whichever is longer.
-//! `Lost` is the time above the floor, and the op that loses the most comes first. Two layers of width 768, with flash
+//! All times are those of one step. `Lost` is the measured time less the floor, and the op that loses the most comes
+//! first. On a GPU, too, the rows are ops and not kernels, which have no floors. Two layers of width 768, with flash
 //! attention, planned (`--compile=only`), on two cores of another Xeon:
 //!
 //! ```text

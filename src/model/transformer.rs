@@ -426,6 +426,7 @@ impl TransformerLM {
     }
 
     /// Computes the hidden states, (B, T, D): the output of the last norm, which the [head](Self::head) maps to logits.
+    /// With f32 parameters they are f32, under autocast too.
     ///
     /// For a loss of your own, such as a cross-entropy and a contrastive term:
     ///

@@ -46,7 +46,7 @@ pub enum LineKind {
     Ops,
     /// Time before backward's first op.
     GraphSort,
-    /// Time between backward's ops.
+    /// On the CPU, time between backward's ops. On a GPU, kernels that candle launched in backward.
     GradientSums,
     /// Time after backward's last op.
     GraphFree,

@@ -9,8 +9,9 @@
 //! On an NVIDIA GPU, [`Profiler::start_on`] also records kernels through CUPTI, each with the range that launched it,
 //! without waiting for the GPU at each op. Times are then those of kernels: an op's time is that of the kernels it
 //! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is replayed as CUDA graphs, as
-//! without a profiler, and each kernel counts for the plan's call that put it into the graph. With any other listener,
-//! such as a profiler started by [`Profiler::start`], its calls are launched one by one, each in its range.
+//! without a profiler, and each kernel counts for the plan's call that put it into the graph. While
+//! [`Profiler::start`] or [`memory::record_on`](crate::memory::record_on()) records, the calls of a planned step are
+//! launched one by one instead, each in its range.
 //!
 //! Reports also divide an op's time into matmuls, softmax and the rest ([`Row::parts`]): attention, linear layers and
 //! matmuls, gated linear layers, the linear cross-entropy and softmax have such parts. On a GPU the parts follow from

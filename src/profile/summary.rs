@@ -21,7 +21,8 @@ use std::collections::HashMap;
 /// together add up to [`whole_ns`](Self::whole_ns). Modules and ranges include everything inside of them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProfileReport {
-    /// The rows, the longest total first; lines of time without ops come after them.
+    /// The rows of ops, the longest total first, or with floors the one that loses the most time first; then lines of
+    /// time without ops.
     pub rows: Vec<Row>,
     /// The time that shares refer to: the wall time of the selected phase or of all steps. With
     /// [`Selection::within`] it is the time of the ops in that part of the model, or of their kernels with
@@ -338,7 +339,7 @@ pub struct Row {
     pub floor_ns: Option<f64>,
     /// Time of matmuls and of softmax; 0 if the ops' kernels did not report it.
     pub parts: Parts,
-    /// A description of other ops' work that is inside of these.
+    /// Work that these ops do in their own kernel and that is elsewhere an op of its own, such as the gate of SwiGLU.
     pub inside: Option<&'static str>,
     /// For kernels: how they were launched.
     pub launches: Option<Launches>,

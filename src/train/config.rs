@@ -242,11 +242,10 @@ impl TrainConfig {
         self.precision.dtype() == DType::F16 && self.loss_scaling.enabled
     }
 
-    /// Returns the configuration of the run's planned step as one rank alone would take it, for estimates of its memory
-    /// and time.
+    /// Returns the configuration of the run's planned step in a job of one rank, for estimates of its memory and time.
     ///
-    /// For the step of one of several ranks, set [`StepConfig::accumulation`] to the rank's share, `accumulation /
-    /// world_size`, and [`StepConfig::ranks`]. `attention` and `checkpointing` are not part of it: they are settings of
+    /// In a job of several ranks, set [`StepConfig::accumulation`] to the share of one rank, `accumulation / world_size`,
+    /// and [`StepConfig::ranks`]. `attention` and `checkpointing` are not part of it: they are settings of
     /// the model ([`TransformerLM::with_attention`], [`TransformerLM::with_checkpointing`]).
     ///
     /// `clip_norm` is `max_grad_norm`. If that is `None` it is infinity, which computes the norm of all gradients and

@@ -57,7 +57,7 @@ impl Trainer {
     /// strategy. Every rank calls this. Pass a new `sharded`, whose [`builder`](FullyShard::builder) has not been
     /// called: this call fills it with the rank's parts.
     ///
-    /// The run has the same bits as without the interruption if it was saved by the same number of ranks.
+    /// If a fully sharded run of as many ranks saved it, the steps have the same bits as without the interruption.
     ///
     /// # Errors
     /// Those of [`resume`](Self::resume) and [`fully_sharded`](Self::fully_sharded).

@@ -11,8 +11,8 @@ use tallow::compile::{Inputs, Step, StepConfig};
 use tallow::model::TransformerLM;
 use tallow::nn::{Checkpointing, ForwardContext};
 use tallow::optim::Optimizer;
-use tallow::precision::Precision;
-use tallow::{no_grad, ops};
+use tallow::precision::{Autocast, Precision};
+use tallow::{autocast, no_grad, ops};
 
 /// Returns a model whose embedding and head are one variable.
 fn tied(meta: &TransformerLM) -> (TransformerLM, Optimizer) {
@@ -72,7 +72,9 @@ fn with_a_contrastive_term(#[values(Precision::F32, Precision::BF16)] precision:
         let next_token = ops::linear_cross_entropy(&hidden, model.head().weight(), targets)?;
         let pooled = ops::mean_over(&hidden, 1)?; // (4, D)
         let (a, b) = (pooled.narrow(0, 0, 2)?, pooled.narrow(0, 2, 2)?);
-        let contrastive = ops::cross_entropy(&ops::matmul(&a, &b.t()?)?, &positives)?;
+        let similarities = autocast(Autocast::disabled(), || ops::matmul(&a, &b.t()?))?;
+        assert_eq!(similarities.dtype(), DType::F32);
+        let contrastive = ops::cross_entropy(&similarities, &positives)?;
         ops::add_scaled(&next_token, &contrastive, 0.1)
     };
     let (planned, mut planned_optimizer) = tied(&meta);
