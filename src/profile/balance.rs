@@ -15,8 +15,8 @@ use std::fmt;
 /// line.
 ///
 /// With a [GPU's kernels](Recording::kernels) each kernel counts for the line whose work launched it, with its time on
-/// the GPU, and the rest of a phase is GPU idle time. `wall_ns` is then the sum of the lines: if kernels overlap, it is larger than the elapsed
-/// time of the steps. Kernels of candle's backward count as gradient sums.
+/// the GPU, and the rest of a phase is GPU idle time. `wall_ns` is then the sum of the lines: if kernels overlap, it is
+/// larger than the elapsed time of the steps. Kernels of candle's backward count as gradient sums.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// Time of the steps; without steps the recording's duration times the number of threads. With a GPU's kernels, the

@@ -65,8 +65,8 @@ impl Profiler {
     /// step is still replayed from CUDA graphs: one for each phase (one for each stretch of calls of a phase, where
     /// phases alternate) instead of one for the step. The first planned step with a profiler records these graphs and
     /// takes longer. [`Step::time_phases`](crate::compile::Step::time_phases) uses the same graphs: turned on in the
-    /// warm-up, it has them recorded before. The profiler waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own
-    /// kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
+    /// warm-up, it has them recorded before. The profiler waits for the GPU where phases and steps begin and end, as
+    /// stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
     ///
     /// # Errors
     /// [`Error::Order`] if another profiler runs, or if CUPTI is not found, or another tool in this process uses it.

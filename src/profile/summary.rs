@@ -159,8 +159,8 @@ impl ProfileReport {
         total_ns as f64 / 1e6 / self.steps.unwrap_or(1) as f64
     }
 
-    /// Returns the sum of the rows for which `wanted` returns true, as one row called `name`. Its cost and its floor are
-    /// `None` if one of these rows has none.
+    /// Returns the sum of the rows for which `wanted` returns true, as one row called `name`. Its cost and its floor
+    /// are `None` if one of these rows has none.
     pub fn sum(&self, name: &str, wanted: impl Fn(&Row) -> bool) -> Row {
         let mut sum = Row {
             name: name.into(),
