@@ -4,35 +4,6 @@ use super::words::change;
 use serde::Serialize;
 use tallow::report::{Answer, format_mib, group_digits};
 
-/// The memory that attention saves for backward in all blocks as T doubles: T, its bytes, bytes of all activations.
-pub struct Saved {
-    pub algorithm: &'static str,
-    pub by_length: Vec<(usize, u64, u64)>,
-}
-
-/// Describes how the memory that attention saves for backward grows with T.
-pub fn attention(saved: &[Saved]) -> Answer {
-    let sentences = saved.iter().map(|Saved { algorithm, by_length }| {
-        let words = by_length.iter().map(|(length, bytes, all)| {
-            let share = 100.0 * *bytes as f64 / *all as f64;
-            format!("{} at T {length} ({share:.0}%)", format_mib(*bytes))
-        });
-        let words = words.collect::<Vec<_>>().join(", ");
-        let formula = match *algorithm {
-            "naive" => "the probabilities, L x B x H x T^2 elements, so four times as much for twice the length",
-            _ => "2 x L x B x H x T numbers, the log-sum-exp of each row and its rounding error (in half precision the \
-                  output's, L x B x T x D, instead of the latter), in proportion to T",
-        };
-        format!("{algorithm} saves {formula}: {words}.")
-    });
-    let text = format!(
-        "In addition to its inputs and output (in brackets: of all activations), {}",
-        sentences.collect::<Vec<_>>().join(" ")
-    );
-    let question = "How does the memory that attention saves for backward change with T?";
-    Answer::new(question, text)
-}
-
 /// The sizes that fit with one attention: the largest T at this batch size, and the largest batch at this T.
 pub struct Fits {
     pub attention: String,

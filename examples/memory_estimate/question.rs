@@ -1,6 +1,6 @@
 //! The figures of one configuration, eager or planned, which its row and the answers use.
 
-use crate::answers::{self, Fits, Saved, Strategy};
+use crate::answers::{self, Fits, Strategy};
 use crate::step::StepFlags;
 use crate::words;
 use std::num::NonZeroUsize;
@@ -8,8 +8,8 @@ use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::compile::Target;
 use tallow::memory::{
-    Estimate, MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown,
-    recommend, smallest_sequence_not_fitting,
+    MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown, recommend,
+    smallest_sequence_not_fitting,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -25,9 +25,6 @@ pub struct Question<'a> {
     pub planned: Option<(&'a StepFlags, Target)>,
 }
 
-/// The number of lengths, each twice the one before.
-const DOUBLINGS: u32 = 5;
-
 impl Question<'_> {
     /// Returns the answers, and the table of checkpointing strategies if there is a backward.
     pub fn answers(&self) -> Result<(Vec<Answer>, Option<Report>)> {
@@ -39,10 +36,6 @@ impl Question<'_> {
         let sides = [sizes[0], sizes[1], self.config.d_model];
         let tensor = (String::new(), sides);
         let mut answers = vec![words::residual_stream(width, &[tensor])];
-        if self.planned.is_none() {
-            let saved = algorithms.iter().map(|own| self.saved(*own));
-            answers.push(answers::attention(&saved.collect::<Result<Vec<_>>>()?));
-        }
         if let Some(available_bytes) = self.available_bytes {
             let fits = algorithms
                 .iter()
@@ -58,8 +51,13 @@ impl Question<'_> {
         let available_bytes = self.available_bytes;
         answers.extend(answers::checkpointing(&strategies, layers, available_bytes));
         if self.planned.is_none() {
-            let whole = self.whole_graph(self.workload.attention, sizes[1])?;
-            let graph_bytes = whole.activation_bytes / layers.max(1) as u64;
+            let whole = Workload {
+                mode: Mode::ForwardKeepingGraph,
+                checkpointing: Checkpointing::None,
+                ..self.workload.clone()
+            };
+            let activation_bytes = estimate(self.config, &whole)?.activation_bytes;
+            let graph_bytes = activation_bytes / layers.max(1) as u64;
             answers.push(answers::nested(layers, residual, graph_bytes));
         }
         let table = Report {
@@ -118,34 +116,6 @@ impl Question<'_> {
 
     fn can_compute(&self, attention: Algorithm) -> bool {
         self.config.check_attention(attention).is_ok()
-    }
-
-    /// Returns the estimate of a forward that keeps its whole graph.
-    fn whole_graph(&self, attention: Algorithm, sequence_length: usize) -> Result<Estimate> {
-        let workload = Workload {
-            attention,
-            sequence_length,
-            mode: Mode::ForwardKeepingGraph,
-            checkpointing: Checkpointing::None,
-            ..self.workload.clone()
-        };
-        estimate(self.config, &workload)
-    }
-
-    fn saved(&self, algorithm: Algorithm) -> Result<Saved> {
-        const SAVED: [&str; 3] = ["probabilities", "lse", "rounded off"];
-        let by_length = (0..DOUBLINGS).map(|doubling| {
-            let length = self.workload.sequence_length.saturating_mul(1 << doubling);
-            let whole = self.whole_graph(algorithm, length)?;
-            let parts = whole.breakdown.terms.iter();
-            let of_attention = parts.filter(|part| SAVED.contains(&part.name.as_ref()));
-            let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
-            Ok((length, bytes, whole.activation_bytes))
-        });
-        Ok(Saved {
-            algorithm: algorithm.name(),
-            by_length: by_length.collect::<Result<_>>()?,
-        })
     }
 
     fn fits(&self, attention: Algorithm, available_bytes: u64) -> Result<Fits> {
