@@ -27,7 +27,7 @@ use tallow::Result;
 use tallow::bench::EndToEnd;
 use tallow::compile::Target;
 use tallow::memory::{MemoryBreakdown, MemoryKind, Mode, Workload};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, format_mib};
 
 const EXAMPLES: &str = "Examples:
   memory_estimate --size small medium --context-length 512 --mode forward train-step
@@ -99,6 +99,9 @@ impl Flags {
         let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
         let available_bytes = self.available_bytes(&runs, device.as_ref())?;
         let question = |run| self.question(run, device.as_ref(), available_bytes);
+        if let Some(bytes) = runs.iter().find_map(|run| question(run).available_bytes) {
+            configuration.insert("available memory", format_mib(bytes));
+        }
         let predicted = runs.iter().map(|run| predicted(run, question(run)));
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();

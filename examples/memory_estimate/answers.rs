@@ -2,36 +2,7 @@
 
 use super::words::change;
 use serde::Serialize;
-use tallow::report::{Answer, format_mib, group_digits};
-
-/// The sizes that fit with one attention: the largest T at this batch size, and the largest batch at this T.
-pub struct Fits {
-    pub attention: String,
-    pub context_length: Option<usize>,
-    pub batch_size: Option<usize>,
-}
-
-/// Describes which sizes fit in `available_bytes`.
-pub fn what_fits(available_bytes: u64, [batch, length]: [usize; 2], fits: &[Fits]) -> Answer {
-    let sentences = fits.iter().map(|fits| {
-        let count = |n: usize| group_digits(n as u64);
-        let longest = match fits.context_length {
-            Some(n) => format!("the longest context at batch {batch} is {}", count(n)),
-            None => format!("no context fits at batch {batch}"),
-        };
-        let largest = match fits.batch_size {
-            Some(n) => format!("the largest batch at T {length} is {}", count(n)),
-            None => format!("not one sequence fits at T {length}"),
-        };
-        format!(" With {} attention {longest}; {largest}.", fits.attention)
-    });
-    let text = format!(
-        "{} are available.{}",
-        format_mib(available_bytes),
-        sentences.collect::<String>()
-    );
-    Answer::new("Which sizes fit?", text)
-}
+use tallow::report::{Answer, format_mib};
 
 /// A checkpointing strategy, the number of blocks that it recomputes, and its predicted memory.
 #[derive(Default, Serialize)]

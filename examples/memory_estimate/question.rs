@@ -1,11 +1,10 @@
 //! The figures of one configuration, eager or planned, which its row and the answers use.
 
-use crate::answers::{self, Fits, Strategy};
+use crate::answers::{self, Strategy};
 use crate::step::StepFlags;
 use crate::words;
 use std::num::NonZeroUsize;
 use tallow::Result;
-use tallow::attention::Algorithm;
 use tallow::compile::Target;
 use tallow::memory::{
     MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown, recommend,
@@ -28,21 +27,16 @@ pub struct Question<'a> {
 impl Question<'_> {
     /// Returns the answers, and the table of checkpointing strategies if there is a backward.
     pub fn answers(&self) -> Result<(Vec<Answer>, Option<Report>)> {
-        let sizes = [self.workload.batch_size, self.workload.sequence_length];
-        let all = Algorithm::ALL.into_iter();
-        let algorithms: Vec<Algorithm> = all.filter(|own| self.can_compute(*own)).collect();
         let width = self.workload.precision.parameter_dtype().size_in_bytes();
         let residual = self.residual_stream_bytes();
-        let sides = [sizes[0], sizes[1], self.config.d_model];
+        let Workload {
+            batch_size,
+            sequence_length,
+            ..
+        } = self.workload;
+        let sides = [batch_size, sequence_length, self.config.d_model];
         let tensor = (String::new(), sides);
         let mut answers = vec![words::residual_stream(width, &[tensor])];
-        if let Some(available_bytes) = self.available_bytes {
-            let fits = algorithms
-                .iter()
-                .map(|own| self.fits(*own, available_bytes));
-            let fits = fits.collect::<Result<Vec<_>>>()?;
-            answers.push(answers::what_fits(available_bytes, sizes, &fits));
-        }
         // A memory budget has already chosen the checkpointing of a planned step.
         if self.workload.mode == Mode::Forward || self.has_budget() {
             return Ok((answers, None));
@@ -80,10 +74,10 @@ impl Question<'_> {
         row.insert("checkpointing", checkpointing.to_string())
             .insert("available_bytes", self.available_bytes);
         if let Some(available_bytes) = self.available_bytes {
-            let fits = self.fits(self.workload.attention, available_bytes)?;
+            let (batch_size, context_length) = self.largest(available_bytes)?;
             let recommended = self.recommended()?.map(|strategy| strategy.to_string());
-            row.insert("largest_batch_size", fits.batch_size)
-                .insert("largest_context_length", fits.context_length)
+            row.insert("largest_batch_size", batch_size)
+                .insert("largest_context_length", context_length)
                 .insert("recommended_checkpointing", recommended);
         }
         Ok(breakdown)
@@ -114,31 +108,15 @@ impl Question<'_> {
         }
     }
 
-    fn can_compute(&self, attention: Algorithm) -> bool {
-        self.config.check_attention(attention).is_ok()
-    }
-
-    fn fits(&self, attention: Algorithm, available_bytes: u64) -> Result<Fits> {
-        let workload = Workload {
-            attention,
-            ..self.workload.clone()
-        };
-        let (batch_size, context_length) = match self.planned {
-            None => {
-                let beyond =
-                    smallest_sequence_not_fitting(self.config, &workload, available_bytes)?;
-                let batch = largest_batch_size(self.config, &workload, available_bytes)?;
-                (batch, Some(beyond - 1).filter(|length| *length > 0))
-            }
-            Some((step, target)) => {
-                step.largest(self.config, &workload, target, available_bytes)?
-            }
-        };
-        Ok(Fits {
-            attention: attention.name().into(),
-            context_length,
-            batch_size,
-        })
+    /// Returns the largest batch and the largest T that fit.
+    fn largest(&self, available_bytes: u64) -> Result<(Option<usize>, Option<usize>)> {
+        let (config, workload) = (self.config, &self.workload);
+        if let Some((step, target)) = self.planned {
+            return step.largest(config, workload, target, available_bytes);
+        }
+        let beyond = smallest_sequence_not_fitting(config, workload, available_bytes)?;
+        let batch = largest_batch_size(config, workload, available_bytes)?;
+        Ok((batch, Some(beyond - 1).filter(|length| *length > 0)))
     }
 
     /// Returns the strategy for an eager step that fits and recomputes the fewest blocks.

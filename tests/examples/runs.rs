@@ -167,9 +167,17 @@ fn memory() {
     assert!(state("adamw-bf16") < 0.51 * state("adamw"));
     let planned = report("memory_estimate SMALL --compile=only --memory-limit-gib 0.01");
     let answers = planned["answers"].to_string();
-    for question in ["residual stream", "Which sizes fit", "which strategy"] {
+    for question in ["residual stream", "which strategy"] {
         assert!(answers.contains(question), "{question}: {answers}");
     }
+    assert_eq!(planned["configuration"]["available memory"], "10.2 MiB");
+    let row = &planned["rows"][0];
+    let [largest_batch, largest_length] =
+        ["largest_batch_size", "largest_context_length"].map(|key| row[key].as_u64());
+    assert!(
+        largest_batch >= Some(1) && largest_length >= Some(8),
+        "{row}"
+    );
 }
 
 #[test]

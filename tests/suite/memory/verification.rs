@@ -140,22 +140,6 @@ fn flash_saves_two_numbers_a_row() {
 }
 
 #[test]
-fn sizes_that_fit_are_named() {
-    let fits =
-        [(Some(2204), Some(64)), (None, None)].map(|(context_length, batch_size)| answers::Fits {
-            attention: "naive".into(),
-            context_length,
-            batch_size,
-        });
-    let text = answers::what_fits(100 << 20, [4, 256], &fits).answer;
-    assert_eq!(
-        text,
-        "100.0 MiB are available. With naive attention the longest context at batch 4 is 2,204; the largest batch at T \
-         256 is 64. With naive attention no context fits at batch 4; not one sequence fits at T 256."
-    );
-}
-
-#[test]
 fn a_profile_answers_by_its_rows() {
     let row = |precision, checkpointing, mib: u64| profiled::Row {
         labels: Labels {
