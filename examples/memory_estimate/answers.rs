@@ -13,16 +13,11 @@ pub struct Strategy {
     pub peak_bytes: u64,
 }
 
-/// Describes which strategy needs the least memory, and which recomputes the least among those that fit. The first
-/// element of `strategies` must be no checkpointing.
-pub fn checkpointing(
-    strategies: &[Strategy],
-    layers: usize,
-    available_bytes: Option<u64>,
-) -> Option<Answer> {
+/// Describes which strategy needs the least memory. The first element of `strategies` must be no checkpointing.
+pub fn checkpointing(strategies: &[Strategy], layers: usize) -> Option<Answer> {
     let none = strategies.first()?;
     let least = strategies.iter().min_by_key(|s| s.peak_bytes)?;
-    let start = match least.peak_bytes < none.peak_bytes {
+    let text = match least.peak_bytes < none.peak_bytes {
         true => format!(
             "{} uses the least: {} instead of {} ({}). It runs {} of {layers} blocks a second time in backward.",
             least.name,
@@ -36,30 +31,8 @@ pub fn checkpointing(
             format_mib(none.peak_bytes)
         ),
     };
-    let end = available_bytes.map_or(String::new(), |bytes| {
-        format!(" {}", cheapest(strategies, layers, bytes))
-    });
     let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
-    Some(Answer::new(question, format!("{start}{end}")))
-}
-
-/// Describes the strategy that recomputes the fewest blocks among those that fit.
-fn cheapest(strategies: &[Strategy], layers: usize, available_bytes: u64) -> String {
-    let within = format_mib(available_bytes);
-    let fitting = strategies.iter();
-    let fitting = fitting.filter(|s| s.peak_bytes <= available_bytes);
-    match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
-        Some(first) if first.recomputed_blocks == 0 => {
-            format!("{within} hold the step without checkpointing, so nothing need be recomputed.")
-        }
-        Some(cheapest) => format!(
-            "Of those that fit {within}, {} recomputes the fewest blocks: {} of {layers}, with a peak of {}.",
-            cheapest.name,
-            cheapest.recomputed_blocks,
-            format_mib(cheapest.peak_bytes)
-        ),
-        None => format!("No strategy fits {within}."),
-    }
+    Some(Answer::new(question, text))
 }
 
 /// Describes checkpointing in segments and nested, for `layers` blocks with inputs of `input_bytes` and graphs of

@@ -42,8 +42,7 @@ impl Question<'_> {
             return Ok((answers, None));
         }
         let (layers, strategies) = (self.config.num_layers, self.strategies()?);
-        let available_bytes = self.available_bytes;
-        answers.extend(answers::checkpointing(&strategies, layers, available_bytes));
+        answers.extend(answers::checkpointing(&strategies, layers));
         if self.planned.is_none() {
             let whole = Workload {
                 mode: Mode::ForwardKeepingGraph,
