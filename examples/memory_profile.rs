@@ -18,7 +18,7 @@ use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, labels, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tables::{Details, columns, line};
+use tables::{Details, columns};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
@@ -123,9 +123,8 @@ impl Flags {
             kept = kept.and(written);
             rows.push(row);
         }
-        answers::compare_with_f32(&mut rows);
-        let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
         let mut answers = answers::answers(&rows, &names);
+        let rows = rows.iter().map(Fields::of).collect::<Result<_>>()?;
         let tensors = runs.iter().map(|Run { size, run }| {
             let sides = [run.batch_size, run.sequence_length, run.config.d_model];
             (format!("{size} "), sides)
@@ -154,8 +153,7 @@ impl Flags {
             environment,
             configuration,
             columns: columns(&device),
-            shown_rows: fields.iter().map(line).collect(),
-            rows: fields,
+            rows,
             answers,
             notes,
             details: details.into_tables(),

@@ -15,8 +15,7 @@ pub fn columns(device: &Device) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
-        Column::mib("peak", "Peak"),
-        Column::text("than_f32", "Than f32"),
+        Column::mib("peak_bytes", "Peak"),
     ]);
     if !device.is_cpu() {
         columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
@@ -33,14 +32,6 @@ pub fn columns(device: &Device) -> Vec<Column> {
         Column::count("allocations", "Allocations"),
     ]);
     columns
-}
-
-/// Returns a row for display: a peak that was not measured is shown as OOM.
-pub fn line(row: &Fields) -> Fields {
-    let mut line = row.clone();
-    let peak = row.get("peak_bytes").filter(|bytes| !bytes.is_null());
-    line.insert("peak", peak.cloned().unwrap_or("OOM".into()));
-    line
 }
 
 /// The fields that count a kind of memory: at the peak of each phase, and at the highest peak, measured and predicted.
