@@ -4,8 +4,6 @@
 use crate::common::labels::label_columns;
 use crate::common::runs::{Run, append};
 use candle_core::Device;
-use serde::Deserialize;
-use std::fmt;
 use tallow::bench::MemoryProfile;
 use tallow::memory::{MemoryBreakdown, MemoryKind};
 use tallow::report::{Column, Fields, Report, format_mib};
@@ -73,16 +71,6 @@ fn kind_table(kinds: impl Iterator<Item = Kind>) -> Report {
     }
 }
 
-/// The largest allocation of a run.
-#[derive(Deserialize)]
-struct Largest {
-    bytes: u64,
-    blocks: u64,
-    holds: String,
-    phase: Option<String>,
-    origin: String,
-}
-
 /// The number of largest allocations that are listed for each run.
 const LARGEST: usize = 5;
 
@@ -126,11 +114,18 @@ impl Details {
         let sum = ("peak", [forward, backward, optimizer, both[0], both[1]]);
         let kinds = shown.into_iter().chain(other).chain([sum]);
         append(&mut self.kinds, name, run, kind_table(kinds));
-        let largest = recording.largest_report(LARGEST);
-        if let Some(largest) = largest.rows.first().and_then(|row| row.read::<Largest>()) {
-            self.largest_words.push(format!("{name}: {largest}"));
+        for block in recording.largest(1) {
+            let (bytes, holds) = (format_mib(block.bytes), block.kind.name());
+            let (origin, phase) = (block.origin(), block.phase);
+            self.largest_words
+                .push(format!("{name}: {bytes}, {holds} from {origin} in {phase}"));
         }
-        append(&mut self.largest, name, run, largest);
+        append(
+            &mut self.largest,
+            name,
+            run,
+            recording.largest_report(LARGEST),
+        );
         if !profile.saved.tensors.is_empty() {
             append(&mut self.saved, name, run, profile.saved.report());
         }
@@ -158,22 +153,5 @@ impl Details {
             ..own
         });
         tables.filter(|table| !table.rows.is_empty()).collect()
-    }
-}
-
-/// Size and number of the largest blocks, what they hold, and where they come from.
-impl fmt::Display for Largest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            blocks,
-            holds,
-            origin,
-            ..
-        } = self;
-        let bytes = format_mib(self.bytes);
-        write!(f, "{bytes} ({blocks} of them), {holds} from {origin}")?;
-        self.phase
-            .iter()
-            .try_for_each(|phase| write!(f, " in {phase}"))
     }
 }
