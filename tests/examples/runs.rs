@@ -192,6 +192,27 @@ fn planned_next_to_eager() {
     }
 }
 
+/// Efficiency and tokens a second follow from the estimated step.
+#[test]
+fn estimated_steps_of_several_ranks() {
+    let report_of = report(
+        "distributed_benchmark --d-model 64 --d-ff 256 --num-layers 4 --num-heads 4 --vocab-size 1000 --batch-size 2 \
+         --context-length 32 --part paper --world-size 1 8 --product-tflops 1 --memory-gb-s 100 --reduce-gb-s 10 \
+         --gather-gb-s 5",
+    );
+    let rows = report_of["rows"].as_array().unwrap();
+    assert!(rows.len() >= 2, "{report_of}");
+    for row in rows {
+        let figure = |key: &str| row[key].as_f64().unwrap();
+        let (world_size, step_ms) = (figure("world_size"), figure("step_ms"));
+        assert!((1e3 * figure("step_seconds") - step_ms).abs() < 1e-9);
+        let tokens_per_second = world_size * 2.0 * 32.0 / step_ms * 1e3;
+        assert!((figure("tokens_per_second") / tokens_per_second - 1.0).abs() < 1e-9);
+        let efficiency = figure("efficiency_percent");
+        assert!(efficiency < 100.0 || world_size == 1.0, "{row}");
+    }
+}
+
 /// A custom model has the same last loss eager and planned.
 #[test]
 fn a_model_of_ones_own() {
