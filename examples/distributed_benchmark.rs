@@ -22,8 +22,6 @@ mod answers;
 #[path = "distributed_benchmark/collectives.rs"]
 mod collectives;
 mod common;
-#[path = "distributed_benchmark/estimate.rs"]
-mod estimate;
 #[path = "distributed_benchmark/memory.rs"]
 mod memory;
 #[path = "distributed_benchmark/paper.rs"]

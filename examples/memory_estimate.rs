@@ -27,7 +27,7 @@ use tallow::Result;
 use tallow::bench::EndToEnd;
 use tallow::compile::Target;
 use tallow::memory::{MemoryBreakdown, MemoryKind, Mode, Workload};
-use tallow::report::{Column, Fields, Report};
+use tallow::report::{Column, Fields, Report, format_mib};
 
 const EXAMPLES: &str = "Examples:
   memory_estimate --size small medium --context-length 512 --mode forward train-step
@@ -99,6 +99,9 @@ impl Flags {
         let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
         let available_bytes = self.available_bytes(&runs, device.as_ref())?;
         let question = |run| self.question(run, device.as_ref(), available_bytes);
+        if let Some(bytes) = runs.iter().find_map(|run| question(run).available_bytes) {
+            configuration.insert("available memory", format_mib(bytes));
+        }
         let predicted = runs.iter().map(|run| predicted(run, question(run)));
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();
@@ -125,7 +128,15 @@ impl Flags {
                 report.notes.push(note);
             }
         }
-        report.details.push(terms_of(&names, &breakdowns));
+        let mut terms = Report {
+            title: "Terms of the peak".into(),
+            ..Default::default()
+        };
+        for ((run, name), breakdown) in runs.iter().zip(&names).zip(&breakdowns) {
+            runs::append(&mut terms, name, run, breakdown.report());
+        }
+        terms.notes.truncate(4);
+        report.details.push(terms);
         self.output.publish(&report)
     }
 
@@ -189,30 +200,6 @@ fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
     }
 }
 
-/// Returns the table of the terms of every run's peak.
-fn terms_of(names: &[String], breakdowns: &[MemoryBreakdown]) -> Report {
-    let mut table = Report {
-        title: "Terms of the peak".into(),
-        columns: terms(),
-        ..Default::default()
-    };
-    for (name, breakdown) in names.iter().zip(breakdowns) {
-        let own = breakdown.report();
-        for note in own.notes {
-            if !table.notes.contains(&note) {
-                table.notes.push(note);
-            }
-        }
-        table.rows.extend(own.rows.into_iter().map(|term| {
-            let mut row = Fields::from_iter([("run", name.as_str())]);
-            row.merge(term);
-            row
-        }));
-    }
-    table.notes.truncate(4);
-    table
-}
-
 /// Returns the columns of one line a configuration. The kinds of memory share a rank, because together they are the
 /// peak.
 fn columns() -> Vec<Column> {
@@ -230,9 +217,4 @@ fn columns() -> Vec<Column> {
         column.group("Of the peak")
     }));
     columns
-}
-
-/// Returns the columns of the table of terms.
-fn terms() -> Vec<Column> {
-    [vec![Column::text("run", "Run")], MemoryBreakdown::columns()].concat()
 }

@@ -18,7 +18,7 @@ use common::runs::{self, GridFlags, Run};
 use common::{Common, Effects, Output, Sweep, labels, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tables::{Details, Named, columns, line};
+use tables::{Details, columns};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
 use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
@@ -99,23 +99,23 @@ impl Flags {
             if !sweep.begins(&title) {
                 break;
             }
-            let named = Named(name, run.labels());
             let path = |path: &Path| outputs::named(path, &title, runs.len());
             let mut row = Row {
                 labels: run.labels(),
                 ..Default::default()
             };
             let written = match run.is_planned() {
-                true => self.run_planned(&run.run, &device, &mut row, &mut details, &named, path),
+                true => self.run_planned(run, name, &device, &mut row, &mut details, path),
                 false => match self.run_eager(&run.run, &device, &mut row)? {
                     Some(profile) => {
-                        details.add(&named, &profile);
+                        details.add(name, run, &profile);
                         let own = profile.recording.notes().into_iter();
                         notes.extend(own.map(|note| format!("{title}: {note}.")));
                         self.write(&profile, &title, path)
                     }
                     None => {
-                        details.add_predicted(&named, &run.run.estimate(&device)?.breakdown);
+                        let estimate = run.run.estimate(&device)?;
+                        details.add_predicted(name, run, &estimate.breakdown);
                         Ok(())
                     }
                 },
@@ -123,9 +123,8 @@ impl Flags {
             kept = kept.and(written);
             rows.push(row);
         }
-        answers::compare_with_f32(&mut rows);
-        let fields = rows.iter().map(Fields::of).collect::<Result<Vec<_>>>()?;
         let mut answers = answers::answers(&rows, &names);
+        let rows = rows.iter().map(Fields::of).collect::<Result<_>>()?;
         let tensors = runs.iter().map(|Run { size, run }| {
             let sides = [run.batch_size, run.sequence_length, run.config.d_model];
             (format!("{size} "), sides)
@@ -154,8 +153,7 @@ impl Flags {
             environment,
             configuration,
             columns: columns(&device),
-            shown_rows: fields.iter().map(line).collect(),
-            rows: fields,
+            rows,
             answers,
             notes,
             details: details.into_tables(),
@@ -217,14 +215,14 @@ impl Flags {
     /// Runs a planned step. Its timeline is the map of its arena.
     fn run_planned(
         &self,
-        run: &EndToEnd,
+        run: &Run,
+        name: &str,
         device: &Device,
         row: &mut Row,
         details: &mut Details,
-        named: &Named,
         path: impl Fn(&Path) -> PathBuf,
     ) -> Result<()> {
-        let measured = &run.run(device, |_, _| ())?[0];
+        let measured = &run.run.run(device, |_, _| ())?[0];
         row.status = measured.status;
         row.estimate_bytes = measured.estimate_bytes;
         row.available_bytes = measured.available_bytes;
@@ -236,11 +234,11 @@ impl Flags {
                 .into_iter()
                 .for_each(|bytes| row.measured(bytes));
         }
-        let plan = match run.plan(device) {
+        let plan = match run.run.plan(device) {
             Err(error) if error.is_out_of_memory() => return Ok(()),
             plan => plan?,
         };
-        details.add_predicted(named, &planned_breakdown(&plan));
+        details.add_predicted(name, run, &planned_breakdown(&plan));
         match &self.timeline {
             Some(timeline) => plan.save_memory_map(path(timeline)),
             None => Ok(()),

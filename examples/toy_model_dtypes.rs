@@ -42,8 +42,6 @@ impl Flags {
         let device = self.common.device()?;
         let rows = table::rows(self.common.seed, &device)?;
         let norms = layer_norm::rows();
-        let mut answers = vec![table::answer(&rows)];
-        answers.extend(layer_norm::answers(&norms));
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
         let model = "fc1 (10, 20), ReLU, layer norm (10), fc2 (5, 10), cross entropy; batch 8";
@@ -52,7 +50,7 @@ impl Flags {
             configuration: Fields::from_iter([("model", model)]),
             columns: dtype_columns(),
             rows,
-            answers,
+            answers: layer_norm::answers(&norms).into(),
             details: vec![Report {
                 title: "Layer norm in few bits".into(),
                 notes: vec![

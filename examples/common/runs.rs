@@ -12,6 +12,7 @@ use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
+use tallow::report::{Column, Fields, Report};
 
 /// Flags of every example that runs a grid of configurations. A program sets the help of `--context-length` and the
 /// default of `--mode`.
@@ -221,4 +222,19 @@ pub fn names<'r>(runs: impl IntoIterator<Item = &'r Run>) -> Vec<String> {
         labels
     });
     words::names(&labels.collect::<Vec<_>>())
+}
+
+/// Appends the table of a run to that of all runs. Rows begin with the run's name, and their fields end with its labels.
+pub fn append(all: &mut Report, name: &str, run: &Run, own: Report) {
+    all.columns = [vec![Column::text("run", "Run")], own.columns].concat();
+    for note in own.notes {
+        if !all.notes.contains(&note) {
+            all.notes.push(note);
+        }
+    }
+    all.rows.extend(own.rows.into_iter().map(|row| {
+        let mut named = Fields::from_iter([("run", name)]);
+        named.merge(row).merge(run.labels().fields());
+        named
+    }));
 }

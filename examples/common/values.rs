@@ -52,13 +52,6 @@ pub fn over_0(text: &str) -> Result<f64, String> {
     number(text, "a finite number over 0", |x| x.is_finite() && x > 0.0)
 }
 
-/// Parses a number other than 0.
-pub fn not_0(text: &str) -> Result<f64, String> {
-    number(text, "a finite number that is not 0", |x| {
-        x.is_finite() && x != 0.0
-    })
-}
-
 /// Parses a fraction between 0 and 1, both excluded.
 pub fn part(text: &str) -> Result<f64, String> {
     number(text, "a number over 0 and under 1", |x| x > 0.0 && x < 1.0)

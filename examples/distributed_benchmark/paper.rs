@@ -3,12 +3,12 @@
 use super::common::models::Model;
 use super::common::refusal;
 use super::common::ways::Way;
-use super::estimate::estimates;
 use super::{Rank, values};
 use clap::Args;
 use serde::Serialize;
 use tallow::Result;
-use tallow::compile::{Batch, Rates, Step, Target};
+use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, Target};
+use tallow::distributed::Shard;
 use tallow::model::TransformerLM;
 use tallow::report::{Column, Report};
 
@@ -56,10 +56,10 @@ pub fn columns() -> Vec<Column> {
         Column::text("world_size", "GPUs"),
         Column::mib("rank_bytes", "Memory"),
         Column::mib("sent_bytes", "Sent"),
-        Column::ms("kernel_ms", "Kernels"),
-        Column::ms("exchange_ms", "Exchange"),
-        Column::ms("waiting_ms", "Waits"),
-        Column::ms("contention_ms", "Contention"),
+        Column::ms("kernel_seconds", "Kernels").scaled(1e-3),
+        Column::ms("exchange_seconds", "Exchange").scaled(1e-3),
+        Column::ms("waiting_seconds", "Waits").scaled(1e-3),
+        Column::ms("contention_seconds", "Contention").scaled(1e-3),
         Column::ms("step_ms", "Step"),
         Column::count("tokens_per_second", "Tokens/s"),
         Column::number("efficiency_percent", "Efficiency", "%", 1),
@@ -67,29 +67,52 @@ pub fn columns() -> Vec<Column> {
 }
 
 impl Rank<'_> {
-    /// Plans a rank's steps, and estimates their time by the given rates.
+    /// Plans the steps of rank 0 of each number of GPUs, and estimates their time by the given rates.
     pub fn paper(&mut self, report: &mut Report) -> Result<()> {
         let flags = &self.flags.paper;
         let size = self.flags.sizes();
         for (index, Model { name, config }) in self.models.iter().enumerate() {
             let model = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
+            let planned = |config: &StepConfig| -> Result<Plan> {
+                let batch = Batch::meta(size[0], size[1])?;
+                Ok(Step::plan_for_model(Target::Cuda, &model, config, batch)?.0)
+            };
             let mut rates = flags.rates()?;
             if !flags.alone_ms.is_empty() {
                 check_count("--alone-ms", &flags.alone_ms, self.models.len())?;
-                let batch = Batch::meta(size[0], size[1])?;
-                let (alone, _) = Step::plan_for_model(Target::Cuda, &model, &self.step, batch)?;
+                let alone = planned(&self.step)?;
                 for (_, rates) in &mut rates {
                     *rates = rates.fitted_to(&alone, flags.alone_ms[index] / 1e3)?;
                 }
             }
+            let alone = planned(&StepConfig {
+                memory_budget_bytes: None, // there may be no GPU with memory for all of it
+                ..self.step.clone()
+            })?;
             for (index, way) in self.ways().iter().enumerate() {
                 if way.is_alone() {
                     continue;
                 }
                 self.progress.begin(format!("{name} paper {way}"));
-                let divided = |shard| self.flags.ways.all(shard)[index];
-                for estimate in estimates(&model, size, &self.step, divided, &rates)? {
-                    report.rows.push(way.row(name, size, &estimate)?);
+                for &(world_size, ref rates) in &rates {
+                    let rank = 0;
+                    let plan = planned(&StepConfig {
+                        ranks: self.flags.ways.all(Shard { rank, world_size })[index],
+                        ..self.step.clone()
+                    })?;
+                    let step = plan.timeline(world_size, rates)?;
+                    let alone_seconds = alone.timeline(1, rates)?.step_seconds;
+                    let tokens = (world_size * size[0] * size[1]) as f64;
+                    let mut row = way.row(name, size, &step)?;
+                    row.insert("world_size", world_size)
+                        .insert("rank_bytes", plan.total_bytes())
+                        .insert("step_ms", 1e3 * step.step_seconds)
+                        .insert("tokens_per_second", tokens / step.step_seconds)
+                        .insert(
+                            "efficiency_percent",
+                            100.0 * alone_seconds / step.step_seconds,
+                        );
+                    report.rows.push(row);
                 }
             }
         }

@@ -2,65 +2,7 @@
 
 use super::words::change;
 use serde::Serialize;
-use tallow::report::{Answer, format_mib, group_digits};
-
-/// The memory that attention saves for backward in all blocks as T doubles: T, its bytes, bytes of all activations.
-pub struct Saved {
-    pub algorithm: &'static str,
-    pub by_length: Vec<(usize, u64, u64)>,
-}
-
-/// Describes how the memory that attention saves for backward grows with T.
-pub fn attention(saved: &[Saved]) -> Answer {
-    let sentences = saved.iter().map(|Saved { algorithm, by_length }| {
-        let words = by_length.iter().map(|(length, bytes, all)| {
-            let share = 100.0 * *bytes as f64 / *all as f64;
-            format!("{} at T {length} ({share:.0}%)", format_mib(*bytes))
-        });
-        let words = words.collect::<Vec<_>>().join(", ");
-        let formula = match *algorithm {
-            "naive" => "the probabilities, L x B x H x T^2 elements, so four times as much for twice the length",
-            _ => "2 x L x B x H x T numbers, the log-sum-exp of each row and its rounding error (in half precision the \
-                  output's, L x B x T x D, instead of the latter), in proportion to T",
-        };
-        format!("{algorithm} saves {formula}: {words}.")
-    });
-    let text = format!(
-        "In addition to its inputs and output (in brackets: of all activations), {}",
-        sentences.collect::<Vec<_>>().join(" ")
-    );
-    let question = "How does the memory that attention saves for backward change with T?";
-    Answer::new(question, text)
-}
-
-/// The sizes that fit with one attention: the largest T at this batch size, and the largest batch at this T.
-pub struct Fits {
-    pub attention: String,
-    pub context_length: Option<usize>,
-    pub batch_size: Option<usize>,
-}
-
-/// Describes which sizes fit in `available_bytes`.
-pub fn what_fits(available_bytes: u64, [batch, length]: [usize; 2], fits: &[Fits]) -> Answer {
-    let sentences = fits.iter().map(|fits| {
-        let count = |n: usize| group_digits(n as u64);
-        let longest = match fits.context_length {
-            Some(n) => format!("the longest context at batch {batch} is {}", count(n)),
-            None => format!("no context fits at batch {batch}"),
-        };
-        let largest = match fits.batch_size {
-            Some(n) => format!("the largest batch at T {length} is {}", count(n)),
-            None => format!("not one sequence fits at T {length}"),
-        };
-        format!(" With {} attention {longest}; {largest}.", fits.attention)
-    });
-    let text = format!(
-        "{} are available.{}",
-        format_mib(available_bytes),
-        sentences.collect::<String>()
-    );
-    Answer::new("Which sizes fit?", text)
-}
+use tallow::report::{Answer, format_mib};
 
 /// A checkpointing strategy, the number of blocks that it recomputes, and its predicted memory.
 #[derive(Default, Serialize)]
@@ -71,16 +13,11 @@ pub struct Strategy {
     pub peak_bytes: u64,
 }
 
-/// Describes which strategy needs the least memory, and which recomputes the least among those that fit. The first
-/// element of `strategies` must be no checkpointing.
-pub fn checkpointing(
-    strategies: &[Strategy],
-    layers: usize,
-    available_bytes: Option<u64>,
-) -> Option<Answer> {
+/// Describes which strategy needs the least memory. The first element of `strategies` must be no checkpointing.
+pub fn checkpointing(strategies: &[Strategy], layers: usize) -> Option<Answer> {
     let none = strategies.first()?;
     let least = strategies.iter().min_by_key(|s| s.peak_bytes)?;
-    let start = match least.peak_bytes < none.peak_bytes {
+    let text = match least.peak_bytes < none.peak_bytes {
         true => format!(
             "{} uses the least: {} instead of {} ({}). It runs {} of {layers} blocks a second time in backward.",
             least.name,
@@ -94,30 +31,8 @@ pub fn checkpointing(
             format_mib(none.peak_bytes)
         ),
     };
-    let end = available_bytes.map_or(String::new(), |bytes| {
-        format!(" {}", cheapest(strategies, layers, bytes))
-    });
     let question = "Activation checkpointing (a): which strategy uses the least memory, and what does it cost?";
-    Some(Answer::new(question, format!("{start}{end}")))
-}
-
-/// Describes the strategy that recomputes the fewest blocks among those that fit.
-fn cheapest(strategies: &[Strategy], layers: usize, available_bytes: u64) -> String {
-    let within = format_mib(available_bytes);
-    let fitting = strategies.iter();
-    let fitting = fitting.filter(|s| s.peak_bytes <= available_bytes);
-    match fitting.min_by_key(|s| (s.recomputed_blocks, s.peak_bytes)) {
-        Some(first) if first.recomputed_blocks == 0 => {
-            format!("{within} hold the step without checkpointing, so nothing need be recomputed.")
-        }
-        Some(cheapest) => format!(
-            "Of those that fit {within}, {} recomputes the fewest blocks: {} of {layers}, with a peak of {}.",
-            cheapest.name,
-            cheapest.recomputed_blocks,
-            format_mib(cheapest.peak_bytes)
-        ),
-        None => format!("No strategy fits {within}."),
-    }
+    Some(Answer::new(question, text))
 }
 
 /// Describes checkpointing in segments and nested, for `layers` blocks with inputs of `input_bytes` and graphs of

@@ -1,15 +1,14 @@
 //! The figures of one configuration, eager or planned, which its row and the answers use.
 
-use crate::answers::{self, Fits, Saved, Strategy};
+use crate::answers::{self, Strategy};
 use crate::step::StepFlags;
 use crate::words;
 use std::num::NonZeroUsize;
 use tallow::Result;
-use tallow::attention::Algorithm;
 use tallow::compile::Target;
 use tallow::memory::{
-    Estimate, MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown,
-    recommend, smallest_sequence_not_fitting,
+    MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown, recommend,
+    smallest_sequence_not_fitting,
 };
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -25,41 +24,33 @@ pub struct Question<'a> {
     pub planned: Option<(&'a StepFlags, Target)>,
 }
 
-/// The number of lengths, each twice the one before.
-const DOUBLINGS: u32 = 5;
-
 impl Question<'_> {
     /// Returns the answers, and the table of checkpointing strategies if there is a backward.
     pub fn answers(&self) -> Result<(Vec<Answer>, Option<Report>)> {
-        let sizes = [self.workload.batch_size, self.workload.sequence_length];
-        let all = Algorithm::ALL.into_iter();
-        let algorithms: Vec<Algorithm> = all.filter(|own| self.can_compute(*own)).collect();
         let width = self.workload.precision.parameter_dtype().size_in_bytes();
         let residual = self.residual_stream_bytes();
-        let sides = [sizes[0], sizes[1], self.config.d_model];
+        let Workload {
+            batch_size,
+            sequence_length,
+            ..
+        } = self.workload;
+        let sides = [batch_size, sequence_length, self.config.d_model];
         let tensor = (String::new(), sides);
         let mut answers = vec![words::residual_stream(width, &[tensor])];
-        if self.planned.is_none() {
-            let saved = algorithms.iter().map(|own| self.saved(*own));
-            answers.push(answers::attention(&saved.collect::<Result<Vec<_>>>()?));
-        }
-        if let Some(available_bytes) = self.available_bytes {
-            let fits = algorithms
-                .iter()
-                .map(|own| self.fits(*own, available_bytes));
-            let fits = fits.collect::<Result<Vec<_>>>()?;
-            answers.push(answers::what_fits(available_bytes, sizes, &fits));
-        }
         // A memory budget has already chosen the checkpointing of a planned step.
         if self.workload.mode == Mode::Forward || self.has_budget() {
             return Ok((answers, None));
         }
         let (layers, strategies) = (self.config.num_layers, self.strategies()?);
-        let available_bytes = self.available_bytes;
-        answers.extend(answers::checkpointing(&strategies, layers, available_bytes));
+        answers.extend(answers::checkpointing(&strategies, layers));
         if self.planned.is_none() {
-            let whole = self.whole_graph(self.workload.attention, sizes[1])?;
-            let graph_bytes = whole.activation_bytes / layers.max(1) as u64;
+            let whole = Workload {
+                mode: Mode::ForwardKeepingGraph,
+                checkpointing: Checkpointing::None,
+                ..self.workload.clone()
+            };
+            let activation_bytes = estimate(self.config, &whole)?.activation_bytes;
+            let graph_bytes = activation_bytes / layers.max(1) as u64;
             answers.push(answers::nested(layers, residual, graph_bytes));
         }
         let table = Report {
@@ -82,10 +73,10 @@ impl Question<'_> {
         row.insert("checkpointing", checkpointing.to_string())
             .insert("available_bytes", self.available_bytes);
         if let Some(available_bytes) = self.available_bytes {
-            let fits = self.fits(self.workload.attention, available_bytes)?;
+            let (batch_size, context_length) = self.largest(available_bytes)?;
             let recommended = self.recommended()?.map(|strategy| strategy.to_string());
-            row.insert("largest_batch_size", fits.batch_size)
-                .insert("largest_context_length", fits.context_length)
+            row.insert("largest_batch_size", batch_size)
+                .insert("largest_context_length", context_length)
                 .insert("recommended_checkpointing", recommended);
         }
         Ok(breakdown)
@@ -116,59 +107,15 @@ impl Question<'_> {
         }
     }
 
-    fn can_compute(&self, attention: Algorithm) -> bool {
-        self.config.check_attention(attention).is_ok()
-    }
-
-    /// Returns the estimate of a forward that keeps its whole graph.
-    fn whole_graph(&self, attention: Algorithm, sequence_length: usize) -> Result<Estimate> {
-        let workload = Workload {
-            attention,
-            sequence_length,
-            mode: Mode::ForwardKeepingGraph,
-            checkpointing: Checkpointing::None,
-            ..self.workload.clone()
-        };
-        estimate(self.config, &workload)
-    }
-
-    fn saved(&self, algorithm: Algorithm) -> Result<Saved> {
-        const SAVED: [&str; 3] = ["probabilities", "lse", "rounded off"];
-        let by_length = (0..DOUBLINGS).map(|doubling| {
-            let length = self.workload.sequence_length.saturating_mul(1 << doubling);
-            let whole = self.whole_graph(algorithm, length)?;
-            let parts = whole.breakdown.terms.iter();
-            let of_attention = parts.filter(|part| SAVED.contains(&part.name.as_ref()));
-            let bytes = of_attention.fold(0u64, |sum, part| sum.saturating_add(part.bytes));
-            Ok((length, bytes, whole.activation_bytes))
-        });
-        Ok(Saved {
-            algorithm: algorithm.name(),
-            by_length: by_length.collect::<Result<_>>()?,
-        })
-    }
-
-    fn fits(&self, attention: Algorithm, available_bytes: u64) -> Result<Fits> {
-        let workload = Workload {
-            attention,
-            ..self.workload.clone()
-        };
-        let (batch_size, context_length) = match self.planned {
-            None => {
-                let beyond =
-                    smallest_sequence_not_fitting(self.config, &workload, available_bytes)?;
-                let batch = largest_batch_size(self.config, &workload, available_bytes)?;
-                (batch, Some(beyond - 1).filter(|length| *length > 0))
-            }
-            Some((step, target)) => {
-                step.largest(self.config, &workload, target, available_bytes)?
-            }
-        };
-        Ok(Fits {
-            attention: attention.name().into(),
-            context_length,
-            batch_size,
-        })
+    /// Returns the largest batch and the largest T that fit.
+    fn largest(&self, available_bytes: u64) -> Result<(Option<usize>, Option<usize>)> {
+        let (config, workload) = (self.config, &self.workload);
+        if let Some((step, target)) = self.planned {
+            return step.largest(config, workload, target, available_bytes);
+        }
+        let beyond = smallest_sequence_not_fitting(config, workload, available_bytes)?;
+        let batch = largest_batch_size(config, workload, available_bytes)?;
+        Ok((batch, Some(beyond - 1).filter(|length| *length > 0)))
     }
 
     /// Returns the strategy for an eager step that fits and recomputes the fewest blocks.

@@ -19,8 +19,6 @@ pub struct Row {
     pub peak_bytes: Option<u64>,
     pub estimate_bytes: u64,
     pub estimate_error_percent: Option<f64>,
-    /// The peak compared with that of the same run in f32: `12.5% more`.
-    pub than_f32: Option<String>,
     pub available_bytes: Option<u64>,
     pub reserved_peak_bytes: Option<u64>,
     pub forward_peak_bytes: Option<u64>,
@@ -71,19 +69,6 @@ impl Row {
 /// The peak of the run with these labels.
 fn peak_of(rows: &[Row], labels: &Labels) -> Option<u64> {
     rows.iter().find(|row| row.labels == *labels)?.peak_bytes
-}
-
-/// Fills in how each peak compares with f32's.
-pub fn compare_with_f32(rows: &mut [Row]) {
-    let compared = rows.iter().map(|row| {
-        let is_half = row.labels.precision != Precision::F32;
-        let before = peak_of(rows, &row.in_f32()).filter(|_| is_half);
-        Some(change(before?, row.peak_bytes?))
-    });
-    let compared: Vec<Option<String>> = compared.collect();
-    for (row, change) in rows.iter_mut().zip(compared) {
-        row.than_f32 = change;
-    }
 }
 
 /// The largest number of runs that an answer lists.
@@ -168,13 +153,8 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
             )
         });
         let words = words.collect::<Vec<_>>().join(", ");
-        let least = peaks.first().map_or(before, |(least, _)| before.min(*least));
-        let all = peaks.iter().map(|(bytes, row)| (*bytes, row.labels.checkpointing));
-        let all = all.chain([(before, Checkpointing::None)]);
-        let all = all.filter(|(bytes, _)| *bytes == least);
-        let all: Vec<String> = all.map(|(_, own)| own.to_string()).collect();
-        let verb = if all.len() == 1 { "uses" } else { "use" };
-        let least = format!("{} {verb}", all.join(", "));
+        let least = peaks.first().filter(|(bytes, _)| *bytes < before);
+        let least = least.map_or(Checkpointing::None, |(_, row)| row.labels.checkpointing);
         let Labels {
             precision,
             context_length,
@@ -184,7 +164,7 @@ pub fn checkpointing(rows: &[Row]) -> Option<Answer> {
         } = &whole.labels;
         let (execution, mode) = (execution.name(), mode.name());
         Some(format!(
-            "{precision} T {context_length} {execution} {mode}: {least} the least ({words}; none {})",
+            "{precision} T {context_length} {execution} {mode}: {least} uses the least ({words}; none {})",
             format_mib(before)
         ))
         .filter(|_| !peaks.is_empty())

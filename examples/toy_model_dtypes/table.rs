@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::Init;
 use tallow::model::ToyModel;
 use tallow::precision::Autocast;
-use tallow::report::{Answer, Fields};
+use tallow::report::Fields;
 use tallow::{Result, autocast, nn, ops};
 
 const BATCH: usize = 8;
@@ -32,33 +32,6 @@ pub fn rows(seed: u64, device: &Device) -> Result<Vec<Fields>> {
         }
     }
     Ok(rows)
-}
-
-/// Returns the dtypes that the exercise asks for: those of CUDA's policy in f16.
-pub fn answer(rows: &[Fields]) -> Answer {
-    let text = |row: &Fields, key: &str| {
-        row.get(key)
-            .and_then(|value| value.as_str())
-            .map(String::from)
-    };
-    let mut parts = Vec::new();
-    for (what, start) in [
-        ("the parameters", "parameter"),
-        ("the output of fc1", "fc1"),
-        ("the output of layer norm", "layer norm"),
-        ("the logits", "logits"),
-        ("the loss", "loss"),
-        ("the gradients", "gradient"),
-    ] {
-        let is_asked =
-            |row: &&Fields| text(row, "tensor").is_some_and(|name| name.starts_with(start));
-        let dtypes = rows.iter().filter(is_asked);
-        let mut dtypes: Vec<String> = dtypes.filter_map(|row| text(row, "cuda_f16")).collect();
-        dtypes.dedup();
-        parts.push(format!("{what} {}", dtypes.join(" and ")));
-    }
-    let question = "Which dtypes does autocast with f16 give?";
-    Answer::new(question, format!("On CUDA: {}.", parts.join(", ")))
 }
 
 /// Runs forward and loss under autocast, backward outside of it, and returns every tensor's name and dtype.

@@ -107,6 +107,7 @@ impl Rates {
 
 /// Estimated times of a run, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Timeline {
     /// The full step: kernels, [waiting](Self::waiting_seconds) and [contention](Self::contention_seconds).
     pub step_seconds: f64,

@@ -34,47 +34,35 @@ fn csv_cell(value: Option<&Value>) -> String {
 
 /// Writes one JSON document with one line for each row, so that long lists of samples do not spread over many lines.
 pub(super) fn write_json(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let fields = [
-        ("environment", to_string(&report.environment)?),
-        ("configuration", to_string(&report.configuration)?),
-        ("answers", to_string(&report.answers)?),
-        ("notes", to_string(&report.notes)?),
-        ("rows", rows(report, "    ")?),
-    ];
-    let details = report
-        .details
-        .iter()
-        .filter(|detail| !detail.rows.is_empty() || !detail.answers.is_empty());
-    let details = details.map(|detail| {
-        let (title, answers) = (to_string(&detail.title)?, to_string(&detail.answers)?);
-        let (notes, rows) = (to_string(&detail.notes)?, rows(detail, "      ")?);
-        Ok(format!(
-            "\n    {{\"title\": {title}, \"answers\": {answers}, \"notes\": {notes}, \"rows\": {rows}}}"
-        ))
-    });
-    let details = details.collect::<io::Result<Vec<_>>>()?.join(",");
-    let details = (!details.is_empty()).then(|| ("details", format!("[{details}\n  ]")));
-    let fields = fields.into_iter().chain(details);
-    let lines: Vec<String> = fields
-        .map(|(key, value)| format!("  \"{key}\": {value}"))
-        .collect();
-    writeln!(out, "{{\n{}\n}}", lines.join(",\n"))
+    writeln!(out, "{}", document(report)?)
 }
 
-fn rows(report: &Report, indent: &str) -> serde_json::Result<String> {
+fn document(report: &Report) -> serde_json::Result<String> {
     let keys = report.keys();
     let rows = report.rows.iter().map(|row| {
         let complete = keys
             .iter()
             .map(|key| (*key, row.get(key).cloned().unwrap_or_default()));
-        Ok(format!(
-            "\n{indent}{}",
-            to_string(&complete.collect::<Fields>())?
-        ))
+        to_string(&complete.collect::<Fields>())
     });
-    let rows: Vec<String> = rows.collect::<serde_json::Result<_>>()?;
-    Ok(match rows.is_empty() {
-        true => "[]".into(),
-        false => format!("[{}\n{}]", rows.join(","), &indent[2..]),
-    })
+    let details = report.details.iter();
+    let details = details.filter(|detail| !detail.rows.is_empty() || !detail.answers.is_empty());
+    let fields = [
+        ("title", to_string(&report.title)?),
+        ("environment", to_string(&report.environment)?),
+        ("configuration", to_string(&report.configuration)?),
+        ("answers", to_string(&report.answers)?),
+        ("notes", to_string(&report.notes)?),
+        ("rows", lines(rows)?),
+        ("details", lines(details.map(document))?),
+    ];
+    let fields = fields.map(|(key, value)| format!("\"{key}\": {value}"));
+    Ok(format!("{{\n{}\n}}", fields.join(",\n")))
+}
+
+/// Returns a list with each item on its own line.
+fn lines(items: impl Iterator<Item = serde_json::Result<String>>) -> serde_json::Result<String> {
+    let items = items.map(|item| Ok(format!("\n{}", item?)));
+    let items: Vec<String> = items.collect::<serde_json::Result<_>>()?;
+    Ok(format!("[{}]", items.join(",")))
 }

@@ -13,9 +13,8 @@ use super::{Column, Fields};
 /// columns that tell rows apart. CSV and JSON have every field of every row, unrounded: first the fields of the columns,
 /// then the others (such as `samples_ms`).
 ///
-/// The JSON document is
-/// `{"environment": {..}, "configuration": {..}, "answers": [..], "notes": [..], "rows": [{..}, ..]}`. If there are
-/// detail tables, `"details": [{"title": "..", "answers": [..], "notes": [..], "rows": [..]}, ..]` follows the rows.
+/// The JSON document is `{"title": "..", "environment": {..}, "configuration": {..}, "answers": [..], "notes": [..],
+/// "rows": [{..}, ..], "details": [..]}`, and each of the details is such a document.
 /// All rows of a table have the same keys. A missing value is `null` in JSON, an empty cell in CSV, and `n/a` in the
 /// other formats.
 ///

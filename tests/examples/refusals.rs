@@ -14,7 +14,6 @@ fn counts_have_a_limit() {
         ("e2e_benchmark", "--steps", 1),
         ("e2e_benchmark", "--warmup-steps", 0),
         ("memory_profile", "--warmup-steps", 0),
-        ("mixed_precision_accumulation", "--count", 1),
         ("mixed_precision_benchmark", "--rounds", 1),
         ("mixed_precision_benchmark", "--steps", 1),
         ("mixed_precision_benchmark", "--warmup-steps", 0),
@@ -56,11 +55,6 @@ fn numbers_that_mean_nothing_are_refused_as_they_are_parsed() {
         ("memory_estimate", "--memory-limit-gib", amounts),
         ("memory_estimate", "--compile --memory-budget-gib", amounts),
         ("memory_profile", "--memory-limit-gib", amounts),
-        (
-            "mixed_precision_accumulation",
-            "--value",
-            &["nan", "inf", "0"],
-        ),
         ("mixed_precision_benchmark", "--memory-limit-gib", amounts),
         ("precision_curves", "--lr", rates),
         ("profile", "--memory-limit-gib", amounts),
@@ -161,16 +155,9 @@ fn what_a_hostile_user_types() {
     for (line, status, words) in refused {
         assert_refused(line, &run(example(line)), status, words);
     }
-    let run_well = [
-        "mixed_precision_accumulation --value -0.1",
-        "mixed_precision_accumulation --value 1e300",
-        "mixed_precision_accumulation --value 1e-320 --format json",
-        "attention_benchmark --sequence-length 8 --head-dim 8 --iterations 1000000000 --time-budget-ms 1",
-    ];
-    for line in run_well {
-        let ended = run(example(line));
-        assert_eq!((ended.status, ended.err.as_str()), (Some(0), ""), "{line}");
-    }
+    let line = "attention_benchmark --sequence-length 8 --head-dim 8 --iterations 1000000000 --time-budget-ms 1";
+    let ended = run(example(line));
+    assert_eq!((ended.status, ended.err.as_str()), (Some(0), ""), "{line}");
     let out_of_memory = [
         "attention_benchmark --sequence-length 4294967296 --head-dim 64 --compare planned planned-flash --iterations 2",
         "attention_benchmark --compare naive planned --batch-size 18446744073709551615 --head-dim 8 --steps 2",

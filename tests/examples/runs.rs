@@ -167,9 +167,17 @@ fn memory() {
     assert!(state("adamw-bf16") < 0.51 * state("adamw"));
     let planned = report("memory_estimate SMALL --compile=only --memory-limit-gib 0.01");
     let answers = planned["answers"].to_string();
-    for question in ["residual stream", "Which sizes fit", "which strategy"] {
+    for question in ["residual stream", "which strategy"] {
         assert!(answers.contains(question), "{question}: {answers}");
     }
+    assert_eq!(planned["configuration"]["available memory"], "10.2 MiB");
+    let row = &planned["rows"][0];
+    let [largest_batch, largest_length] =
+        ["largest_batch_size", "largest_context_length"].map(|key| row[key].as_u64());
+    assert!(
+        largest_batch >= Some(1) && largest_length >= Some(8),
+        "{row}"
+    );
 }
 
 #[test]
@@ -181,6 +189,27 @@ fn planned_next_to_eager() {
         "Less in a planned step: ",
     ] {
         assert!(report_of.to_string().contains(words), "{words}");
+    }
+}
+
+/// Efficiency and tokens a second follow from the estimated step.
+#[test]
+fn estimated_steps_of_several_ranks() {
+    let report_of = report(
+        "distributed_benchmark --d-model 64 --d-ff 256 --num-layers 4 --num-heads 4 --vocab-size 1000 --batch-size 2 \
+         --context-length 32 --part paper --world-size 1 8 --product-tflops 1 --memory-gb-s 100 --reduce-gb-s 10 \
+         --gather-gb-s 5",
+    );
+    let rows = report_of["rows"].as_array().unwrap();
+    assert!(rows.len() >= 2, "{report_of}");
+    for row in rows {
+        let figure = |key: &str| row[key].as_f64().unwrap();
+        let (world_size, step_ms) = (figure("world_size"), figure("step_ms"));
+        assert!((1e3 * figure("step_seconds") - step_ms).abs() < 1e-9);
+        let tokens_per_second = world_size * 2.0 * 32.0 / step_ms * 1e3;
+        assert!((figure("tokens_per_second") / tokens_per_second - 1.0).abs() < 1e-9);
+        let efficiency = figure("efficiency_percent");
+        assert!(efficiency < 100.0 || world_size == 1.0, "{row}");
     }
 }
 

@@ -19,7 +19,7 @@ fn the_sums_to_eight_decimals() {
         ("bf16", "bf16", "4.00000000"),
         ("f32", "bf16", "10.00976562"),
     ];
-    let rows = rows::rows(0.01, 1000);
+    let rows = rows::rows();
     assert_eq!(rows.len(), expected.len());
     for (row, (accumulator, terms, sum)) in rows.iter().zip(expected) {
         assert_eq!((row.accumulator, row.terms), (accumulator, terms));
@@ -44,68 +44,69 @@ fn kahans_and_the_pairwise_sum_are_exact_to_eight_decimals() {
 /// The error is the sum of those of terms and additions, and its cause is the larger one.
 #[test]
 fn every_error_has_its_cause() {
-    let rows = rows::rows(0.01, 1000);
+    let rows = rows::rows();
     for row in &rows {
         let parts = row.error_of_terms + row.error_of_additions;
         assert!((row.error - parts).abs() < 1e-12);
         assert!((row.error - (row.sum - 10.0)).abs() < 1e-12);
         assert!((row.error_percent - 10.0 * row.error).abs() < 1e-9);
+        let is_of_terms = row.error_of_terms.abs() >= row.error_of_additions.abs();
+        assert_eq!(row.cause == "rounded terms", is_of_terms, "{row:?}");
     }
-    let causes = |value: f64, count: usize| -> Vec<String> {
-        let rows = rows::rows(value, count).into_iter();
-        rows.map(|row| row.cause).collect()
-    };
-    let expected = vec![
-        "rounded additions",
-        "rounded additions",
-        "rounded terms",
-        "rounded terms",
-        "unchanged after 350",
-        "rounded terms",
-    ];
-    assert_eq!(causes(0.01, 1000), expected);
-    assert_eq!(causes(70.0, 1000)[1], "overflow");
+    let causes = rows.map(|row| row.cause);
+    assert_eq!(causes[..2], ["rounded additions"; 2]);
+    assert_eq!(causes[4], "unchanged after 350");
 }
 
 /// bf16 reaches 4 at its 350th addition and stays there, because 0.01 is less than half the distance to its next
-/// number.
+/// number. The other sums grow to their end.
 #[test]
-fn a_sum_that_stands_still_is_found() {
-    let terms = [bf16::from_f32(0.01); 1000];
-    let sums: Vec<f32> = running_sums::<bf16, _>(&terms).map(f32::from).collect();
-    let rows = rows::rows(0.01, 1000);
-    let at = rows[4].last_change.unwrap();
-    assert_eq!(at, 350);
-    assert!(sums[at - 2] < 4.0); // after 349 additions
-    assert!(sums[at - 1..].iter().all(|sum| *sum == 4.0));
-    for moving in [0, 1, 2, 3, 5] {
-        assert_eq!(rows[moving].last_change, None, "{moving}");
+fn the_sum_in_bf16_stands_still_after_350_additions() {
+    fn last_change<A: FloatDType, T: FloatDType>() -> usize {
+        let sums: Vec<A> = running_sums::<A, T>(&[T::from_f64(0.01); 1000]).collect();
+        let changes = sums.windows(2).rposition(|pair| pair[0] != pair[1]);
+        changes.unwrap() + 2
     }
+    assert_eq!(last_change::<bf16, bf16>(), 350);
+    let terms = [bf16::from_f32(0.01); 350];
+    assert!(running_sum::<bf16, _>(&terms[1..]).to_f32() < 4.0);
+    assert_eq!(running_sum::<bf16, _>(&terms).to_f32(), 4.0);
+    let others = [
+        last_change::<f32, f32>(),
+        last_change::<f16, f16>(),
+        last_change::<f32, f16>(),
+        last_change::<f32, bf16>(),
+    ];
+    assert_eq!(others, [1000; 4]);
 }
 
 #[test]
 fn answers_follow_the_sums() {
-    let text = |value: f64, count: usize| {
-        let answers = rows::answers(&rows::rows(value, count)).into_iter();
-        let text: Vec<String> = answers.map(|answer| answer.answer).collect();
-        text.join(" ")
-    };
-    let exercise = text(0.01, 1000);
+    let rows = rows::rows();
+    let [four, bf16_sums] = rows::answers(&rows).map(|answer| answer.answer);
+    let (half, brain) = (f16::from_f64(0.01), bf16::from_f64(0.01));
     for part in [
-        "f16 terms in f16: 9.95312500 (-0.4688%); each addition is rounded to f16, whose numbers near the sum are \
-         0.0078125 apart.",
-        "the term is stored as 0.0100021362.",
-        "Casting the terms to f32 first gives the same sum",
-        "the 350th addition is the last that changes the sum: 0.0100 is less than half of 0.03125",
-        "which is why matmuls in half precision accumulate in f32",
+        "f32 terms in f32: 10.00013351 (+0.0013%); each addition".into(),
+        format!("near the sum are {:.2e} apart", 8.0 * f32::EPSILON), // 8 to 16 has one exponent
+        "f16 terms in f16: 9.95312500 (-0.4688%); each addition".into(),
+        format!("near the sum are {} apart", f16::EPSILON.to_f64() * 8.0),
+        format!("the term is stored as {:.10}", half.to_f64()),
+        "Casting the terms to f32 first gives the same sum".into(),
     ] {
-        assert!(exercise.contains(part), "{part}: {exercise}");
+        assert!(four.contains(&part), "{part}: {four}");
     }
-    // A value that every dtype represents, summed without an error.
-    let exact = text(0.5, 100);
-    assert!(exact.contains("no error is left"), "{exact}");
-    assert!(exact.contains("is no nearer"), "{exact}");
-    assert!(!exact.contains("which is why"), "{exact}");
+    assert_eq!(rows[2].sum, rows[3].sum);
+    let spacing = bf16::EPSILON.to_f64() * 4.0; // 4 to 8 has one exponent
+    assert!(brain.to_f64() < spacing / 2.0);
+    for part in [
+        "the 350th addition is the last that changes the sum".into(),
+        format!("{:.4} is less than half of {spacing}", brain.to_f64()),
+        format!("the term is stored as {:.10}", brain.to_f64()),
+        "which is why matmuls in half precision accumulate in f32".into(),
+    ] {
+        assert!(bf16_sums.contains(&part), "{part}: {bf16_sums}");
+    }
+    assert!(rows[5].error.abs() < rows[4].error.abs());
 }
 
 #[test]

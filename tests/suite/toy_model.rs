@@ -109,47 +109,17 @@ fn the_numbers_behind_the_answer() {
 
 #[test]
 fn answers_follow_the_figures() {
-    let dtypes = table::answer(&table::rows(0, &CPU).unwrap()).answer;
-    assert_eq!(
-        dtypes,
-        "On CUDA: the parameters f32, the output of fc1 f16, the output of layer norm f32, the logits f16, the loss \
-         f32, the gradients f32."
-    );
-    let text = |rows: &[Norm]| {
-        let answers = layer_norm::answers(rows).into_iter();
-        answers.map(|answer| answer.answer).collect::<Vec<_>>()
-    };
-    let rows = layer_norm::rows();
-    let [sensitive, brain] = &text(&rows)[..] else {
-        panic!("{:?}", text(&rows));
-    };
+    let [sensitive, brain] = layer_norm::answers(&layer_norm::rows()).map(|answer| answer.answer);
+    assert_eq!(half::f16::MAX.to_f32(), 65_504.0);
     for part in [
-        "the variance is inf",
+        "65,504: the variance is inf",
         "off by 100.00%",
-        "65,504",
         "at most 0.01%",
     ] {
         assert!(sensitive.contains(part), "{part}: {sensitive}");
     }
     for part in ["For its range, no", "For its accuracy, yes"] {
         assert!(brain.contains(part), "{part}: {brain}");
-    }
-    let changed: Vec<Norm> = rows
-        .into_iter()
-        .map(|row| Norm {
-            variance: "9e4".into(),
-            variance_error_percent: 40.0,
-            output_error_percent: 2.0,
-            ..row
-        })
-        .collect();
-    let changed = text(&changed).join(" ");
-    for part in [
-        "still fit: the variance is 9e4",
-        "Yes: with these",
-        "no need",
-    ] {
-        assert!(changed.contains(part), "{part}: {changed}");
     }
 }
 

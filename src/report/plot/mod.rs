@@ -147,8 +147,10 @@ pub fn save(charts: &[Chart], path: impl AsRef<Path>) -> Result<()> {
 impl Chart {
     /// Returns the reason why the chart cannot be drawn as an error.
     fn check(&self) -> std::result::Result<(), String> {
-        if self.stacked {
-            self.check_areas()?;
+        if self.stacked && !self.can_be_stacked() {
+            let needs =
+                "finite values from 0 on a linear axis, over the same ascending x, not all equal";
+            return Err(format!("areas need {needs}"));
         }
         for series in &self.series {
             for (x, y) in series.finite_points() {
@@ -170,27 +172,13 @@ impl Chart {
         })
     }
 
-    fn check_areas(&self) -> std::result::Result<(), String> {
+    fn can_be_stacked(&self) -> bool {
         let x = |series: &Series| -> Vec<f64> { series.points.iter().map(|(x, _)| *x).collect() };
         let first = self.series.first().map(x).unwrap_or_default();
         let is_ascending = first.is_sorted() && first.iter().all(|x| x.is_finite());
-        if !is_ascending || first.first() == first.last() {
-            let expected = "two values or more, in ascending order and not all equal";
-            return Err(format!("x must be {expected}"));
-        }
-        if self.log_y {
-            return Err("areas are stacked on a linear axis only".into());
-        }
-        for series in &self.series {
-            if x(series) != first {
-                let name = &series.name;
-                return Err(format!("{name:?} has other x than the area below it"));
-            }
-            let mut values = series.points.iter().map(|(_, y)| *y);
-            if let Some(y) = values.find(|y| !y.is_finite() || *y < 0.0) {
-                return Err(format!("{:?} has the value {y}", series.name));
-            }
-        }
-        Ok(())
+        let is_height = |(_, y): &(f64, f64)| y.is_finite() && *y >= 0.0;
+        let fits = |area: &Series| x(area) == first && area.points.iter().all(is_height);
+        let has_width = first.first() != first.last();
+        !self.log_y && is_ascending && has_width && self.series.iter().all(fits)
     }
 }

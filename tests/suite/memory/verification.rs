@@ -85,26 +85,11 @@ fn checkpointing_is_answered_by_its_figures() {
         strategy("block", 11, 600),
         strategy("every-6", 6, 800),
     ];
-    let text = |mib: u64| {
-        let answer = answers::checkpointing(&strategies, 12, Some(mib << 20)).unwrap();
-        answer.answer
-    };
+    let text = answers::checkpointing(&strategies, 12).unwrap().answer;
     let least = "block uses the least: 600.0 MiB instead of 1,000.0 MiB (40.0% less). It runs 11 of 12 blocks a second \
-                 time";
-    for (mib, part) in [
-        (2000, "hold the step without checkpointing"),
-        (
-            900,
-            "every-6 recomputes the fewest blocks: 6 of 12, with a peak of 800.0 MiB.",
-        ),
-        (500, "No strategy fits 500.0 MiB."),
-    ] {
-        let text = text(mib);
-        assert!(text.starts_with(least) && text.contains(part), "{text}");
-    }
-    let without_limit = answers::checkpointing(&strategies, 12, None).unwrap();
-    assert!(!without_limit.answer.contains("fit"), "{without_limit:?}");
-    let answer = answers::checkpointing(&strategies[..1], 12, Some(1 << 40)).unwrap();
+                 time in backward.";
+    assert_eq!(text, least);
+    let answer = answers::checkpointing(&strategies[..1], 12).unwrap();
     assert!(
         answer.answer.starts_with("No strategy saves memory"),
         "{answer:?}"
@@ -120,9 +105,9 @@ fn checkpointing_is_answered_by_its_figures() {
     }
 }
 
-/// The formula gives the bytes of the estimate: two f32 for each row of each head, in every block.
+/// Flash attention saves two f32 for each row of each head, in every block.
 #[test]
-fn what_flash_saves_has_its_formula() {
+fn flash_saves_two_numbers_a_row() {
     let medium = TransformerConfig::preset("medium").unwrap();
     let of = |attention| {
         let workload = Workload {
@@ -137,32 +122,6 @@ fn what_flash_saves_has_its_formula() {
     let rows = (medium.num_layers * 4 * medium.num_heads * 1024) as u64;
     let saved_bytes = of(Algorithm::Flash) - (of(Algorithm::Naive) - rows * 1024 * 4);
     assert_eq!(saved_bytes, 2 * rows * 4);
-    let saved = answers::Saved {
-        algorithm: "flash",
-        by_length: vec![(1024, saved_bytes, 1 << 30)],
-    };
-    let text = answers::attention(&[saved]).answer;
-    assert!(
-        text.contains("flash saves 2 x L x B x H x T numbers"),
-        "{text}"
-    );
-    assert!(text.contains(": 12.0 MiB at T 1024"), "{text}");
-}
-
-#[test]
-fn sizes_that_fit_are_named() {
-    let fits =
-        [(Some(2204), Some(64)), (None, None)].map(|(context_length, batch_size)| answers::Fits {
-            attention: "naive".into(),
-            context_length,
-            batch_size,
-        });
-    let text = answers::what_fits(100 << 20, [4, 256], &fits).answer;
-    assert_eq!(
-        text,
-        "100.0 MiB are available. With naive attention the longest context at batch 4 is 2,204; the largest batch at T \
-         256 is 64. With naive attention no context fits at batch 4; not one sequence fits at T 256."
-    );
 }
 
 #[test]
@@ -179,14 +138,11 @@ fn a_profile_answers_by_its_rows() {
         optimizer_peak_bytes: Some((mib - 4) << 20),
         ..Default::default()
     };
-    let mut rows = [
+    let rows = [
         row(Precision::F32, Checkpointing::None, 100),
         row(Precision::BF16, Checkpointing::None, 120),
         row(Precision::F32, Checkpointing::Block, 60),
     ];
-    profiled::compare_with_f32(&mut rows);
-    let changes: Vec<Option<&str>> = rows.iter().map(|row| row.than_f32.as_deref()).collect();
-    assert_eq!(changes, [None, Some("20.0% more"), None]);
     let names = ["first", "second", "third"].map(String::from);
     let answers = profiled::answers(&rows, &names);
     let text: Vec<&str> = answers

@@ -78,14 +78,15 @@ lines é",,1610612736,
 #[test]
 fn json_exactly() {
     let expected = r#"{
-  "environment": {"device":"cpu\n0","d_head":"64%"},
-  "configuration": {"sizes":["tiny","xl"],"seed":null},
-  "answers": [{"question":"Which?","answer":"50% & more."}],
-  "notes": ["6N|12"],
-  "rows": [
-    {"name":"a|b & c_d_ 5% #1 $x$ {y} ~z ^w \\ back\"q\", `t` *s* <u> [v] --n","mean_ms":1234.5678,"peak_bytes":null,"samples_ms":[1234.0,1235.1356]},
-    {"name":"two\nlines é","mean_ms":null,"peak_bytes":1610612736,"samples_ms":null}
-  ]
+"title": "",
+"environment": {"device":"cpu\n0","d_head":"64%"},
+"configuration": {"sizes":["tiny","xl"],"seed":null},
+"answers": [{"question":"Which?","answer":"50% & more."}],
+"notes": ["6N|12"],
+"rows": [
+{"name":"a|b & c_d_ 5% #1 $x$ {y} ~z ^w \\ back\"q\", `t` *s* <u> [v] --n","mean_ms":1234.5678,"peak_bytes":null,"samples_ms":[1234.0,1235.1356]},
+{"name":"two\nlines é","mean_ms":null,"peak_bytes":1610612736,"samples_ms":null}],
+"details": []
 }
 "#;
     assert_eq!(rendered(&nasty(), Format::Json), expected);
