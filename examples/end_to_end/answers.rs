@@ -353,15 +353,13 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     })
 }
 
-/// Returns what the longest training step does less of when planned, and whether it is faster.
+/// Returns whether the longest training step is faster when planned, and why; `None` if no step was counted.
 fn of_longest(pairs: &[Pair], counted: &[Counted]) -> Option<String> {
     let steps = pairs.iter().filter(|pair| pair.phase == "train step");
     let longest = steps.max_by(|a, b| a.before_ms.total_cmp(&b.before_ms))?;
-    let of = |execution: &str| {
-        let mut own = counted
-            .iter()
-            .filter(|own| own.configuration == longest.name);
-        own.find(|own| own.execution == execution)
-    };
-    Some(reasons(of("eager")?, of("planned")?, longest))
+    let mut own = counted
+        .iter()
+        .filter(|own| own.configuration == longest.name);
+    let planned = own.find(|own| own.execution == "planned")?;
+    reasons(planned.plan_ms, longest)
 }

@@ -178,7 +178,7 @@ fn planned_next_to_eager() {
     assert_eq!(count(&report_of, &[("status", "ok")]), 18);
     for words in [
         "Speed-ups of planned over eager",
-        "Less in a planned step: ",
+        "What are the reasons for the difference?",
     ] {
         assert!(report_of.to_string().contains(words), "{words}");
     }
