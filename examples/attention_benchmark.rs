@@ -136,11 +136,7 @@ impl Flags {
     /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .only(
-                "with --module",
-                &["d-model", "autocast", "full-half", "drop-casts"],
-                |flags| flags.module,
-            )
+            .only("with --module", &["d-model"], |flags| flags.module)
             .only("without --module, which is causal", &["causal"], |flags| {
                 !flags.module
             })
@@ -161,7 +157,7 @@ impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
-        let precisions = self.precision.precisions()?;
+        let precisions = self.precision.precisions();
         let sampling = self.sampling(&device);
         let (_, letter) = measured::width(self.module);
         let runs = self.runs(&precisions, &sampling);

@@ -95,7 +95,7 @@ impl Flags {
             let kernels = "those of a CUDA GPU, which is not here";
             configuration.insert("kernels", kernels);
         }
-        let precisions = self.grid.precision.precisions()?;
+        let precisions = self.grid.precision.precisions();
         let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
         let available_bytes = self.available_bytes(&runs, device.as_ref())?;
         let question = |run| self.question(run, device.as_ref(), available_bytes);

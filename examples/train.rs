@@ -60,8 +60,6 @@ Examples:
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES)]
-#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
-#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     #[command(flatten)]
     common: Common, // first: headings hold for whatever comes after them

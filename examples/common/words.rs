@@ -217,7 +217,8 @@ pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>)
     let why = copies.map_or(String::new(), |bytes| {
         format!(
             " Autocast leaves weights, gradients and optimizer in f32 and adds a copy of each linear weight, at most {} \
-             here; only activations become smaller. --drop-casts measures the step without the copies.",
+             here; only activations become smaller. --precision {name}-dropping-casts measures the step \
+             without them.",
             format_mib(bytes)
         )
     });

@@ -146,8 +146,7 @@ impl Flags {
                 move |flags| {
                     let all = [Execution::Eager, Execution::Planned];
                     let all = all.into_iter().filter(|one| flags.grid.has_execution(*one));
-                    let precisions = flags.precisions(program); // an error is reported by the run
-                    all.count() == 1 && precisions.map_or(true, |all| all.len() == 1)
+                    all.count() == 1 && flags.precisions(program).len() == 1
                 },
             )
             .only(
@@ -171,7 +170,7 @@ impl Flags {
         }
         self.output.check_with([])?;
         let device = self.common.device()?;
-        let precisions = self.precisions(program)?;
+        let precisions = self.precisions(program);
         let (models, mut runs) = self.runs(&precisions)?;
         if let Some(index) = self.isolated_run {
             runs = runs.into_iter().skip(index).take(1).collect();
@@ -280,10 +279,10 @@ impl Flags {
 
     /// Returns the precisions of the flags. If the program compares precisions, f32 comes first, and each precision
     /// that drops casts follows the one that keeps them.
-    fn precisions(&self, program: Program) -> Result<Vec<Precision>> {
-        let named = self.grid.precision.precisions()?;
+    fn precisions(&self, program: Program) -> Vec<Precision> {
+        let named = self.grid.precision.precisions();
         if !program.compares_precisions {
-            return Ok(named);
+            return named;
         }
         let mut all = vec![Precision::F32];
         for precision in named {
@@ -293,7 +292,7 @@ impl Flags {
                 }
             }
         }
-        Ok(all)
+        all
     }
 
     fn compared(&self, runs: &[Run]) -> Compared {

@@ -106,7 +106,9 @@ fn mixed_precision() {
     );
     let details = report("toy_model_dtypes").to_string();
     assert_eq!(details.matches(r#""variance":"inf""#).count(), 3);
-    let line = format!("mixed_precision_benchmark {TWO_LAYERS} --rounds 1 --steps 2 --drop-casts");
+    let line = format!(
+        "mixed_precision_benchmark {TWO_LAYERS} --rounds 1 --steps 2 --precision bf16-dropping-casts"
+    );
     assert!(report(&line).to_string().contains("bf16-dropping-casts"));
 }
 
