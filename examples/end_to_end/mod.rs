@@ -11,20 +11,19 @@ mod warmup;
 use crate::common::models::{Model, describe};
 use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, Run};
-use crate::common::{self, Common, Effects, Output, Sweep, values, words};
+use crate::common::{self, Common, Effects, Output, Sweep, rates, values, words};
 use answers::{measured, of_runs, of_values};
-use candle_core::DType;
 use clap::{Command, Parser, ValueEnum};
 use configuration::Configuration;
 use reasons::Counted;
 use std::process::ExitCode;
 use table::{By, Compared, Row};
+use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report, counted, list_in_note};
-use tallow::{Result, hardware};
 use words::grouped;
 
 /// The flags of the three programs.
@@ -190,11 +189,6 @@ impl Flags {
             columns: compared.columns(models.len() > 1),
             ..Default::default()
         };
-        // New processes must not find the machine warmed up by this measurement.
-        let measure_peak = || hardware::measure_peak_flops(&device, DType::F32);
-        let mut peak_flops = if self.isolate { None } else { measure_peak() };
-        runs.iter_mut()
-            .for_each(|run| run.run.peak_flops = peak_flops);
         let groups = groups(&runs, &compared);
         let mut sweep = Sweep::new(groups.len())?;
         let (mut rows, mut counted): (Vec<Row>, Vec<(Row, Counted)>) = Default::default();
@@ -237,17 +231,19 @@ impl Flags {
                 self.output.save_so_far(&report)?;
             }
         }
-        if self.isolate {
-            peak_flops = measure_peak();
-            let times = rows.iter_mut().filter_map(|row| row.row.time.as_mut());
-            times.for_each(|time| {
-                let mfu = time.flops_per_s.zip(peak_flops);
-                time.mfu_percent = mfu.map(|(rate, peak)| 100.0 * rate / peak);
-            });
+        // Runs must not find the machine warmed up by this measurement.
+        let rates = rates::of_precisions(&device, &precisions);
+        for Row { row, .. } in &mut rows {
+            let rate = rates.as_ref();
+            let rate = rate.and_then(|rates| rates.matmul_rate(row.precision.dtype()));
+            if let Some(time) = &mut row.time {
+                let mfu = time.flops_per_s.zip(rate);
+                time.mfu_percent = mfu.map(|(own, rate)| 100.0 * own / rate);
+            }
         }
         compared.show(&rows, &mut report);
-        let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
-        report.configuration.insert("peak for MFU", peak);
+        let rates = rates.as_ref().map(rates::header);
+        report.configuration.insert("measured matmuls", rates);
         report
             .environment
             .insert("reference ops", common::fallbacks());
@@ -332,9 +328,8 @@ impl Flags {
                     .into(),
             );
         }
-        if precisions.iter().any(|p| *p != Precision::F32) {
-            notes.push("MFU is relative to the peak in f32, whatever the precision.".into());
-        }
+        notes
+            .push("MFU is relative to the measured rate of matmuls in the row's precision.".into());
         notes.extend(self.grid.not_planned(precisions));
         let is_skipped = |row: &Row| {
             row.loss_scaling
