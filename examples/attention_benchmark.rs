@@ -182,7 +182,6 @@ impl Flags {
         let first = tables.next().unwrap_or_default();
         let mut notes = measured::notes(&all, self.module, self.sampling.steps);
         notes.extend(words::out_of_memory(&rows));
-        notes.extend(words::noisy(&rows));
         notes.extend(sweep.note());
         let mut configuration = self.configuration(&sampling, &precisions);
         let rates = rates.as_ref().map(rates::header);

@@ -40,6 +40,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
@@ -48,7 +49,6 @@ use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Layer};
 use tallow::report::{Fields, Format, Report, group_digits, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-use tallow::Result;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -1,8 +1,8 @@
 //! The flag that selects precisions.
 
 use clap::Args;
+use tallow::Result;
 use tallow::precision::Precision;
-use tallow::{Error, Result};
 
 /// The flag of every example that can compute in half precision.
 #[derive(Args, Clone, Debug)]
@@ -35,13 +35,10 @@ impl PrecisionFlags {
     pub fn precision(&self) -> Result<Precision> {
         match self.precisions()[..] {
             [precision] => Ok(precision),
-            ref several => Err(Error::Config {
-                config: super::PROGRAM,
-                field: "--precision",
-                expected: "one precision".into(),
-                got: format!("{} of them", several.len()),
-                hint: "run the program once for each".into(),
-            }),
+            ref several => {
+                let hint = "run the program once for each";
+                Err(super::refusal("--precision", "one", several.len(), hint))
+            }
         }
     }
 }

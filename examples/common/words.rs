@@ -128,15 +128,6 @@ pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     ))
 }
 
-/// Returns a note on the noisy rows, if there are any.
-pub fn noisy(rows: &[Fields]) -> Option<String> {
-    let named = rows.iter().zip(names(rows));
-    let noisy = named.filter(|(row, _)| row.get("noisy") == Some(&true.into()));
-    let noisy: Vec<String> = noisy.map(|(_, name)| name).collect();
-    let start = "Noisy, IQR over 10% of the median (is the machine busy?)";
-    (!noisy.is_empty()).then(|| list_in_note(start, &noisy))
-}
-
 fn text(value: &Value) -> Option<String> {
     match value {
         Value::Null => None,

@@ -349,7 +349,6 @@ impl Flags {
         if rows.iter().any(|row| row.time.is_none()) {
             notes.extend(words::out_of_memory(fields));
         }
-        notes.extend(words::noisy(fields));
         notes
     }
 

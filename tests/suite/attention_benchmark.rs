@@ -102,7 +102,6 @@ const SCHEMA: [&str; 21] = [
     "cv_percent",
     "samples_ms",
     "warmup_ms",
-    "noisy",
     "tokens_per_s",
     "flops",
     "flops_per_s",

@@ -25,10 +25,8 @@ const QUIET: f64 = 0.01;
 const MIB: u64 = 1 << 20;
 
 fn time(warmup_ms: &[f64], samples_ms: &[f64]) -> Option<PhaseTime> {
-    let statistics = Statistics::new(samples_ms).unwrap();
     Some(PhaseTime {
-        noisy: statistics.is_noisy(),
-        statistics,
+        statistics: Statistics::new(samples_ms).unwrap(),
         samples_ms: samples_ms.to_vec(),
         warmup_ms: warmup_ms.to_vec(),
         tokens_per_s: Some(12_345.6),
