@@ -40,6 +40,17 @@ pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
     (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
 }
 
+/// Returns the geometric mean of speed-ups, `1.24x`; `unclear` if more than half of them are not clear.
+pub fn mean_speedup(speedups: &[Speedup]) -> String {
+    let clear = || speedups.iter().filter(|speedup| speedup.is_clear());
+    let (count, of) = (clear().count(), speedups.len());
+    match geometric_mean(clear().map(|speedup| speedup.ratio)) {
+        Some(mean) if count == of => format!("{mean:.2}x"),
+        Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
+        _ => "unclear".into(),
+    }
+}
+
 /// Groups items with the same `key`, in the order in which the keys first occur.
 pub fn grouped<T, K: PartialEq>(
     items: impl IntoIterator<Item = T>,

@@ -2,7 +2,7 @@
 
 use super::reasons::{Counted, reasons};
 use super::table::{By, Compared, Comparison, Row};
-use super::words::{self, geometric_mean, grouped, names};
+use super::words::{self, grouped, names};
 use serde_json::Value;
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
@@ -258,33 +258,21 @@ impl Comparison<'_> {
     }
 }
 
-/// Describes the speed-up of each phase: with its times for one configuration, as mean and extremes for several.
+/// Describes the speed-up of each phase: with its times for one configuration, as a mean for several.
 pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
-    let phases = grouped(all, |pair| &pair.phase);
-    let sentences = phases.into_iter().filter_map(|(phase, pairs)| {
-        let own = pairs.into_iter().filter_map(|pair| Some((pair, pair.speedup?)));
-        let own: Vec<(&Pair, Speedup)> = own.collect();
-        if let [(pair, speedup)] = own[..] {
-            let unclear = if speedup.is_clear() { "" } else { "unclear, " };
-            let [new, old] = [pair.after_ms, pair.before_ms].map(words::ms);
-            return Some(format!(" {phase}: {unclear}{speedup} ({new} against {old} ms)."));
-        }
-        let mut clear: Vec<_> = own.iter().filter(|(_, s)| s.is_clear()).collect();
-        clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
-        let mean = geometric_mean(clear.iter().map(|(_, speedup)| speedup.ratio));
-        let count = own.len();
-        match (&clear[..], mean.filter(|_| 2 * clear.len() >= count)) {
-            ([(least, low), .., (most, high)], Some(mean)) => Some(format!(
-                " {phase}: {mean:.2}x, the geometric mean of {} of {count} configurations, from {low} ({}) to {high} \
-                 ({}).",
-                clear.len(),
-                least.name,
-                most.name
-            )),
-            _ if count == 0 => None,
+    let timed = all.iter().filter(|pair| pair.speedup.is_some());
+    let phases = grouped(timed, |pair| &pair.phase);
+    let sentences = phases.into_iter().map(|(phase, pairs)| {
+        let own: Vec<Speedup> = pairs.iter().filter_map(|pair| pair.speedup).collect();
+        match (&own[..], &pairs[..]) {
+            ([speedup], [pair]) => {
+                let unclear = if speedup.is_clear() { "" } else { "unclear, " };
+                let [new, old] = [pair.after_ms, pair.before_ms].map(words::ms);
+                format!(" {phase}: {unclear}{speedup} ({new} against {old} ms).")
+            }
             _ => {
-                let unclear = count - clear.len();
-                Some(format!(" {phase}: unclear for {unclear} of {count} configurations."))
+                let (mean, n) = (words::mean_speedup(&own), own.len());
+                format!(" {phase}: {mean}, the geometric mean of {n} configurations.")
             }
         }
     });
@@ -328,29 +316,18 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     let ratios: Vec<(f64, f64)> = points.iter().map(|(size, s)| (*size, s.ratio)).collect();
     let law = PowerLaw::fit(&ratios)?;
     let shown: Vec<String> = points.iter().map(|(_, s)| s.to_string()).collect();
-    let shown = format!(
-        "{} from the smallest model to the largest",
-        shown.join(", ")
-    );
-    let extreme = |f: fn(f64, f64) -> f64| ratios.iter().map(|(_, r)| *r).reduce(f);
-    let (least, most) = (extreme(f64::min)?, extreme(f64::max)?);
-    Some(match law.exponent {
-        _ if points.iter().any(|(_, s)| !s.is_clear()) => {
-            format!("{shown}; the spread is too large for a trend (take more steps)")
-        }
-        _ if most < 1.1 * least => format!("{shown}: it does not depend on the size"),
-        _ if !law.fits() => {
-            format!(
-                "{shown}; no trend: a power law has R^2 {:.2}",
-                law.r_squared
-            )
-        }
-        exponent => format!(
-            "{shown}: it {} as parameters^{exponent:.2} (R^2 {:.2})",
-            if exponent > 0.0 { "grows" } else { "falls" },
-            law.r_squared
-        ),
-    })
+    let verdict = if !points.iter().all(|(_, s)| s.is_clear()) {
+        "the spread is too large for a trend (take more steps)".into()
+    } else if law.fits() {
+        let (exponent, fit) = (law.exponent, law.r_squared);
+        format!("it changes as parameters^{exponent:.2} (R^2 {fit:.2})")
+    } else {
+        format!("no trend, a power law has R^2 {:.2}", law.r_squared)
+    };
+    let shown = shown.join(", ");
+    Some(format!(
+        "{shown} from the smallest model to the largest: {verdict}"
+    ))
 }
 
 /// Returns whether the longest training step is faster when planned, and why; `None` if no step was counted.

@@ -425,16 +425,16 @@ fn a_trend_is_stated_where_a_power_law_fits_clear_ratios() {
     };
     assert_eq!(
         trend(&[clear(1.0), clear(2.0), clear(4.0)]).unwrap(),
-        "1.00x, 2.00x, 4.00x from the smallest model to the largest: it grows as parameters^0.50 (R^2 1.00)"
+        "1.00x, 2.00x, 4.00x from the smallest model to the largest: it changes as parameters^0.50 (R^2 1.00)"
     );
     // Once printed as "grows as parameters^0.34".
     let jumping = trend(&[clear(2.95), clear(2.07), clear(9.04)]).unwrap();
     assert!(
-        jumping.contains("no trend: a power law has R^2 0."),
+        jumping.contains("no trend, a power law has R^2 0."),
         "{jumping}"
     );
     let flat = trend(&[clear(1.5), clear(1.52), clear(1.49)]).unwrap();
-    assert!(flat.contains("does not depend on the size"), "{flat}");
+    assert!(flat.contains("no trend"), "{flat}");
     let noisy = Speedup {
         ratio: 2.0,
         error: 1.5,
@@ -519,8 +519,8 @@ fn phases_are_compared_by_configuration() {
     assert_says(
         &speedups(&several).unwrap(),
         &[
-            "forward: 1.00x, the geometric mean of 2 of 2 configurations, from 0.50x (b) to 2.00x (a).",
-            "train step: unclear for 2 of 2 configurations.",
+            "forward: 1.00x, the geometric mean of 2 configurations.",
+            "train step: unclear, the geometric mean of 2 configurations.",
         ],
     );
     assert_eq!(speedups(&[]), None);
