@@ -406,8 +406,8 @@ fn precisions_are_compared_with_f32() {
     for expected in [
         "Speed-ups of bf16 over f32, as ratios of mean times. forward: 0.75x (40.00 against 30.00 ms). \
          forward+backward: 1.50x (60.00 against 90.00 ms).",
-        "Of 2 configurations, bf16 uses less memory than f32 in 1, more memory than f32 in 1. The range is from 30.0% \
-         less (forward+backward: 700.0 MiB, f32 1,000.0 MiB) to 12.5% more (forward: 450.0 MiB, f32 400.0 MiB).",
+        "Peak of bf16: forward 12.5% more (450.0 MiB, f32 400.0 MiB); forward+backward 30.0% less (700.0 MiB, f32 \
+         1,000.0 MiB).",
         "adds a copy of each linear weight, at most 100.0 MiB here",
         "A trend needs three sizes of model",
     ] {
