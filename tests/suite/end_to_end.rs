@@ -242,13 +242,7 @@ fn warm_up_is_judged_by_spread() {
         "{why}"
     );
     let few = warmup::after_few(&runs).unwrap();
-    for words in [
-        "step 2 took 14.00 ms",
-        "after 1 12.00 ± 0.08 ms (longer)",
-        "(no difference), after 5",
-    ] {
-        assert!(few.contains(words), "{few}");
-    }
+    assert!(few.contains("step 2 took 14.00 ms"), "{few}");
     let enough = |runs: &[Measured]| warmup::enough(runs).unwrap();
     let decided = enough(&runs);
     assert!(
