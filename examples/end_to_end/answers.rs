@@ -11,10 +11,8 @@ use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib}
 /// A measured phase of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// The name that distinguishes the configuration from the others; empty if there is only one.
-    pub name: String,
-    /// The execution or precision; empty if these are not compared.
-    pub value: String,
+    /// The prefix that distinguishes the configuration from the others, `T 256 planned: `; empty if there is only one.
+    pub title: String,
     pub row: EndToEndRow,
 }
 
@@ -31,16 +29,6 @@ impl Measured {
     pub fn over(&self, other: &Self) -> Option<Speedup> {
         Speedup::new(self.row.statistics()?, other.row.statistics()?)
     }
-
-    /// Returns the prefix `T 256 planned: `; empty if there is nothing to distinguish.
-    pub fn title(&self) -> String {
-        let parts = [self.name.as_str(), self.value.as_str()];
-        let parts: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
-        match parts.is_empty() {
-            true => String::new(),
-            false => format!("{}: ", parts.join(" ")),
-        }
-    }
 }
 
 /// Returns the rows that were measured, with the names of their configurations, whose runs may differ in warm-up.
@@ -48,14 +36,14 @@ pub fn measured(rows: &[Row], compared: &Compared) -> Vec<Measured> {
     let labels = rows.iter().map(|row| {
         let mut labels = compared.labels_of(row);
         labels.insert("warmup_steps", Value::Null);
+        labels.insert(compared.by.key(), compared.by.value(row));
         labels
     });
     let names = names(&labels.collect::<Vec<_>>());
     let named = rows.iter().zip(names).map(|(row, name)| Measured {
-        name: if name == "all" { String::new() } else { name },
-        value: match compared.is_any() {
-            true => compared.by.value(row).into(),
-            false => String::new(),
+        title: match name.as_str() {
+            "all" => String::new(),
+            name => format!("{name}: "),
         },
         row: row.row.clone(),
     });
@@ -92,7 +80,7 @@ pub fn of_runs(all: &[Measured]) -> Vec<Answer> {
 
 /// Describes the times of forward and backward, from the same steps if both ran.
 pub fn durations(all: &[&Measured]) -> Option<String> {
-    let is_same = |a: &Measured, b: &Measured| (&a.name, &a.value) == (&b.name, &b.value);
+    let is_same = |a: &Measured, b: &Measured| a.title == b.title;
     let mut items: Vec<String> = Vec::new();
     for (i, own) in all.iter().enumerate() {
         let is_first = !all[..i].iter().any(|other| is_same(other, own));
@@ -108,7 +96,7 @@ pub fn durations(all: &[&Measured]) -> Option<String> {
         let Some(backward) = of("backward", None) else {
             let forward = of("forward", None);
             items.extend(
-                forward.map(|own| format!("{}forward {}", own.title(), ms(own.samples_ms()))),
+                forward.map(|own| format!("{}forward {}", own.title, ms(own.samples_ms()))),
             );
             continue;
         };
@@ -122,7 +110,7 @@ pub fn durations(all: &[&Measured]) -> Option<String> {
         };
         items.push(format!(
             "{}forward with loss {}, backward {}; {ratio}",
-            own.title(),
+            own.title,
             ms(forward.samples_ms()),
             ms(backward.samples_ms())
         ));
@@ -141,7 +129,7 @@ pub fn variability(all: &[&Measured]) -> Option<String> {
             true => own.row.phase.clone(),
             false => format!("{} of {}", own.row.phase, own.row.mode.name()),
         };
-        Some((cv, format!("{}{part}", own.title())))
+        Some((cv, format!("{}{part}", own.title)))
     });
     let mut cvs: Vec<(f64, String)> = cvs.collect();
     cvs.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -6,7 +6,7 @@ use tallow::report::{Answer, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
-    let name = |run: &Measured| format!("{}{}", run.title(), run.row.phase);
+    let name = |run: &Measured| format!("{}{}", run.title, run.row.phase);
     let whole = all.iter().filter(|own| own.row.is_whole_step()).cloned();
     let groups = grouped(whole, name);
     let is_one = groups.len() == 1;
