@@ -144,7 +144,6 @@ impl Flags {
             head_dim: width,
             mask: self.mask(),
             documents: self.documents,
-            dropout: 0.0,
             dtype: precision.dtype(),
         })
     }
