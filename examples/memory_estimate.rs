@@ -26,7 +26,7 @@ use step::StepFlags;
 use tallow::Result;
 use tallow::bench::EndToEnd;
 use tallow::compile::Target;
-use tallow::memory::{MemoryBreakdown, MemoryKind, Mode, Workload};
+use tallow::memory::{MemoryBreakdown, MemoryKind, Mode};
 use tallow::report::{Column, Fields, Report};
 
 const EXAMPLES: &str = "Examples:
@@ -155,7 +155,7 @@ impl Flags {
         let is_asked = !run.is_planned() || self.grid.memory_limit_gib.is_some();
         Question {
             config: &run.run.config,
-            workload: workload(run, device),
+            workload: run.run.workload(target),
             available_bytes: available_bytes.filter(|_| is_asked),
             planned: run.is_planned().then_some((&self.step, target)),
         }
@@ -174,19 +174,6 @@ fn predicted(run: &Run, question: Question) -> Result<(Fields, MemoryBreakdown)>
         row.insert(kind.name(), (bytes > 0).then_some(bytes));
     }
     Ok((row, breakdown))
-}
-
-fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
-    Workload {
-        batch_size: run.batch_size,
-        sequence_length: run.sequence_length,
-        mode: run.mode,
-        attention: run.attention,
-        precision: run.precision,
-        checkpointing: run.checkpointing,
-        kernels: device.map_or(Target::Cuda, Target::of),
-        optimizer: run.optimizer,
-    }
 }
 
 /// Returns the table of the terms of every run's peak.
