@@ -13,11 +13,11 @@ mod grid;
 #[path = "attention_benchmark/measured.rs"]
 mod measured;
 
-use candle_core::{DType, Device};
+use candle_core::Device;
 use clap::{Args, Parser};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
-use common::{Common, Effects, Output, Sweep, values, words};
+use common::{Common, Effects, Output, Sweep, rates, values, words};
 use grid::Implementation;
 use measured::Measured;
 use serde_json::Value;
@@ -136,11 +136,7 @@ impl Flags {
     /// Declares what the flags' effects depend on.
     fn effects() -> Effects<Self> {
         Effects::<Self>::new()
-            .only(
-                "with --module",
-                &["d-model", "autocast", "full-half", "drop-casts"],
-                |flags| flags.module,
-            )
+            .only("with --module", &["d-model"], |flags| flags.module)
             .only("without --module, which is causal", &["causal"], |flags| {
                 !flags.module
             })
@@ -161,10 +157,16 @@ impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
-        let precisions = self.precision.precisions()?;
+        let precisions = self.precision.precisions();
         let sampling = self.sampling(&device);
+        let rates = rates::of_precisions(&device, &precisions);
         let (_, letter) = measured::width(self.module);
-        let runs = self.runs(&precisions, &sampling);
+        let mut runs = self.runs(&precisions, &sampling);
+        for run in &mut runs {
+            let rate = rates.as_ref();
+            let rate = rate.and_then(|rates| rates.matmul_rate(run.precision.dtype()));
+            run.run.sampling.peak_flops = rate;
+        }
         let mut sweep = Sweep::new(runs.len())?;
         let mut all = Vec::new();
         for run in &runs {
@@ -180,13 +182,15 @@ impl Flags {
         let first = tables.next().unwrap_or_default();
         let mut notes = measured::notes(&all, self.module, self.sampling.steps);
         notes.extend(words::out_of_memory(&rows));
-        notes.extend(words::noisy(&rows));
         notes.extend(sweep.note());
+        let mut configuration = self.configuration(&sampling, &precisions);
+        let rates = rates.as_ref().map(rates::header);
+        configuration.insert("measured matmuls", rates);
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
         let report = Report {
             environment,
-            configuration: self.configuration(&sampling, &precisions),
+            configuration,
             answers: answers::answers(&all, &limits, letter),
             rows,
             notes,
@@ -217,8 +221,8 @@ impl Flags {
             iterations: flags.steps,
             time_budget_ms: time_budget.map_or(Some(default_ms), |TimeBudget(ms)| ms),
             seed: self.common.seed,
-            peak_flops: tallow::hardware::measure_peak_flops(device, DType::F32),
             available_bytes: limit_bytes.or_else(usable_bytes),
+            ..Default::default()
         }
     }
 
@@ -237,8 +241,6 @@ impl Flags {
         };
         let names: Vec<&str> = precisions.iter().map(|one| one.name()).collect();
         let budget = sampling.time_budget_ms.map(|ms| format!("{ms} ms"));
-        let peak = sampling.peak_flops;
-        let peak = peak.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
         let mut fields = Fields::new();
         fields.insert("measured", what);
         fields.insert("mask", self.mask().to_string());
@@ -248,7 +250,6 @@ impl Flags {
         fields.insert("steps", sampling.iterations);
         fields.insert("time budget", budget);
         fields.insert("memory limit", sampling.available_bytes.map(format_mib));
-        fields.insert("peak for MFU", peak);
         fields
     }
 

@@ -54,8 +54,6 @@ use tallow::{Error, Result};
 /// Times collectives and training steps of several ranks, and measures their memory
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES)]
-#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
-#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     /// collectives, steps, memory, paper, accounting; several
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_values = ["collectives", "steps"],

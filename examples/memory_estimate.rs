@@ -26,7 +26,7 @@ use step::StepFlags;
 use tallow::Result;
 use tallow::bench::EndToEnd;
 use tallow::compile::Target;
-use tallow::memory::{MemoryBreakdown, MemoryKind, Mode, Workload};
+use tallow::memory::{MemoryBreakdown, MemoryKind, Mode};
 use tallow::report::{Column, Fields, Report, format_mib};
 
 const EXAMPLES: &str = "Examples:
@@ -95,7 +95,7 @@ impl Flags {
             let kernels = "those of a CUDA GPU, which is not here";
             configuration.insert("kernels", kernels);
         }
-        let precisions = self.grid.precision.precisions()?;
+        let precisions = self.grid.precision.precisions();
         let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
         let available_bytes = self.available_bytes(&runs, device.as_ref())?;
         let question = |run| self.question(run, device.as_ref(), available_bytes);
@@ -166,7 +166,7 @@ impl Flags {
         let is_asked = !run.is_planned() || self.grid.memory_limit_gib.is_some();
         Question {
             config: &run.run.config,
-            workload: workload(run, device),
+            workload: run.run.workload(target),
             available_bytes: available_bytes.filter(|_| is_asked),
             planned: run.is_planned().then_some((&self.step, target)),
         }
@@ -185,19 +185,6 @@ fn predicted(run: &Run, question: Question) -> Result<(Fields, MemoryBreakdown)>
         row.insert(kind.name(), (bytes > 0).then_some(bytes));
     }
     Ok((row, breakdown))
-}
-
-fn workload(Run { run, .. }: &Run, device: Option<&Device>) -> Workload {
-    Workload {
-        batch_size: run.batch_size,
-        sequence_length: run.sequence_length,
-        mode: run.mode,
-        attention: run.attention,
-        precision: run.precision,
-        checkpointing: run.checkpointing,
-        kernels: device.map_or(Target::Cuda, Target::of),
-        optimizer: run.optimizer,
-    }
 }
 
 /// Returns the columns of one line a configuration. The kinds of memory share a rank, because together they are the

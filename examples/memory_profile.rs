@@ -81,7 +81,7 @@ impl Flags {
         self.output.check_with([&self.timeline, &self.snapshot])?;
         let device = self.common.device()?;
         let models = self.grid.models()?;
-        let precisions = self.grid.precision.precisions()?;
+        let precisions = self.grid.precision.precisions();
         let base = EndToEnd {
             warmup_steps: self.warmup_steps,
             steps: 1,

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 const EXAMPLES: &str = "Examples:
   mixed_precision_benchmark --size small medium large --context-length 256
-  mixed_precision_benchmark --drop-casts --context-length 32 128 512
+  mixed_precision_benchmark --precision bf16-dropping-casts --context-length 32 128 512
   mixed_precision_benchmark --precision bf16 f16 --mode all --format markdown";
 
 fn main() -> ExitCode {

@@ -32,15 +32,13 @@ const VALIDATION_FRACTION: f64 = 0.1;
 
 const EXAMPLES: &str = "Examples:
   precision_curves --plot curves.svg
-  precision_curves --data my.txt --precision f32 bf16 --autocast cpu
+  precision_curves --data my.txt --precision f32 bf16 bf16-cpu
   precision_curves --d-model 256 --num-layers 6 --steps 1000 --format markdown";
 
 /// Trains one model in f32, bf16 and f16, and compares the losses
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("precision", |arg| arg.default_values(["f32", "bf16", "f16"])))]
-#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
-#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     #[command(flatten)]
     model: TrainedModelFlags,
@@ -88,7 +86,7 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
-        let precisions = self.precision.precisions()?;
+        let precisions = self.precision.precisions();
         let tokens = match self.data.is_dir() {
             true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
             false => Tokens::bytes(&self.data)?,

@@ -137,7 +137,7 @@ impl Flags {
                 hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
             });
         }
-        let precisions = self.grid.precision.precisions()?;
+        let precisions = self.grid.precision.precisions();
         let models = self.grid.models()?;
         let base = EndToEnd {
             warmup_steps: self.warmup_steps,

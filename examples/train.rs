@@ -31,7 +31,7 @@ use clap::Parser;
 use common::modes::OptimizerFlag;
 use common::ranks::{ExchangeFlags, RankFlags};
 use common::ways::Way;
-use common::{Common, Effects, stdout};
+use common::{Common, Effects, rates, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
     DataFlags, FileFlags, LOSS_CSV, LOSS_SVG, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags,
@@ -40,16 +40,15 @@ use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn::{self, Layer};
-use tallow::profile::DeviceRates;
 use tallow::report::{Fields, Format, Report, group_digits, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-use tallow::{Error, Result};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -60,8 +59,6 @@ Examples:
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES)]
-#[command(mut_arg("full_half", |arg| arg.hide(true)))] // a planned step keeps f32 parameters, and copies of weights
-#[command(mut_arg("drop_casts", |arg| arg.hide(true)))]
 struct Flags {
     #[command(flatten)]
     common: Common, // first: headings hold for whatever comes after them
@@ -279,7 +276,7 @@ impl Flags {
         let config = self.config(communicator.world_size())?;
         let (device, ranks) = (communicator.device(), self.step_ranks(communicator));
         self.check_memory(model, &config, communicator)?;
-        measured_rates(device, &[config.precision.dtype()])?; // before the model fills the memory
+        rates::measure(device, &[config.precision.dtype()]); // before the model fills the memory
         let sharded = match ranks {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
@@ -420,14 +417,6 @@ impl Flags {
     }
 }
 
-/// Returns the device's rates; `None` if memory is too short to measure them.
-fn measured_rates(device: &Device, dtypes: &[DType]) -> Result<Option<DeviceRates>> {
-    match DeviceRates::measure(device, dtypes) {
-        Err(Error::OutOfMemory { .. }) => Ok(None),
-        rates => rates.map(Some),
-    }
-}
-
 /// A training under way.
 struct Run<'f> {
     flags: &'f Flags,
@@ -444,7 +433,7 @@ impl<'f> Run<'f> {
     fn new(flags: &'f Flags, mut trainer: Trainer) -> Result<Self> {
         let device = trainer.model().device().clone();
         let plan = trainer.plan()?;
-        let rates = measured_rates(&device, &plan.matmul_dtypes())?;
+        let rates = rates::measure(&device, &plan.matmul_dtypes());
         let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
         let floor_seconds =
             floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum::<f64>());

@@ -1,10 +1,10 @@
 //! Answers to the handout's questions on attention, from the figures.
 
 use super::measured::{BOTH, Measured, NAIVE};
-use super::words::{UNCLEAR, geometric_mean, grouped};
+use super::words::{UNCLEAR, geometric_mean, grouped, mean_speedup};
 use tallow::bench::Limit;
 use tallow::memory::{MemoryKind, Term};
-use tallow::report::{Answer, PowerLaw, Speedup, format_mib};
+use tallow::report::{Answer, PowerLaw, format_mib};
 
 /// Returns the answers to all questions that the figures have something to say about. `limits` are the first sizes that
 /// do not fit, each with its implementation; `letter` is the width's.
@@ -271,15 +271,4 @@ fn phase_speedup(pairs: &[Pair], phase: usize) -> String {
         .iter()
         .filter_map(|(before, after)| after.speedup_over(before, phase));
     mean_speedup(&speedups.collect::<Vec<_>>())
-}
-
-/// Returns the geometric mean of speed-ups, `1.24x`; `unclear` if more than half of them are not clear.
-pub fn mean_speedup(speedups: &[Speedup]) -> String {
-    let clear = || speedups.iter().filter(|speedup| speedup.is_clear());
-    let (count, of) = (clear().count(), speedups.len());
-    match geometric_mean(clear().map(|speedup| speedup.ratio)) {
-        Some(mean) if count == of => format!("{mean:.2}x"),
-        Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
-        _ => "unclear".into(),
-    }
 }

@@ -40,7 +40,7 @@ const HEAD_DIM: usize = 64;
 /// One measurement.
 pub struct Run {
     pub run: AttentionRun,
-    precision: Precision,
+    pub precision: Precision,
     /// The values that vary apart from implementation and size; empty if there are none.
     pub variant: String,
 }
@@ -144,7 +144,6 @@ impl Flags {
             head_dim: width,
             mask: self.mask(),
             documents: self.documents,
-            dropout: 0.0,
             dtype: precision.dtype(),
         })
     }

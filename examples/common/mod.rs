@@ -10,6 +10,7 @@ pub mod ops;
 pub mod outputs;
 pub mod precision;
 pub mod ranks;
+pub mod rates;
 pub mod runs;
 pub mod stdout;
 pub mod sweep;

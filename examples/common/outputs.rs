@@ -3,7 +3,7 @@
 use super::stdout;
 use clap::Args;
 use std::fs::OpenOptions;
-use std::io::{Error as IoError, ErrorKind, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use tallow::report::{Format, Report};
 use tallow::{Error, Result};
@@ -127,66 +127,20 @@ pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Resu
     Ok(())
 }
 
-/// Refuses a path that cannot be written: opens the file, or creates and removes it. No content is changed.
+/// Refuses a folder, a file that cannot be opened for writing, and a path at which none can be created; a file created
+/// for this check is removed. Pipes and devices are not tried. No content is changed.
 pub fn check_writable(path: &Path) -> Result<()> {
-    let refused = |error| Error::io("write", path, error);
+    let mut file = OpenOptions::new();
     let tried = match std::fs::metadata(path) {
         Ok(there) if there.is_dir() => Err(ErrorKind::IsADirectory.into()),
-        Ok(there) if there.is_file() => try_file(path),
-        Ok(_) => try_device(path),
-        Err(error) if error.kind() == ErrorKind::NotFound => try_new(path),
-        Err(error) => Err(error),
+        Ok(there) if there.is_file() => file.append(true).open(path).map(drop),
+        Ok(_) => Ok(()),
+        Err(_) => {
+            let created = file.write(true).create_new(true).open(path);
+            created.and_then(|_| std::fs::remove_file(path))
+        }
     };
-    tried.map_err(refused)
-}
-
-/// Checks an existing file. Writing replaces it by a new file in the same folder, so both must be writable.
-fn try_file(path: &Path) -> std::io::Result<()> {
-    OpenOptions::new().append(true).open(path)?;
-    try_folder(&path.canonicalize()?)
-}
-
-/// Checks a path without a file: creates and removes it, then checks its folder.
-fn try_new(path: &Path) -> std::io::Result<()> {
-    if path.is_symlink() {
-        let problem = "a link to a file that is not there";
-        return Err(IoError::new(ErrorKind::NotFound, problem));
-    }
-    OpenOptions::new().write(true).create_new(true).open(path)?;
-    std::fs::remove_file(path)?;
-    try_folder(path)
-}
-
-/// Writes a temporary file to the folder of `path`.
-fn try_folder(path: &Path) -> std::io::Result<()> {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let mut file = tempfile::Builder::new();
-    let mut file = file.prefix(".tallow-").tempfile_in(folder)?;
-    file.write_all(&[0; 1024])
-}
-
-/// Checks a device, which is written in place: a full one fails a write of no bytes. A pipe is not opened, because that
-/// would wait for its reader.
-fn try_device(path: &Path) -> std::io::Result<()> {
-    if is_pipe(path) {
-        return Ok(());
-    }
-    let mut device = OpenOptions::new().write(true).open(path)?;
-    device.write(&[]).map(|_| ())
-}
-
-#[cfg(unix)]
-fn is_pipe(path: &Path) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    std::fs::metadata(path).is_ok_and(|there| there.file_type().is_fifo())
-}
-
-#[cfg(not(unix))]
-fn is_pipe(_path: &Path) -> bool {
-    false
+    tried.map_err(|error| Error::io("write", path, error))
 }
 
 /// Returns whether the path exists and is not a regular file.

@@ -91,13 +91,9 @@ impl GridFlags {
         self.modes().iter().any(|mode| *mode != Mode::Forward)
     }
 
-    /// Returns whether any run has this execution. An invalid set of precisions returns true, because it is refused
-    /// later.
+    /// Returns whether any run has this execution.
     pub fn has_execution(&self, execution: Execution) -> bool {
-        let Ok(precisions) = self.precision.precisions() else {
-            return true;
-        };
-        let mut all = precisions.into_iter();
+        let mut all = self.precision.precisions().into_iter();
         all.any(|precision| executions(self.compile, precision).contains(&execution))
     }
 

@@ -1,8 +1,7 @@
 //! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
-use std::collections::BTreeMap;
-use tallow::report::{Answer, Column, Fields, Speedup, Verdict, counted, format_mib, list_in_note};
+use tallow::report::{Answer, Column, Fields, Speedup, Verdict, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -38,6 +37,17 @@ pub const UNCLEAR: &str =
 pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
     let logs: Vec<f64> = ratios.map(f64::ln).collect();
     (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+}
+
+/// Returns the geometric mean of speed-ups, `1.24x`; `unclear` if more than half of them are not clear.
+pub fn mean_speedup(speedups: &[Speedup]) -> String {
+    let clear = || speedups.iter().filter(|speedup| speedup.is_clear());
+    let (count, of) = (clear().count(), speedups.len());
+    match geometric_mean(clear().map(|speedup| speedup.ratio)) {
+        Some(mean) if count == of => format!("{mean:.2}x"),
+        Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
+        _ => "unclear".into(),
+    }
 }
 
 /// Groups items with the same `key`, in the order in which the keys first occur.
@@ -128,15 +138,6 @@ pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     ))
 }
 
-/// Returns a note on the noisy rows, if there are any.
-pub fn noisy(rows: &[Fields]) -> Option<String> {
-    let named = rows.iter().zip(names(rows));
-    let noisy = named.filter(|(row, _)| row.get("noisy") == Some(&true.into()));
-    let noisy: Vec<String> = noisy.map(|(_, name)| name).collect();
-    let start = "Noisy, IQR over 10% of the median (is the machine busy?)";
-    (!noisy.is_empty()).then(|| list_in_note(start, &noisy))
-}
-
 fn text(value: &Value) -> Option<String> {
     match value {
         Value::Null => None,
@@ -181,48 +182,24 @@ pub fn residual_stream(element_bytes: usize, tensors: &[(String, [usize; 3])]) -
 /// Two peaks of a configuration, in bytes: its name, the peak of the reference, and the compared peak.
 pub type Peaks = (String, u64, u64);
 
-/// Returns in how many configurations `name` uses less memory than `reference`, the range, and the reason. `copies` is
+/// Returns how the peak of `name` differs from that of `reference` in each configuration, and the reason. `copies` is
 /// the size in bytes of the half-precision copies of weights.
 pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>) -> String {
-    let mut counts = BTreeMap::new();
-    for (_, before, after) in peaks {
-        let word = match change(*before, *after) {
-            less if less.ends_with("less") => "less",
-            more if more.ends_with("more") => "more",
-            _ => "as much",
-        };
-        *counts.entry(word).or_insert(0) += 1;
-    }
-    let counts = counts.into_iter();
-    let counts: Vec<String> = counts
-        .map(|(word, n)| match word {
-            "as much" => format!("as much memory as {reference} in {n}"),
-            _ => format!("{word} memory than {reference} in {n}"),
-        })
-        .collect();
-    let mut sorted: Vec<_> = peaks.iter().collect();
-    sorted.sort_by(|a, b| (a.2 as f64 / a.1 as f64).total_cmp(&(b.2 as f64 / b.1 as f64)));
-    let words = |(title, before, after): &Peaks| {
+    let items = peaks.iter().map(|(title, before, after)| {
         let (peak, of_reference) = (format_mib(*after), format_mib(*before));
-        format!(
-            "{} ({title}: {peak}, {reference} {of_reference})",
-            change(*before, *after)
-        )
-    };
-    let range = match sorted[..] {
-        [only] => format!(" The peak is {}.", words(only)),
-        [least, .., most] => format!(" The range is from {} to {}.", words(least), words(most)),
-        [] => String::new(),
-    };
+        let change = change(*before, *after);
+        format!("{title} {change} ({peak}, {reference} {of_reference})")
+    });
+    let items = listed(&items.collect::<Vec<_>>(), 6);
     let why = copies.map_or(String::new(), |bytes| {
         format!(
             " Autocast leaves weights, gradients and optimizer in f32 and adds a copy of each linear weight, at most {} \
-             here; only activations become smaller. --drop-casts measures the step without the copies.",
+             here; only activations become smaller. --precision {name}-dropping-casts measures the step \
+             without them.",
             format_mib(bytes)
         )
     });
-    let total = counted(peaks.len(), "configuration");
-    format!("Of {total}, {name} uses {}.{range}{why}", counts.join(", "))
+    format!("Peak of {name}: {items}.{why}")
 }
 
 /// Formats a time in ms as a table cell, without the unit.

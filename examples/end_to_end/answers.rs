@@ -2,7 +2,7 @@
 
 use super::reasons::{Counted, reasons};
 use super::table::{By, Compared, Comparison, Row};
-use super::words::{self, geometric_mean, grouped, names};
+use super::words::{self, grouped, names};
 use serde_json::Value;
 use tallow::bench::{EndToEndRow, UPDATE};
 use tallow::memory::Mode;
@@ -11,10 +11,8 @@ use tallow::report::{Answer, PowerLaw, Speedup, Statistics, counted, format_mib}
 /// A measured phase of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// The name that distinguishes the configuration from the others; empty if there is only one.
-    pub name: String,
-    /// The execution or precision; empty if these are not compared.
-    pub value: String,
+    /// The prefix that distinguishes the configuration from the others, `T 256 planned: `; empty if there is only one.
+    pub title: String,
     pub row: EndToEndRow,
 }
 
@@ -31,16 +29,6 @@ impl Measured {
     pub fn over(&self, other: &Self) -> Option<Speedup> {
         Speedup::new(self.row.statistics()?, other.row.statistics()?)
     }
-
-    /// Returns the prefix `T 256 planned: `; empty if there is nothing to distinguish.
-    pub fn title(&self) -> String {
-        let parts = [self.name.as_str(), self.value.as_str()];
-        let parts: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
-        match parts.is_empty() {
-            true => String::new(),
-            false => format!("{}: ", parts.join(" ")),
-        }
-    }
 }
 
 /// Returns the rows that were measured, with the names of their configurations, whose runs may differ in warm-up.
@@ -48,14 +36,14 @@ pub fn measured(rows: &[Row], compared: &Compared) -> Vec<Measured> {
     let labels = rows.iter().map(|row| {
         let mut labels = compared.labels_of(row);
         labels.insert("warmup_steps", Value::Null);
+        labels.insert(compared.by.key(), compared.by.value(row));
         labels
     });
     let names = names(&labels.collect::<Vec<_>>());
     let named = rows.iter().zip(names).map(|(row, name)| Measured {
-        name: if name == "all" { String::new() } else { name },
-        value: match compared.is_any() {
-            true => compared.by.value(row).into(),
-            false => String::new(),
+        title: match name.as_str() {
+            "all" => String::new(),
+            name => format!("{name}: "),
         },
         row: row.row.clone(),
     });
@@ -92,7 +80,7 @@ pub fn of_runs(all: &[Measured]) -> Vec<Answer> {
 
 /// Describes the times of forward and backward, from the same steps if both ran.
 pub fn durations(all: &[&Measured]) -> Option<String> {
-    let is_same = |a: &Measured, b: &Measured| (&a.name, &a.value) == (&b.name, &b.value);
+    let is_same = |a: &Measured, b: &Measured| a.title == b.title;
     let mut items: Vec<String> = Vec::new();
     for (i, own) in all.iter().enumerate() {
         let is_first = !all[..i].iter().any(|other| is_same(other, own));
@@ -108,7 +96,7 @@ pub fn durations(all: &[&Measured]) -> Option<String> {
         let Some(backward) = of("backward", None) else {
             let forward = of("forward", None);
             items.extend(
-                forward.map(|own| format!("{}forward {}", own.title(), ms(own.samples_ms()))),
+                forward.map(|own| format!("{}forward {}", own.title, ms(own.samples_ms()))),
             );
             continue;
         };
@@ -122,7 +110,7 @@ pub fn durations(all: &[&Measured]) -> Option<String> {
         };
         items.push(format!(
             "{}forward with loss {}, backward {}; {ratio}",
-            own.title(),
+            own.title,
             ms(forward.samples_ms()),
             ms(backward.samples_ms())
         ));
@@ -141,7 +129,7 @@ pub fn variability(all: &[&Measured]) -> Option<String> {
             true => own.row.phase.clone(),
             false => format!("{} of {}", own.row.phase, own.row.mode.name()),
         };
-        Some((cv, format!("{}{part}", own.title())))
+        Some((cv, format!("{}{part}", own.title)))
     });
     let mut cvs: Vec<(f64, String)> = cvs.collect();
     cvs.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -258,33 +246,21 @@ impl Comparison<'_> {
     }
 }
 
-/// Describes the speed-up of each phase: with its times for one configuration, as mean and extremes for several.
+/// Describes the speed-up of each phase: with its times for one configuration, as a mean for several.
 pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
-    let phases = grouped(all, |pair| &pair.phase);
-    let sentences = phases.into_iter().filter_map(|(phase, pairs)| {
-        let own = pairs.into_iter().filter_map(|pair| Some((pair, pair.speedup?)));
-        let own: Vec<(&Pair, Speedup)> = own.collect();
-        if let [(pair, speedup)] = own[..] {
-            let unclear = if speedup.is_clear() { "" } else { "unclear, " };
-            let [new, old] = [pair.after_ms, pair.before_ms].map(words::ms);
-            return Some(format!(" {phase}: {unclear}{speedup} ({new} against {old} ms)."));
-        }
-        let mut clear: Vec<_> = own.iter().filter(|(_, s)| s.is_clear()).collect();
-        clear.sort_by(|a, b| a.1.ratio.total_cmp(&b.1.ratio));
-        let mean = geometric_mean(clear.iter().map(|(_, speedup)| speedup.ratio));
-        let count = own.len();
-        match (&clear[..], mean.filter(|_| 2 * clear.len() >= count)) {
-            ([(least, low), .., (most, high)], Some(mean)) => Some(format!(
-                " {phase}: {mean:.2}x, the geometric mean of {} of {count} configurations, from {low} ({}) to {high} \
-                 ({}).",
-                clear.len(),
-                least.name,
-                most.name
-            )),
-            _ if count == 0 => None,
+    let timed = all.iter().filter(|pair| pair.speedup.is_some());
+    let phases = grouped(timed, |pair| &pair.phase);
+    let sentences = phases.into_iter().map(|(phase, pairs)| {
+        let own: Vec<Speedup> = pairs.iter().filter_map(|pair| pair.speedup).collect();
+        match (&own[..], &pairs[..]) {
+            ([speedup], [pair]) => {
+                let unclear = if speedup.is_clear() { "" } else { "unclear, " };
+                let [new, old] = [pair.after_ms, pair.before_ms].map(words::ms);
+                format!(" {phase}: {unclear}{speedup} ({new} against {old} ms).")
+            }
             _ => {
-                let unclear = count - clear.len();
-                Some(format!(" {phase}: unclear for {unclear} of {count} configurations."))
+                let (mean, n) = (words::mean_speedup(&own), own.len());
+                format!(" {phase}: {mean}, the geometric mean of {n} configurations.")
             }
         }
     });
@@ -328,40 +304,27 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     let ratios: Vec<(f64, f64)> = points.iter().map(|(size, s)| (*size, s.ratio)).collect();
     let law = PowerLaw::fit(&ratios)?;
     let shown: Vec<String> = points.iter().map(|(_, s)| s.to_string()).collect();
-    let shown = format!(
-        "{} from the smallest model to the largest",
-        shown.join(", ")
-    );
-    let extreme = |f: fn(f64, f64) -> f64| ratios.iter().map(|(_, r)| *r).reduce(f);
-    let (least, most) = (extreme(f64::min)?, extreme(f64::max)?);
-    Some(match law.exponent {
-        _ if points.iter().any(|(_, s)| !s.is_clear()) => {
-            format!("{shown}; the spread is too large for a trend (take more steps)")
-        }
-        _ if most < 1.1 * least => format!("{shown}: it does not depend on the size"),
-        _ if !law.fits() => {
-            format!(
-                "{shown}; no trend: a power law has R^2 {:.2}",
-                law.r_squared
-            )
-        }
-        exponent => format!(
-            "{shown}: it {} as parameters^{exponent:.2} (R^2 {:.2})",
-            if exponent > 0.0 { "grows" } else { "falls" },
-            law.r_squared
-        ),
-    })
+    let verdict = if !points.iter().all(|(_, s)| s.is_clear()) {
+        "the spread is too large for a trend (take more steps)".into()
+    } else if law.fits() {
+        let (exponent, fit) = (law.exponent, law.r_squared);
+        format!("it changes as parameters^{exponent:.2} (R^2 {fit:.2})")
+    } else {
+        format!("no trend, a power law has R^2 {:.2}", law.r_squared)
+    };
+    let shown = shown.join(", ");
+    Some(format!(
+        "{shown} from the smallest model to the largest: {verdict}"
+    ))
 }
 
-/// Returns what the longest training step does less of when planned, and whether it is faster.
+/// Returns whether the longest training step is faster when planned, and why; `None` if no step was counted.
 fn of_longest(pairs: &[Pair], counted: &[Counted]) -> Option<String> {
     let steps = pairs.iter().filter(|pair| pair.phase == "train step");
     let longest = steps.max_by(|a, b| a.before_ms.total_cmp(&b.before_ms))?;
-    let of = |execution: &str| {
-        let mut own = counted
-            .iter()
-            .filter(|own| own.configuration == longest.name);
-        own.find(|own| own.execution == execution)
-    };
-    Some(reasons(of("eager")?, of("planned")?, longest))
+    let mut own = counted
+        .iter()
+        .filter(|own| own.configuration == longest.name);
+    let planned = own.find(|own| own.execution == "planned")?;
+    reasons(planned.plan_ms, longest)
 }

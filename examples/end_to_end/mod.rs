@@ -11,20 +11,19 @@ mod warmup;
 use crate::common::models::{Model, describe};
 use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, Run};
-use crate::common::{self, Common, Effects, Output, Sweep, values, words};
+use crate::common::{self, Common, Effects, Output, Sweep, rates, values, words};
 use answers::{measured, of_runs, of_values};
-use candle_core::DType;
 use clap::{Command, Parser, ValueEnum};
 use configuration::Configuration;
 use reasons::Counted;
 use std::process::ExitCode;
 use table::{By, Compared, Row};
+use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report, counted, list_in_note};
-use tallow::{Result, hardware};
 use words::grouped;
 
 /// The flags of the three programs.
@@ -146,8 +145,7 @@ impl Flags {
                 move |flags| {
                     let all = [Execution::Eager, Execution::Planned];
                     let all = all.into_iter().filter(|one| flags.grid.has_execution(*one));
-                    let precisions = flags.precisions(program); // an error is reported by the run
-                    all.count() == 1 && precisions.map_or(true, |all| all.len() == 1)
+                    all.count() == 1 && flags.precisions(program).len() == 1
                 },
             )
             .only(
@@ -171,7 +169,7 @@ impl Flags {
         }
         self.output.check_with([])?;
         let device = self.common.device()?;
-        let precisions = self.precisions(program)?;
+        let precisions = self.precisions(program);
         let (models, mut runs) = self.runs(&precisions)?;
         if let Some(index) = self.isolated_run {
             runs = runs.into_iter().skip(index).take(1).collect();
@@ -191,11 +189,6 @@ impl Flags {
             columns: compared.columns(models.len() > 1),
             ..Default::default()
         };
-        // New processes must not find the machine warmed up by this measurement.
-        let measure_peak = || hardware::measure_peak_flops(&device, DType::F32);
-        let mut peak_flops = if self.isolate { None } else { measure_peak() };
-        runs.iter_mut()
-            .for_each(|run| run.run.peak_flops = peak_flops);
         let groups = groups(&runs, &compared);
         let mut sweep = Sweep::new(groups.len())?;
         let (mut rows, mut counted): (Vec<Row>, Vec<(Row, Counted)>) = Default::default();
@@ -238,17 +231,19 @@ impl Flags {
                 self.output.save_so_far(&report)?;
             }
         }
-        if self.isolate {
-            peak_flops = measure_peak();
-            let times = rows.iter_mut().filter_map(|row| row.row.time.as_mut());
-            times.for_each(|time| {
-                let mfu = time.flops_per_s.zip(peak_flops);
-                time.mfu_percent = mfu.map(|(rate, peak)| 100.0 * rate / peak);
-            });
+        // Runs must not find the machine warmed up by this measurement.
+        let rates = rates::of_precisions(&device, &precisions);
+        for Row { row, .. } in &mut rows {
+            let rate = rates.as_ref();
+            let rate = rate.and_then(|rates| rates.matmul_rate(row.precision.dtype()));
+            if let Some(time) = &mut row.time {
+                let mfu = time.flops_per_s.zip(rate);
+                time.mfu_percent = mfu.map(|(own, rate)| 100.0 * own / rate);
+            }
         }
         compared.show(&rows, &mut report);
-        let peak = peak_flops.map(|peak| format!("{:.0} GFLOP/s in f32, measured", peak / 1e9));
-        report.configuration.insert("peak for MFU", peak);
+        let rates = rates.as_ref().map(rates::header);
+        report.configuration.insert("measured matmuls", rates);
         report
             .environment
             .insert("reference ops", common::fallbacks());
@@ -280,10 +275,10 @@ impl Flags {
 
     /// Returns the precisions of the flags. If the program compares precisions, f32 comes first, and each precision
     /// that drops casts follows the one that keeps them.
-    fn precisions(&self, program: Program) -> Result<Vec<Precision>> {
-        let named = self.grid.precision.precisions()?;
+    fn precisions(&self, program: Program) -> Vec<Precision> {
+        let named = self.grid.precision.precisions();
         if !program.compares_precisions {
-            return Ok(named);
+            return named;
         }
         let mut all = vec![Precision::F32];
         for precision in named {
@@ -293,7 +288,7 @@ impl Flags {
                 }
             }
         }
-        Ok(all)
+        all
     }
 
     fn compared(&self, runs: &[Run]) -> Compared {
@@ -333,9 +328,8 @@ impl Flags {
                     .into(),
             );
         }
-        if precisions.iter().any(|p| *p != Precision::F32) {
-            notes.push("MFU is relative to the peak in f32, whatever the precision.".into());
-        }
+        notes
+            .push("MFU is relative to the measured rate of matmuls in the row's precision.".into());
         notes.extend(self.grid.not_planned(precisions));
         let is_skipped = |row: &Row| {
             row.loss_scaling
@@ -355,7 +349,6 @@ impl Flags {
         if rows.iter().any(|row| row.time.is_none()) {
             notes.extend(words::out_of_memory(fields));
         }
-        notes.extend(words::noisy(fields));
         notes
     }
 

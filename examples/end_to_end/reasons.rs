@@ -7,7 +7,7 @@ use serde::Serialize;
 use tallow::bench::{EndToEnd, EndToEndRow, Execution, Step, time_once};
 use tallow::memory::{self, RecordConfig, Recorder};
 use tallow::profile::{Profiler, Recording, Span};
-use tallow::report::{Column, Fields, Report, Verdict, counted, format_mib, group_digits};
+use tallow::report::{Column, Fields, Report, Verdict, counted};
 use tallow::{Error, Result};
 
 /// The counts of a training step, its memory, and the time of planning.
@@ -138,63 +138,23 @@ pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Count
     Ok(counted)
 }
 
-/// Describes what a planned training step does less of than an eager one, and whether it is faster.
-pub fn reasons(eager: &Counted, planned: &Counted, step: &Pair) -> String {
-    let mut less = Vec::new();
-    let mut not_less = Vec::new();
-    let mut compare = |what: &str, pair: Option<(f64, f64)>, is_mib: bool| {
-        let Some((eager, planned)) = pair else {
-            return;
-        };
-        let show = |x: f64| match is_mib {
-            true => format_mib(x as u64),
-            false => group_digits(x as u64),
-        };
-        let text = format!("{what} {} instead of {}", show(planned), show(eager));
-        match planned / eager {
-            ratio if ratio < 0.98 => less.push(text),
-            ratio if ratio > 1.02 => not_less.push(text),
-            _ => {}
+/// Describes whether a planned training step is faster than an eager one, why, and after how many steps the time of
+/// planning is regained.
+pub fn reasons(plan_ms: Option<f64>, step: &Pair) -> Option<String> {
+    let speedup = step.speedup?;
+    let verdict = compared("a planned step", "an eager one", speedup);
+    let mut text = format!("{}: {verdict}.", step.name);
+    if speedup.verdict() == Verdict::Faster {
+        text += " It runs fused kernels in one arena: the table What a training step does has calls, bytes and \
+                 allocations of both.";
+        if let Some(plan_ms) = plan_ms {
+            let steps = (plan_ms / (step.before_ms - step.after_ms)).ceil();
+            text += &format!(
+                " Planning took {} ms: the gain of {}.",
+                words::ms(plan_ms),
+                counted(steps as usize, "step")
+            );
         }
-    };
-    let both = |of: fn(&Counted) -> Option<f64>| of(eager).zip(of(planned));
-    // Traffic of candle's graph between eager ops is not counted, so more traffic in a planned step proves nothing.
-    let traffic = both(|c| Some(c.operand_bytes)).filter(|(eager, planned)| planned < eager);
-    compare("memory traffic", traffic, true);
-    compare("allocations", both(|c| Some(c.allocations? as f64)), false);
-    compare(
-        "bytes allocated",
-        both(|c| Some(c.allocated_bytes? as f64)),
-        true,
-    );
-    compare("peak memory", both(|c| Some(c.peak_bytes? as f64)), true);
-    let mut text = format!("{}: ", step.name);
-    text += &match step.speedup {
-        Some(speedup) => compared("a planned step", "an eager one", speedup),
-        None => "the steps' times cannot be compared".into(),
-    };
-    text += ".";
-    if !less.is_empty() {
-        text += &format!(" Less in a planned step: {}.", less.join(", "));
     }
-    if !not_less.is_empty() {
-        text += &format!(" Not less: {}.", not_less.join(", "));
-    }
-    let is_faster = step.speedup.map(|speedup| speedup.verdict()) == Some(Verdict::Faster);
-    text += match (is_faster, less.is_empty()) {
-        (true, false) => {
-            " This agrees with a faster step; the counts do not tell how much each contributes."
-        }
-        (true, true) => " These counts do not explain the faster step.",
-        (false, _) => "",
-    };
-    let gain_ms = step.before_ms - step.after_ms;
-    if let Some(plan_ms) = planned.plan_ms.filter(|_| is_faster) {
-        text += &format!(
-            " Planning took {} ms: the gain of {}.",
-            words::ms(plan_ms),
-            counted((plan_ms / gain_ms).ceil() as usize, "step")
-        );
-    }
-    text
+    Some(text)
 }

@@ -6,7 +6,7 @@ use tallow::report::{Answer, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
-    let name = |run: &Measured| format!("{}{}", run.title(), run.row.phase);
+    let name = |run: &Measured| format!("{}{}", run.title, run.row.phase);
     let whole = all.iter().filter(|own| own.row.is_whole_step()).cloned();
     let groups = grouped(whole, name);
     let is_one = groups.len() == 1;
@@ -131,7 +131,7 @@ pub fn why(runs: &[Measured]) -> Option<String> {
     })
 }
 
-/// Describes steps 2 and 3, and whether the means after 1 and 2 warm-up steps differ.
+/// Describes steps 2 and 3 of the run with the longest warm-up.
 pub fn after_few(runs: &[Measured]) -> Option<String> {
     let longest = runs.last().filter(|run| run.row.warmup_steps > 2)?;
     let usual_ms = usual_ms(longest.samples_ms())?;
@@ -144,29 +144,11 @@ pub fn after_few(runs: &[Measured]) -> Option<String> {
         true => "neither step 2 nor step 3 is slower".into(),
         false => slow.join(" and "),
     };
-    let few = runs
-        .iter()
-        .filter(|run| [1, 2].contains(&run.row.warmup_steps));
-    let means = few.filter_map(|run| {
-        let verdict = match run.over(longest)?.verdict() {
-            Verdict::Equal => "no difference",
-            Verdict::Unclear => "undecided",
-            Verdict::Faster => "longer",
-            Verdict::Slower => "shorter",
-        };
-        Some(format!(
-            "after {} {} ({verdict}), ",
-            run.row.warmup_steps,
-            ms(run.samples_ms())
-        ))
-    });
-    let means: String = means.collect();
     Some(format!(
         "One step need not be enough: the allocator's free blocks, caches and the clock frequency can take further steps \
-         to settle. In the run with {most} warm-up steps, {steps}, where mean plus two standard deviations of the measured \
-         steps is {usual_ms:.2} ms. Means: {means}after {most} {}.",
-        ms(longest.samples_ms()),
-        most = longest.row.warmup_steps
+         to settle. In the run with {} warm-up steps, {steps}, where mean plus two standard deviations of the measured \
+         steps is {usual_ms:.2} ms.",
+        longest.row.warmup_steps
     ))
 }
 

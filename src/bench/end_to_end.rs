@@ -240,7 +240,8 @@ impl EndToEnd {
         memory::estimate(&self.config, &self.workload(device))
     }
 
-    pub(super) fn workload(&self, device: &Device) -> Workload {
+    /// Returns the workload of the eager run on `kernels`, for predictions of its memory.
+    pub fn workload(&self, kernels: impl Into<Target>) -> Workload {
         Workload {
             batch_size: self.batch_size,
             sequence_length: self.sequence_length,
@@ -248,7 +249,7 @@ impl EndToEnd {
             attention: self.attention,
             precision: self.precision,
             checkpointing: self.checkpointing,
-            kernels: Target::of(device),
+            kernels: kernels.into(),
             optimizer: self.optimizer,
         }
     }

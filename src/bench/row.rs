@@ -103,8 +103,6 @@ pub struct PhaseTime {
     pub samples_ms: Vec<f64>,
     /// The warm-up steps, in ms.
     pub warmup_ms: Vec<f64>,
-    /// Whether the interquartile range exceeds 10% of the median.
-    pub noisy: bool,
     /// The tokens of a step over the median; `None` for [`UPDATE`].
     pub tokens_per_s: Option<f64>,
     /// FLOPs of the phase's matmuls by [`flops`](crate::model::flops), which counts no recomputation of checkpointing;
@@ -129,7 +127,6 @@ impl PhaseTime {
         let flops_per_s = flops.map(|flops| flops / seconds);
         let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
         Ok(Self {
-            noisy: statistics.is_noisy(),
             tokens_per_s: tokens.map(|tokens| tokens / seconds),
             flops,
             flops_per_s,

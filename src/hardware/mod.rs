@@ -32,7 +32,7 @@ pub use tf32::{set_tf32, tf32};
 pub(crate) use threads::check_threads;
 
 use crate::{Error, Result};
-use candle_core::{DType, Device, DeviceLocation};
+use candle_core::{Device, DeviceLocation};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock};
@@ -243,26 +243,4 @@ pub(crate) fn not_granted(what: &str, wanted_bytes: u64) -> Error {
 /// ```
 pub fn bf16_matmul_unit() -> Option<HalfArithmetic> {
     crate::kernels::cpu::gemm::bf16::unit()?.arithmetic()
-}
-
-/// Measures the peak f32 FLOP/s of the CPU's multiply-add units: all threads together, each running independent fused
-/// multiply-adds on registers.
-///
-/// It takes about 0.1 s. `None` for other dtypes and devices.
-///
-/// Use it as the denominator of an MFU on a CPU: no data sheet has the clock rate under vector load.
-///
-/// ```no_run
-/// use candle_core::{DType, Device};
-/// use tallow::hardware::measure_peak_flops;
-///
-/// let (flops, seconds) = (2.5e11, 1.0); // of a measured step
-/// if let Some(peak) = measure_peak_flops(&Device::Cpu, DType::F32) {
-///     println!("MFU {:.1}%", 100.0 * flops / seconds / peak);
-/// }
-/// assert_eq!(measure_peak_flops(&Device::Cpu, DType::BF16), None);
-/// ```
-pub fn measure_peak_flops(device: &Device, dtype: DType) -> Option<f64> {
-    let known = device.is_cpu() && dtype == DType::F32;
-    known.then(crate::kernels::cpu::simd::measure_multiply_add_rate)
 }

@@ -8,7 +8,7 @@ use crate::attention::{Algorithm, AttentionConfig, FirstKeys, Mask};
 use crate::grad::with_grad;
 use crate::graph::{self, Graph};
 use crate::nn::{Attention, AttentionLayerConfig};
-use crate::ops::{Dropout, DropoutKey, KernelPolicy, check_size, with_kernel_policy};
+use crate::ops::{KernelPolicy, check_size, with_kernel_policy};
 use crate::precision::{Precision, outside};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -33,8 +33,6 @@ pub struct AttentionWorkload {
     /// Number of documents packed into a sequence, of lengths as equal as possible; each attends only to itself. 1
     /// means that the sequence is not packed. At most T: larger numbers count as T.
     pub documents: usize,
-    /// Probability with which attention probabilities are dropped; 0 means no dropout.
-    pub dropout: f64,
     /// Dtype of q, k and v.
     pub dtype: DType,
 }
@@ -50,7 +48,6 @@ impl Default for AttentionWorkload {
             head_dim: 64,
             mask: Mask::Full,
             documents: 1,
-            dropout: 0.0,
             dtype: DType::F32,
         }
     }
@@ -94,8 +91,7 @@ impl AttentionWorkload {
             .attend(&q?, &k?, &v?, &self.config_with(meta)?)
     }
 
-    /// Returns the configuration of the attention: first keys if there are several documents, and the dropout key, all
-    /// on the CPU.
+    /// Returns the configuration of the attention: first keys if there are several documents, on the CPU.
     ///
     /// # Errors
     /// [`Error::Config`] for 0 documents, or for sequences too long for u32 first keys; [`Error::OutOfMemory`] and
@@ -113,17 +109,9 @@ impl AttentionWorkload {
                 .must_be("at least 1", "1 is a sequence that is not packed"));
         }
         let first_keys = (self.documents > 1).then(first_keys);
-        let probability = self.dropout;
-        let dropout = (probability != 0.0).then(|| {
-            Ok::<_, Error>(Dropout {
-                probability,
-                key: DropoutKey::new(0, 0)?,
-            })
-        });
         Ok(AttentionConfig {
             mask: self.mask,
             first_keys: first_keys.transpose()?,
-            dropout: dropout.transpose()?,
             ..Default::default()
         })
     }
@@ -284,7 +272,6 @@ impl SelfAttentionWorkload {
             head_dim: self.d_model / self.heads.max(1),
             mask: Mask::Causal,
             documents: 1,
-            dropout: 0.0,
             dtype: self.compute_dtype(),
         }
     }

@@ -1,8 +1,7 @@
 //! The memory of plans: of any plan, and of plans of attention or a self-attention layer.
 
-use super::MemoryKind::{self, Activations, Inputs, Scratch, Weights};
+use super::MemoryKind::{self, Inputs, Scratch};
 use super::{AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, Term};
-use crate::attention::Algorithm;
 use crate::compile::buffer::{Buffer, Category};
 use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig};
 use crate::report::counted;
@@ -15,8 +14,7 @@ use candle_core::Device;
 /// The plan's sizes are exact. On a GPU the 32 MiB workspace of cuBLASLt is included, on the CPU the kernels' workspace
 /// for all threads of the current pool, as a term of its own.
 ///
-/// The whole arena stays allocated after the first run. Activations are the bytes of it that are used before backward,
-/// and scratch is the rest of the arena.
+/// The whole arena stays allocated after the first run. Its terms are those of [`planned_breakdown`].
 ///
 /// ```
 /// use tallow::attention::Algorithm;
@@ -39,70 +37,20 @@ pub fn planned_attention_breakdown(
     check_addressable(w.dtype.size_in_bytes() as f64 * w.largest(), &Device::Cpu)?;
     let (kind, config) = (PlanKind::Gradients, StepConfig::default());
     let plan = Step::plan_for(kernels, kind, &config, Batch::new([]), |_| w.forward())?;
-    let [leaves, d_out] = [Category::Parameter, Category::Input];
-    let inputs = plan.category_bytes(leaves) + plan.category_bytes(d_out);
-    let kept = plan.category_bytes(Category::Activation);
-    let out = plan
-        .live_bytes_before(plan.backward_begins())
-        .saturating_sub(kept);
-    let rest = plan.arena_bytes().saturating_sub(kept + out);
-    let width = w.dtype.size_in_bytes();
-    let elements = |bytes: u64| bytes as f64 / width as f64;
-    let mut buffers = plan.buffers().iter();
-    let kept_buffer = buffers.find(|buffer| buffer.category == Category::Activation);
-    let kept_width = kept_buffer.map_or(width, |buffer| buffer.dtype.size_in_bytes());
-    let (kept_name, kept_formula, rest_name) = match (w.algorithm, kernels) {
-        (Algorithm::Naive, Target::Cpu) => (
-            "probabilities",
-            "BHT^2",
-            "the rest of the arena: dq, dk, dv",
-        ),
-        (Algorithm::Naive, Target::Cuda) => (
-            "probabilities",
-            "BHT^2",
-            "the rest of the arena: dq, dk, dv, gradients of scores",
-        ),
-        (Algorithm::Flash, _) => (
-            "log-sum-exp; in half precision, rounding error of out",
-            "BHT + ..",
-            "the rest of the arena: dq, dk, dv and, on a GPU, dq's sums",
-        ),
-    };
-    let kept = kept as f64 / kept_width as f64;
-    let inputs_name = "q, k, v and out's gradient";
-    let mut terms = vec![
-        Term::new(Inputs, inputs_name, "4BHTDh", elements(inputs), width),
-        Term::new(Activations, kept_name, kept_formula, kept, kept_width),
-        Term::new(
-            Activations,
-            "out and sums of its rows",
-            "BHTDh + ..",
-            elements(out),
-            width,
-        ),
-        Term::new(Scratch, rest_name, "3BHTDh + ..", elements(rest), width),
-    ];
-    if kernels == Target::Cpu {
-        terms.extend(kernel_workspace(&plan));
-    } else if plan.workspace_bytes() > 0 {
-        // It is allocated before backward too.
-        let bytes = plan.workspace_bytes() as f64;
-        terms.push(Term::new(Activations, "workspace", "32 Mi", bytes, 1));
-    }
-    Ok(MemoryBreakdown::new(w.sizes(), terms))
+    Ok(with_kernel_workspace(&plan, w.sizes(), kernels))
 }
 
-/// Returns the term of the largest workspace of a kernel on the CPU.
-fn kernel_workspace(plan: &Plan) -> Option<Term> {
-    let workspace = plan.kernel_workspace()?;
-    let (elements, width) = (workspace.elements, workspace.element_bytes);
-    Some(Term::new(
-        Scratch,
-        workspace.what,
-        workspace.formula,
-        elements,
-        width,
-    ))
+/// Returns the memory of a plan for these sizes, and on the CPU the largest workspace of a kernel.
+fn with_kernel_workspace(plan: &Plan, sizes: String, kernels: Target) -> MemoryBreakdown {
+    let mut breakdown = planned_breakdown(plan);
+    breakdown.sizes = sizes;
+    let workspace = plan.kernel_workspace().filter(|_| kernels == Target::Cpu);
+    let term = workspace.map(|own| {
+        let (elements, width) = (own.elements, own.element_bytes);
+        Term::new(Scratch, own.what, own.formula, elements, width)
+    });
+    breakdown.terms.extend(term);
+    breakdown
 }
 
 /// Returns the peak memory of forward and [backward](Step::forward_backward_from) of a planned [`Step`] of a
@@ -130,7 +78,7 @@ pub fn planned_self_attention_breakdown(
     device: &Device,
 ) -> Result<MemoryBreakdown> {
     let w = workload;
-    let [weights, x_elements, largest] = w.elements();
+    let [_, x_elements, largest] = w.elements();
     check_addressable(4.0 * largest, device)?;
     let (layer, x) = w.layer()?;
     let config = StepConfig {
@@ -141,31 +89,19 @@ pub fn planned_self_attention_breakdown(
     let plan = Step::plan_for(device, kind, &config, [("x", &x)], |inputs| {
         layer.forward(&inputs.get("x")?)
     })?;
-    let width = w.compute_dtype().size_in_bytes();
-    let kept = plan.live_bytes_before(plan.backward_begins());
-    let rest = plan.arena_bytes().saturating_sub(kept) + plan.workspace_bytes();
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
-    let rest_name = "the rest of the arena: gradients, scratch";
-    let mut terms = vec![
-        Term::new(Weights, "weights", "4D^2", weights, 4),
-        Term::new(Inputs, "x and its copy", "2BTD", 2.0 * x_elements, 4),
-        Term::new(Inputs, "out's gradient", "BTD", x_elements, width),
-        Term::new(
-            Activations,
-            "saved for backward",
-            "of the arena",
-            kept as f64,
-            1,
-        ),
-        Term::new(Scratch, rest_name, "", rest as f64, 1),
-    ];
-    if device.is_cpu() {
-        terms.extend(kernel_workspace(&plan));
-    }
-    Ok(MemoryBreakdown::new(
-        format!("B {b}, T {t}, D {d}, H {h}"),
-        terms,
-    ))
+    let sizes = format!("B {b}, T {t}, D {d}, H {h}");
+    let mut breakdown = with_kernel_workspace(&plan, sizes, Target::of(device));
+    let x = Term::new(
+        Inputs,
+        "x, of which the plan has a copy",
+        "BTD",
+        x_elements,
+        4,
+    );
+    breakdown.before_backward_bytes = breakdown.before_backward_bytes.saturating_add(x.bytes);
+    breakdown.terms.insert(0, x);
+    Ok(breakdown)
 }
 
 /// Returns the memory of a plan ([`Plan::total_bytes`]), by category. For the arena it lists the buffers alive at the
@@ -216,17 +152,15 @@ pub fn planned_breakdown(plan: &Plan) -> MemoryBreakdown {
             }
         }
     }
-    let rest = plan.arena_bytes().saturating_sub(in_arena) as f64;
-    let workspace = plan.workspace_bytes() as f64;
-    let rest_name = "unused at the peak";
-    terms.push(Term::new(Scratch, rest_name, "of the arena", rest, 1));
-    terms.push(Term::new(
-        Scratch,
-        "workspace",
-        "outside the arena",
-        workspace,
-        1,
-    ));
+    let unused = plan.arena_bytes().saturating_sub(in_arena);
+    for (bytes, what, place) in [
+        (unused, "unused at the peak", "of the arena"),
+        (plan.workspace_bytes(), "workspace", "outside the arena"),
+    ] {
+        if bytes > 0 {
+            terms.push(Term::new(Scratch, what, place, bytes as f64, 1));
+        }
+    }
     let outside_arena = plan.total_bytes() - plan.arena_bytes();
     MemoryBreakdown {
         before_backward_bytes: outside_arena + plan.live_bytes_before(plan.backward_begins()),

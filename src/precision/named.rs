@@ -198,7 +198,7 @@ impl FromStr for Precision {
         let found = named().find(|(known, _)| *known == ours);
         found.map(|(_, precision)| precision).ok_or_else(|| {
             Error::config("precision", "name", format!("{name:?}")).must_be(
-                "f32, bf16 or f16",
+                "f32, bf16 or f16, these two also with an ending: -cpu, -full, -dropping-casts",
                 "bf16 has the range of f32, and f16 three bits more",
             )
         })

@@ -77,12 +77,19 @@ impl DeviceRates {
         })
     }
 
+    /// Returns the matmul FLOP/s in `dtype`, if they were measured: the denominator of an MFU.
+    pub fn matmul_rate(&self, dtype: DType) -> Option<f64> {
+        let mut rates = self.matmul_flops.iter();
+        rates
+            .find(|(measured, _)| *measured == dtype)
+            .map(|(_, rate)| *rate)
+    }
+
     /// Returns the floor of a call whose matmuls are in `dtype`, in seconds; `None` if it has matmuls and the rate of
     /// `dtype` was not measured.
     pub fn floor_seconds(&self, cost: &Cost, dtype: DType) -> Option<f64> {
-        let mut rates = self.matmul_flops.iter();
-        let rate = match rates.find(|(measured, _)| *measured == dtype) {
-            Some((_, rate)) => *rate,
+        let rate = match self.matmul_rate(dtype) {
+            Some(rate) => rate,
             None if cost.matmul_flops == 0.0 => f64::INFINITY,
             None => return None,
         };

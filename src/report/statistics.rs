@@ -1,4 +1,4 @@
-//! Mean, deviation and quantiles of timings, speedups, and power-law fits of growth.
+//! Mean, deviation and median of timings, speedups, and power-law fits of growth.
 
 use std::fmt;
 
@@ -8,9 +8,6 @@ use super::Fields;
 use super::column::NOT_AVAILABLE;
 use super::words::{decimals_of, fixed, group};
 use crate::{Error, Result};
-
-/// The interquartile range, as a fraction of the median, above which other work probably disturbed the measurement.
-const NOISY_IQR_SHARE: f64 = 0.10;
 
 /// Summary statistics of samples in milliseconds.
 ///
@@ -43,12 +40,6 @@ pub struct Statistics {
     pub median_ms: f64,
     /// Coefficient of variation, `100 * std / |mean|`; `None` for one sample or a mean of zero.
     pub cv_percent: Option<f64>,
-    /// The 20% quantile.
-    pub p20_ms: f64,
-    /// The 80% quantile.
-    pub p80_ms: f64,
-    /// Interquartile range: the 75% quantile less the 25% quantile.
-    pub iqr_ms: f64,
 }
 
 impl Statistics {
@@ -91,17 +82,9 @@ impl Statistics {
             std_ms,
             min_ms,
             max_ms,
-            median_ms: interpolate(&sorted_ms, 0.5),
+            median_ms: f64::midpoint(sorted_ms[(n - 1) / 2], sorted_ms[n / 2]),
             cv_percent,
-            p20_ms: interpolate(&sorted_ms, 0.2),
-            p80_ms: interpolate(&sorted_ms, 0.8),
-            iqr_ms: interpolate(&sorted_ms, 0.75) - interpolate(&sorted_ms, 0.25),
         })
-    }
-
-    /// Returns whether the interquartile range exceeds 10% of the median: the machine was not quiet.
-    pub fn is_noisy(&self) -> bool {
-        self.iqr_ms > NOISY_IQR_SHARE * self.median_ms.abs()
     }
 
     /// Returns the public fields under their own names, for a row of a [`Report`](super::Report).
@@ -202,16 +185,6 @@ impl fmt::Display for Speedup {
             false => write!(f, "between {:.1}x and {high:.1}x", low.max(0.0)),
         }
     }
-}
-
-/// Returns the `q` quantile by linear interpolation. `sorted` must not be empty, and `q` must be in 0..=1.
-fn interpolate(sorted: &[f64], q: f64) -> f64 {
-    let position = q * (sorted.len() - 1) as f64;
-    let below = position.floor() as usize;
-    let low = sorted[below];
-    let high = sorted[(below + 1).min(sorted.len() - 1)];
-    // Rounding must not push the result above the upper sample.
-    (low + (position - below as f64) * (high - low)).min(high)
 }
 
 /// `y = coefficient * x^exponent`, fitted to measurements; quadratic growth has the exponent 2.

@@ -16,11 +16,10 @@ const MODELS: &[&str] = &[
     "num-heads",
     "vocab-size",
 ];
-/// Without a half precision in `--precision`, the others are refused when the run begins.
-const PRECISION: &[&str] = &["precision", "autocast", "full-half", "drop-casts"];
 
 /// Flags of the end-to-end benchmarks that always have an effect.
 const END_TO_END: &[&str] = &[
+    "precision",
     "attention",
     "config",
     "mode",
@@ -95,9 +94,6 @@ const CASES: &[Case] = &[
         ],
         refused: &[
             ("d-model", &["--d-model 64"]),
-            ("autocast", &["--precision bf16 --autocast cpu"]),
-            ("full-half", &["--precision bf16 --full-half"]),
-            ("drop-casts", &["--precision bf16 --drop-casts"]),
             ("causal", &["--module --causal", "--window 4 --causal"]),
             ("window", &["--module --window 4"]),
             ("head-dim", &["--module --head-dim 8"]),
@@ -113,7 +109,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "compiled_benchmark",
-        always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
+        always: &[OUTPUT, COMMON, MODELS, END_TO_END],
         refused: &[
             ("batch-size", &["--config 1-8-16-1-2 --batch-size 2"]),
             (
@@ -162,7 +158,6 @@ const CASES: &[Case] = &[
             ("batch-size", &["--part collectives --batch-size 8"]),
             ("context-length", &["--part collectives --context-length 8"]),
             ("precision", &["--part accounting --precision bf16"]),
-            ("autocast", &["--part accounting --autocast cpu"]),
             ("attention", &["--part accounting --attention flash"]),
             ("bucket-mib", &["--part accounting --bucket-mib 1"]),
             ("exchange-bf16", &["--part collectives --exchange-bf16"]),
@@ -203,7 +198,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "e2e_benchmark",
-        always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
+        always: &[OUTPUT, COMMON, MODELS, END_TO_END],
         refused: END_TO_END_REFUSED,
     },
     Case {
@@ -211,8 +206,7 @@ const CASES: &[Case] = &[
         always: &[
             OUTPUT,
             MODELS,
-            PRECISION,
-            &["batch-size", "context-length", "attention"],
+            &["precision", "batch-size", "context-length", "attention"],
             &["mode", "device"],
         ],
         refused: &[
@@ -245,8 +239,8 @@ const CASES: &[Case] = &[
             OUTPUT,
             COMMON,
             MODELS,
-            PRECISION,
             &[
+                "precision",
                 "batch-size",
                 "context-length",
                 "attention",
@@ -270,7 +264,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "mixed_precision_benchmark",
-        always: &[OUTPUT, COMMON, MODELS, PRECISION, END_TO_END],
+        always: &[OUTPUT, COMMON, MODELS, END_TO_END],
         refused: END_TO_END_REFUSED,
     },
     Case {
@@ -278,7 +272,7 @@ const CASES: &[Case] = &[
         always: &[
             OUTPUT,
             COMMON,
-            &["precision", "autocast"],
+            &["precision"],
             &["data", "plot", "size", "d-model", "d-ff", "num-layers"],
             &["num-heads", "attention", "context-length", "batch-size"],
             &["steps", "lr"],
@@ -291,8 +285,8 @@ const CASES: &[Case] = &[
             OUTPUT,
             COMMON,
             MODELS,
-            PRECISION,
             &[
+                "precision",
                 "batch-size",
                 "context-length",
                 "attention",
@@ -338,7 +332,7 @@ const CASES: &[Case] = &[
     Case {
         name: "train",
         always: &[
-            &["precision", "autocast", "optimizer-in-backward"],
+            &["precision", "optimizer-in-backward"],
             &["tf32", "seed", "nvtx", "strict", "gpus"],
             &["validation-fraction", "attention", "dropout", "family"],
             &[
@@ -533,7 +527,7 @@ fn a_flag_without_effect_is_an_error() {
 fn a_flag_with_effect_is_taken() {
     for (line, words) in [
         (
-            "attention_benchmark --module --d-model 8 --drop-casts --precision bf16 --output no/such",
+            "attention_benchmark --module --d-model 8 --precision bf16-dropping-casts --output no/such",
             "no/such",
         ),
         (

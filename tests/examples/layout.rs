@@ -28,7 +28,7 @@ fn commands() -> Vec<&'static str> {
         "memory_estimate SMALL --compile --precision bf16 --world-size 4 --strategy fully-shard",
         "memory_profile SMALL --mode all --compile --precision f32 bf16",
         "memory_profile --size 2.7b --memory-limit-gib 1",
-        "mixed_precision_benchmark SMALL --mode all --steps 2 --rounds 1 --drop-casts",
+        "mixed_precision_benchmark SMALL --mode all --steps 2 --rounds 1 --precision bf16-dropping-casts",
         "profile SMALL --mode all --steps 2 --compile",
     ];
     all.chain(others).collect()

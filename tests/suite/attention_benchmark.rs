@@ -87,7 +87,7 @@ fn is_missing(row: &Fields, key: &str) -> bool {
 }
 
 /// The columns that the end-to-end benchmark's rows have too.
-const SCHEMA: [&str; 21] = [
+const SCHEMA: [&str; 20] = [
     "batch_size",
     "context_length",
     "warmup_steps",
@@ -102,7 +102,6 @@ const SCHEMA: [&str; 21] = [
     "cv_percent",
     "samples_ms",
     "warmup_ms",
-    "noisy",
     "tokens_per_s",
     "flops",
     "flops_per_s",

@@ -13,7 +13,6 @@ mod warmup;
 
 use crate::words;
 use answers::{Measured, Pair, of_runs, of_values};
-use reasons::{Counted, reasons};
 use rstest::rstest;
 use serde_json::json;
 use table::{By, Compared, Row};
@@ -26,10 +25,8 @@ const QUIET: f64 = 0.01;
 const MIB: u64 = 1 << 20;
 
 fn time(warmup_ms: &[f64], samples_ms: &[f64]) -> Option<PhaseTime> {
-    let statistics = Statistics::new(samples_ms).unwrap();
     Some(PhaseTime {
-        noisy: statistics.is_noisy(),
-        statistics,
+        statistics: Statistics::new(samples_ms).unwrap(),
         samples_ms: samples_ms.to_vec(),
         warmup_ms: warmup_ms.to_vec(),
         tokens_per_s: Some(12_345.6),
@@ -245,13 +242,7 @@ fn warm_up_is_judged_by_spread() {
         "{why}"
     );
     let few = warmup::after_few(&runs).unwrap();
-    for words in [
-        "step 2 took 14.00 ms",
-        "after 1 12.00 ± 0.08 ms (longer)",
-        "(no difference), after 5",
-    ] {
-        assert!(few.contains(words), "{few}");
-    }
+    assert!(few.contains("step 2 took 14.00 ms"), "{few}");
     let enough = |runs: &[Measured]| warmup::enough(runs).unwrap();
     let decided = enough(&runs);
     assert!(
@@ -409,8 +400,8 @@ fn precisions_are_compared_with_f32() {
     for expected in [
         "Speed-ups of bf16 over f32, as ratios of mean times. forward: 0.75x (40.00 against 30.00 ms). \
          forward+backward: 1.50x (60.00 against 90.00 ms).",
-        "Of 2 configurations, bf16 uses less memory than f32 in 1, more memory than f32 in 1. The range is from 30.0% \
-         less (forward+backward: 700.0 MiB, f32 1,000.0 MiB) to 12.5% more (forward: 450.0 MiB, f32 400.0 MiB).",
+        "Peak of bf16: forward 12.5% more (450.0 MiB, f32 400.0 MiB); forward+backward 30.0% less (700.0 MiB, f32 \
+         1,000.0 MiB).",
         "adds a copy of each linear weight, at most 100.0 MiB here",
         "A trend needs three sizes of model",
     ] {
@@ -428,16 +419,16 @@ fn a_trend_is_stated_where_a_power_law_fits_clear_ratios() {
     };
     assert_eq!(
         trend(&[clear(1.0), clear(2.0), clear(4.0)]).unwrap(),
-        "1.00x, 2.00x, 4.00x from the smallest model to the largest: it grows as parameters^0.50 (R^2 1.00)"
+        "1.00x, 2.00x, 4.00x from the smallest model to the largest: it changes as parameters^0.50 (R^2 1.00)"
     );
     // Once printed as "grows as parameters^0.34".
     let jumping = trend(&[clear(2.95), clear(2.07), clear(9.04)]).unwrap();
     assert!(
-        jumping.contains("no trend: a power law has R^2 0."),
+        jumping.contains("no trend, a power law has R^2 0."),
         "{jumping}"
     );
     let flat = trend(&[clear(1.5), clear(1.52), clear(1.49)]).unwrap();
-    assert!(flat.contains("does not depend on the size"), "{flat}");
+    assert!(flat.contains("no trend"), "{flat}");
     let noisy = Speedup {
         ratio: 2.0,
         error: 1.5,
@@ -522,8 +513,8 @@ fn phases_are_compared_by_configuration() {
     assert_says(
         &speedups(&several).unwrap(),
         &[
-            "forward: 1.00x, the geometric mean of 2 of 2 configurations, from 0.50x (b) to 2.00x (a).",
-            "train step: unclear for 2 of 2 configurations.",
+            "forward: 1.00x, the geometric mean of 2 configurations.",
+            "train step: unclear, the geometric mean of 2 configurations.",
         ],
     );
     assert_eq!(speedups(&[]), None);
@@ -533,42 +524,32 @@ fn phases_are_compared_by_configuration() {
 
 #[test]
 fn reasons_are_given_for_a_step_that_is_faster() {
-    let counted = |operand_bytes: f64, allocations, peak_bytes| Counted {
-        operand_bytes,
-        allocations: Some(allocations),
-        peak_bytes: Some(peak_bytes),
-        plan_ms: Some(10.0),
-        ..Default::default()
+    let reasons = |before_ms: f64, after_ms: f64, spread: f64| {
+        let step = pair("a", "train step", before_ms, after_ms, spread);
+        reasons::reasons(Some(10.0), &step).unwrap()
     };
-    let mib = 1u64 << 20;
-    let eager = counted(4.0 * mib as f64, 3000, 9 * mib);
-    let planned = counted(3.0 * mib as f64, 1000, 10 * mib);
-    let faster = pair("a", "train step", 8.0, 4.0, QUIET);
     assert_says(
-        &reasons(&eager, &planned, &faster),
+        &reasons(8.0, 4.0, QUIET),
         &[
             "a: a planned step is 2.00x as fast as an eager one.",
-            "Less in a planned step: memory traffic 3.0 MiB instead of 4.0 MiB, allocations 1,000 instead of 3,000.",
-            "Not less: peak memory 10.0 MiB instead of 9.0 MiB.",
-            "This agrees with a faster step",
+            "fused kernels in one arena",
             "Planning took 10.00 ms: the gain of 3 steps.",
         ],
     );
-    // More traffic shows nothing: an eager step's is not all counted.
-    let same = reasons(&planned, &eager, &faster);
-    assert!(!same.contains("traffic"), "{same}");
-    let slower = reasons(&eager, &planned, &pair("a", "train step", 4.0, 8.0, QUIET));
-    let unclear = reasons(&eager, &planned, &pair("a", "train step", 4.0, 3.0, 0.9));
-    let equal = reasons(&eager, &planned, &pair("a", "train step", 4.4, 4.0, 0.1));
-    assert_says(
-        &equal,
-        &["no difference between a planned step and an eager one is shown (1.10x ± 0.18)"],
-    );
-    assert_says(&slower, &["a planned step is 0.50x as fast"]);
-    assert_says(&unclear, &["these figures do not decide"]);
-    for text in [slower, unclear] {
+    for (before_ms, after_ms, spread, verdict) in [
+        (4.0, 8.0, QUIET, "a planned step is 0.50x as fast"),
+        (4.0, 3.0, 0.9, "these figures do not decide"),
+        (
+            4.4,
+            4.0,
+            0.1,
+            "no difference between a planned step and an eager one is shown (1.10x ± 0.18)",
+        ),
+    ] {
+        let text = reasons(before_ms, after_ms, spread);
+        assert_says(&text, &[verdict]);
         assert!(
-            !text.contains("agrees") && !text.contains("Planning"),
+            !text.contains("kernels") && !text.contains("Planning"),
             "{text}"
         );
     }

@@ -159,7 +159,6 @@ impl AttentionTask {
         match self {
             Self::Alone(own) => {
                 row.insert("documents", (own.documents > 1).then_some(own.documents));
-                row.insert("dropout", (own.dropout != 0.0).then_some(own.dropout));
                 row.insert("dtype", own.dtype.as_str());
                 row.insert("composed_bytes", own.composed_bytes());
             }
@@ -229,9 +228,6 @@ fn config_on(workload: &AttentionWorkload, device: &Device) -> Result<AttentionC
     let mut config = workload.config()?;
     if let Some(first_keys) = &mut config.first_keys {
         *first_keys = first_keys.to_device(device)?;
-    }
-    if let Some(dropout) = &mut config.dropout {
-        dropout.key = dropout.key.to_device(device)?;
     }
     Ok(config)
 }

@@ -9,7 +9,7 @@ mod figure;
 #[allow(dead_code)]
 mod measured;
 
-use crate::words;
+use crate::words::{self, mean_speedup};
 use answers::*;
 use approx::assert_relative_eq;
 use measured::Measured;

@@ -83,7 +83,6 @@ fn attention_takes_what_its_account_says() {
                 for (batch_size, heads, sequence_length, head_dim) in shapes {
                     let workload = AttentionWorkload {
                         documents: 1,
-                        dropout: 0.0,
                         algorithm,
                         batch_size,
                         heads,
@@ -294,7 +293,6 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
         for dtype in [DType::F32, DType::BF16] {
             let workload = AttentionWorkload {
                 documents: 1,
-                dropout: 0.0,
                 algorithm,
                 batch_size: most,
                 heads: most,
@@ -331,7 +329,6 @@ fn the_limit_is_the_first_that_does_not_fit() {
         let limit = run.limit(&Device::Cpu).unwrap();
         let at = |sequence_length| AttentionWorkload {
             documents: 1,
-            dropout: 0.0,
             sequence_length,
             ..workload
         };

@@ -152,8 +152,7 @@ fn a_profile_answers_by_its_rows() {
     for part in [
         "first: backward is highest (forward 98.0 MiB, backward 100.0 MiB, optimizer 96.0 MiB)",
         "first 100.0 MiB; second 120.0 MiB; third 60.0 MiB.",
-        "Of 1 configuration, bf16 uses more memory than f32 in 1. The peak is 20.0% more (second: 120.0 MiB, f32 100.0 \
-         MiB).",
+        "Peak of bf16: second 20.0% more (120.0 MiB, f32 100.0 MiB).",
         "block uses the least (block 60.0 MiB (40.0% less); none 100.0 MiB)",
     ] {
         assert!(

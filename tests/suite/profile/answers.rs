@@ -15,7 +15,6 @@ fn stopwatch(phases: &[(&str, f64)]) -> Vec<EndToEndRow> {
             statistics: Statistics::new(&[*ms]).unwrap(),
             samples_ms: vec![*ms],
             warmup_ms: vec![],
-            noisy: false,
             tokens_per_s: None,
             flops: None,
             flops_per_s: None,

@@ -15,10 +15,6 @@ fn statistics_by_hand() {
     assert_relative_eq!(s.std_ms.unwrap(), 12.5f64.sqrt());
     assert_relative_eq!(s.cv_percent.unwrap(), 25.0 * 12.5f64.sqrt());
     assert_eq!((s.min_ms, s.median_ms, s.max_ms), (1.0, 3.0, 10.0));
-    // Positions 0.8 and 3.2 in 1 2 3 4 10.
-    assert_relative_eq!(s.p20_ms, 1.8);
-    assert_relative_eq!(s.p80_ms, 5.2);
-    assert_relative_eq!(s.iqr_ms, 2.0);
     assert_eq!(Statistics::new(&[1.0, 2.0]).unwrap().median_ms, 1.5);
 }
 
@@ -26,7 +22,7 @@ fn statistics_by_hand() {
 fn what_cannot_be_computed_is_none() {
     let one = Statistics::new(&[7.0]).unwrap();
     assert_eq!((one.std_ms, one.cv_percent), (None, None));
-    assert_eq!((one.mean_ms, one.p20_ms, one.iqr_ms), (7.0, 7.0, 0.0));
+    assert_eq!((one.mean_ms, one.median_ms), (7.0, 7.0));
     let zero_mean = Statistics::new(&[-1.0, 1.0]).unwrap();
     assert!(zero_mean.std_ms.is_some());
     assert_eq!(zero_mean.cv_percent, None);
@@ -40,15 +36,6 @@ fn statistics_of_nothing(#[case] samples: &[f64], #[case] text: &str) {
     let error = Statistics::new(samples).unwrap_err();
     assert!(matches!(error, Error::Data { .. }));
     assert!(error.to_string().contains(text), "{error}");
-}
-
-#[test]
-fn noisy_beyond_ten_percent() {
-    // The quartiles of five samples are the second and the fourth.
-    let with_iqr = |iqr: f64| Statistics::new(&[90.0, 95.0, 100.0, 95.0 + iqr, 200.0]).unwrap();
-    assert!(!with_iqr(10.0).is_noisy());
-    assert!(with_iqr(10.5).is_noisy());
-    assert!(!Statistics::new(&[0.0, 0.0]).unwrap().is_noisy());
 }
 
 #[test]
@@ -69,10 +56,9 @@ proptest! {
         rotation in 0usize..60,
     ) {
         let s = Statistics::new(&samples).unwrap();
-        let chain = [s.min_ms, s.p20_ms, s.median_ms, s.p80_ms, s.max_ms];
+        let chain = [s.min_ms, s.median_ms, s.max_ms];
         prop_assert!(chain.is_sorted(), "{chain:?}");
         prop_assert!((s.min_ms..=s.max_ms).contains(&s.mean_ms));
-        prop_assert!(s.iqr_ms >= 0.0 && s.iqr_ms <= s.max_ms - s.min_ms);
         prop_assert!(s.std_ms.is_none_or(|std| std >= 0.0 && std <= s.max_ms - s.min_ms));
 
         let mut other = samples.clone();
@@ -85,7 +71,7 @@ proptest! {
     #[test]
     fn equal_samples_have_no_spread(x in 0.0..1e9f64, n in 2usize..40) {
         let s = Statistics::new(&vec![x; n]).unwrap();
-        prop_assert_eq!((s.mean_ms, s.median_ms, s.std_ms, s.iqr_ms), (x, x, Some(0.0), 0.0));
+        prop_assert_eq!((s.mean_ms, s.median_ms, s.std_ms), (x, x, Some(0.0)));
     }
 
     #[test]

@@ -103,20 +103,6 @@ pub fn clamp<T: Real>(x: T, bound: T) -> T {
     }
 }
 
-/// Measures FLOP/s in f32 of all threads of the pool, each running independent fused multiply-adds on registers.
-/// Returns the best of ten tries, about 0.1 s in total.
-pub fn measure_multiply_add_rate() -> f64 {
-    let attempt = |_| {
-        let rates = rayon::broadcast(|_| {
-            let start = std::time::Instant::now();
-            let flops = multiply_adds();
-            flops as f64 / start.elapsed().as_secs_f64()
-        });
-        rates.iter().sum::<f64>()
-    };
-    (0..10).map(attempt).fold(0.0, f64::max)
-}
-
 /// Runs independent fused multiply-adds in f32 on registers for about 10 ms on this thread. Returns their FLOPs, the
 /// same number each time.
 pub fn multiply_adds() -> u64 {
