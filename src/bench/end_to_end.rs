@@ -166,9 +166,10 @@ impl EndToEnd {
     /// backward and optimizer together ([`UPDATE`]), and one for the whole step (`forward+backward` or `train step`).
     /// The phases of a planned step are its [`PhaseTimes`](crate::compile::PhaseTimes).
     ///
-    /// Memory belongs to the whole mode: `peak_bytes` of the model and its steps, and `allocated_bytes` that remain
-    /// after the last step. The figures of the first step, warm-up or not, do so too: its time, its page faults, the
-    /// threads that it started and, on a GPU, the kernels that it compiled and the kernel modules that it loaded.
+    /// Two groups of figures are of the whole mode and the same in each of its rows. Memory: `peak_bytes` of the model
+    /// and its steps, and `allocated_bytes` that remain after the last step. The first step, even of the warm-up: its
+    /// time, its page faults, the threads that it started and, on a GPU, the kernels that it compiled and the kernel
+    /// modules that it loaded.
     ///
     /// Before anything is allocated, the predicted memory ([`memory::estimate`] or the plan) is compared with the
     /// available memory. If it does not fit, the only row says `OOM`, with the needed and the available bytes. If even

@@ -37,8 +37,9 @@ impl EndToEnd {
     /// before the model, so they are part of the baseline.
     ///
     /// # Errors
-    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops; a planned execution; a GPU that is out of
-    /// memory ([`Error::is_out_of_memory`]).
+    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops; a GPU that is out of memory
+    /// ([`Error::is_out_of_memory`]). [`Execution::Planned`] is refused: a recording would see its arena as one block.
+    /// [`planned_breakdown`](memory::planned_breakdown) has the parts of an arena.
     pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         if self.execution == Execution::Planned {
             let got = Error::config("bench::EndToEnd", "execution", "planned");

@@ -248,7 +248,7 @@
 //! | logits | a smaller batch; a planned step, which computes head and loss for some rows at a time |
 //! | weights, optimizer, gradients | [`Moments::Bf16`], [`StepConfig::optimizer_in_backward`][early], [`FullyShard`] |
 //! | scratch | find its op among the largest allocations (of the whole step); a smaller batch; a planned step |
-//! | any row, if steps are eager | a planned step, in which buffers share memory (`memory_profile --compile`) |
+//! | any row, if steps are eager | a planned step, in which buffers share memory (`memory_profile --compile` prints its parts by the plan) |
 //!
 //! [`Moments::Bf16`]: crate::optim::Moments::Bf16
 //! [early]: crate::compile::StepConfig::optimizer_in_backward
