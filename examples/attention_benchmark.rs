@@ -184,8 +184,8 @@ impl Flags {
         notes.extend(words::out_of_memory(&rows));
         notes.extend(sweep.note());
         let mut configuration = self.configuration(&sampling, &precisions);
-        let rates = rates.as_ref().map(rates::header);
-        configuration.insert("measured matmuls", rates);
+        let rates = rates.as_ref().map(|rates| rates.to_string());
+        configuration.insert("measured rates", rates);
         let mut environment = self.common.environment(&device);
         environment.insert("reference ops", common::fallbacks());
         let report = Report {

@@ -12,14 +12,6 @@ pub fn measure(device: &Device, dtypes: &[DType]) -> Option<DeviceRates> {
 
 /// Returns the rates for matmuls in these precisions.
 pub fn of_precisions(device: &Device, precisions: &[Precision]) -> Option<DeviceRates> {
-    let mut dtypes: Vec<DType> = precisions.iter().map(|one| one.dtype()).collect();
-    dtypes.dedup();
+    let dtypes: Vec<DType> = precisions.iter().map(|one| one.dtype()).collect();
     measure(device, &dtypes)
-}
-
-/// Returns the matmul rates for a report's header: `448 GFLOP/s in f32, 900 GFLOP/s in bf16`.
-pub fn header(rates: &DeviceRates) -> String {
-    let all = rates.matmul_flops.iter();
-    let all = all.map(|(dtype, rate)| format!("{:.0} GFLOP/s in {}", rate / 1e9, dtype.as_str()));
-    all.collect::<Vec<_>>().join(", ")
 }

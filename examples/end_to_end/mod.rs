@@ -242,8 +242,8 @@ impl Flags {
             }
         }
         compared.show(&rows, &mut report);
-        let rates = rates.as_ref().map(rates::header);
-        report.configuration.insert("measured matmuls", rates);
+        let rates = rates.as_ref().map(|rates| rates.to_string());
+        report.configuration.insert("measured rates", rates);
         report
             .environment
             .insert("reference ops", common::fallbacks());

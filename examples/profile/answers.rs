@@ -229,22 +229,15 @@ pub fn softmax_against_matmuls(own: &AttentionFigures) -> String {
 
 /// Compares a step with its floor.
 pub fn floor(own: &Floors) -> Answer {
-    let rates = own.rates.matmul_flops.iter();
-    let rates = rates.map(|(dtype, rate)| match rate / 1e9 {
-        gflops if gflops < 1e3 => format!("{gflops:.0} GFLOP/s in {}", dtype.as_str()),
-        gflops => format!("{:.0} TFLOP/s in {}", gflops / 1e3, dtype.as_str()),
-    });
-    let rates: Vec<String> = rates.collect();
     let lost = own.lost_ms.iter().filter(|(_, ms)| *ms > 0.0);
     let lost = lost.map(|(name, ms)| format!("{name} {ms:.3} ms"));
     let mut text = format!(
-        "A step takes {:.3} ms by the profiler. Its floor is {:.3} ms, {:.1}% of that. Matmuls reached {}, a \
-         copy {:.0} GB/s read and written. Most time above the floor: {}.",
+        "A step takes {:.3} ms by the profiler. Its floor is {:.3} ms, {:.1}% of that. Rates measured here: \
+         {}. Most time above the floor: {}.",
         own.measured_ms,
         own.floor_ms,
         own.percent(),
-        rates.join(", "),
-        own.rates.memory_bytes / 1e9,
+        own.rates,
         lost.collect::<Vec<_>>().join(", ")
     );
     if own.unknown_ms > 0.0 {

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, DeviceLocation, Tensor};
 use indexmap::IndexSet;
 use rayon::prelude::*;
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -56,6 +57,23 @@ pub struct CallFloor {
     pub seconds: f64,
 }
 
+/// Writes the rates: `matmuls 300 GFLOP/s in f32, 785 TFLOP/s in bf16; a copy 29 GB/s, read and written`.
+impl fmt::Display for DeviceRates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rates = self.matmul_flops.iter();
+        let rates = rates.map(|(dtype, rate)| match rate / 1e9 {
+            gflops if gflops < 1e4 => format!("{gflops:.0} GFLOP/s in {}", dtype.as_str()),
+            gflops => format!("{:.0} TFLOP/s in {}", gflops / 1e3, dtype.as_str()),
+        });
+        let rates = rates.collect::<Vec<_>>().join(", ");
+        let copied = self.memory_bytes / 1e9;
+        write!(
+            f,
+            "matmuls {rates}; a copy {copied:.0} GB/s, read and written"
+        )
+    }
+}
+
 impl DeviceRates {
     /// Measures the rates of `device` for matmuls in `dtypes`.
     ///
@@ -67,7 +85,8 @@ impl DeviceRates {
     /// [`Error::OutOfMemory`] or the device's error if the tensors do not fit: three matrices of 8,192 rows and a copy
     /// of 512 MiB on a GPU, 1,024 to 4,096 rows and 128 MiB on a CPU. A dtype in which the device has no matmul.
     pub fn measure(device: &Device, dtypes: &[DType]) -> Result<Self> {
-        let matmul_flops = dtypes.iter().map(|dtype| {
+        let dtypes: IndexSet<&DType> = dtypes.iter().collect();
+        let matmul_flops = dtypes.into_iter().map(|dtype| {
             let rate = remembered(device, Some(*dtype), || matmul_rate(device, *dtype))?;
             Ok((*dtype, rate))
         });
@@ -101,8 +120,8 @@ impl Plan {
     /// Returns the floor of each call of a step, in order, at rates measured on a device.
     ///
     /// Two kinds of calls are left out: those that run in the first step and in no later one, and exchanges with other
-    /// ranks, whose floor is that of the network. The sum of the floors is the
-    /// time of a step whose kernels run one after another and without a pause, each at the device's rate.
+    /// ranks, whose floor is that of the network. The sum of the floors is the time of a step whose kernels run one
+    /// after another and without a pause, each at the device's rate.
     ///
     /// ```
     /// use candle_core::{DType, Device};

@@ -202,9 +202,15 @@ fn floors_that_are_not_known() {
 
 #[test]
 fn rates_are_measured_once() {
-    let dtypes = [DType::F32, DType::BF16];
+    let dtypes = [DType::F32, DType::BF16, DType::F32];
     let rates = DeviceRates::measure(&Device::Cpu, &dtypes).unwrap();
-    assert_eq!(rates.matmul_flops.len(), 2);
+    let measured = rates.matmul_flops.iter().map(|(dtype, _)| *dtype);
+    assert_eq!(measured.collect::<Vec<_>>(), [DType::F32, DType::BF16]);
+    let text = rates.to_string();
+    assert!(
+        text.contains("FLOP/s in f32, ") && text.contains(" in bf16; a copy "),
+        "{text}"
+    );
     assert!(rates.memory_bytes > 0.0 && rates.matmul_flops.iter().all(|(_, rate)| *rate > 0.0));
     let again = DeviceRates::measure(&Device::Cpu, &dtypes).unwrap();
     assert_eq!(rates, again);
