@@ -14,10 +14,11 @@ mod grid;
 mod measured;
 
 use candle_core::Device;
-use clap::{Args, Parser};
+use clap::{Args, CommandFactory, Parser};
+use common::effects::{self, Effect, only};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
-use common::{Common, Effects, Output, Sweep, rates, values, words};
+use common::{Common, Output, Sweep, rates, values, words};
 use grid::Implementation;
 use measured::Measured;
 use serde_json::Value;
@@ -128,30 +129,33 @@ struct SamplingFlags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let flags = effects::parse(Flags::command(), Flags::effects);
     common::run(|| flags.common.around(|| flags.run()))
 }
 
 impl Flags {
     /// Declares what the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
-            .only("with --module", &["d-model"], |flags| flags.module)
-            .only("without --module, which is causal", &["causal"], |flags| {
-                !flags.module
-            })
-            .only(
+    fn effects(&self) -> Vec<Effect> {
+        let widths = match self.module {
+            true => &self.d_model,
+            false => &self.head_dim,
+        };
+        let has_default = self.context_length.is_empty()
+            || widths.is_empty()
+            || self.sampling.time_budget_ms.is_none();
+        vec![
+            only("with --module", self.module, &["d-model"]),
+            only(
+                "without --module, which is causal",
+                !self.module,
+                &["causal"],
+            ),
+            only(
                 "where lengths, widths or the time budget are left at their default",
+                has_default,
                 &["full"],
-                |flags| {
-                    let widths = match flags.module {
-                        true => &flags.d_model,
-                        false => &flags.head_dim,
-                    };
-                    let is_default = [&flags.context_length, widths].map(Vec::is_empty);
-                    is_default.contains(&true) || flags.sampling.time_budget_ms.is_none()
-                },
-            )
+            ),
+        ]
     }
 
     fn run(&self) -> Result<()> {

@@ -6,8 +6,9 @@ mod common;
 mod model;
 
 use candle_core::{DType, Device, Tensor};
-use clap::Parser;
-use common::{Common, Effects, Output, values};
+use clap::{CommandFactory, Parser};
+use common::effects;
+use common::{Common, Output, values};
 use model::{EncoderDecoder, PADDING};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -43,7 +44,7 @@ struct Flags {
 }
 
 fn main() -> std::process::ExitCode {
-    let flags = Effects::<Flags>::new().parse();
+    let flags: Flags = effects::parse(Flags::command(), |_| Vec::new());
     common::run(|| flags.common.around(|| flags.run()))
 }
 

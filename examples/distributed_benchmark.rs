@@ -30,14 +30,14 @@ mod paper;
 mod steps;
 
 use accounting::AccountingFlags;
-use clap::{Parser, ValueEnum};
-use common::effects::names_gpu;
+use clap::{CommandFactory, Parser, ValueEnum};
+use common::effects::{self, Effect, names_gpu, only, only_group};
 use common::models::{Model, ModelFlags, describe};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
 use common::sweep::Progress;
 use common::ways::Way;
-use common::{Common, Effects, Output, gib_bytes, values};
+use common::{Common, Output, gib_bytes, values};
 use paper::PaperFlags;
 use std::num::NonZeroUsize;
 use std::panic::resume_unwind;
@@ -135,7 +135,7 @@ enum Part {
 use Part::{Accounting, Collectives, Memory, Paper, Steps};
 
 fn main() -> ExitCode {
-    let mut flags = Flags::effects().parse();
+    let mut flags = effects::parse(Flags::command(), Flags::effects);
     flags.models.fill_context(&mut flags.context_length, &[256]);
     match flags.processes.launched() {
         Some(code) => code,
@@ -145,43 +145,46 @@ fn main() -> ExitCode {
 
 impl Flags {
     /// Returns what the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        const ON_THREADS: &str =
-            "without torchrun, srun or mpirun, which start the ranks, on the CPU";
+    fn effects(&self) -> Vec<Effect> {
         const WITH_MODEL: &str = "with --part steps, memory, paper or accounting";
         const WITH_STEP: &str = "with --part steps, memory or paper";
-        let of = |parts: &'static [Part]| move |flags: &Self| flags.has(parts);
+        let of = |parts: &[Part]| self.has(parts);
         let with_model = of(&[Steps, Memory, Paper, Accounting]);
         let with_step = of(&[Steps, Memory, Paper]);
-        Effects::<Self>::new()
-            .of_ranks(|flags| (&flags.processes, &flags.common))
-            .only(ON_THREADS, &["ranks"], |flags| {
-                matches!(flags.ranks_as_threads(), Ok(Some(_)))
-            })
-            .only(
-                "with --part collectives, steps or memory",
+        let on_threads = matches!(self.ranks_as_threads(), Ok(Some(_)));
+        let mut effects = self.processes.effects(&self.common);
+        effects.extend([
+            only(
+                "without torchrun, srun or mpirun, which start the ranks, on the CPU",
+                on_threads,
                 &["ranks"],
+            ),
+            only(
+                "with --part collectives, steps or memory",
                 of(&[Collectives, Steps, Memory]),
-            )
-            .only("with --part collectives", &["mib"], of(&[Collectives]))
-            .only(
+                &["ranks"],
+            ),
+            only("with --part collectives", of(&[Collectives]), &["mib"]),
+            only(
                 "with --part steps or memory",
-                &["without-alone", "seed"],
                 of(&[Steps, Memory]),
-            )
-            .only(
+                &["without-alone", "seed"],
+            ),
+            only(
                 "with --part collectives or steps",
-                &["warmup-steps", "steps"],
                 of(&[Collectives, Steps]),
-            )
-            .only("with --part steps", &["trace"], of(&[Steps]))
-            .only(WITH_MODEL, &["batch-size", "context-length"], with_model)
-            .only_group::<ModelFlags>(WITH_MODEL, with_model)
-            .only(WITH_STEP, &["attention"], with_step)
-            .only_group::<PrecisionFlags>(WITH_STEP, with_step)
-            .only_group::<Ways>(WITH_STEP, with_step)
-            .only_group::<PaperFlags>("with --part paper", of(&[Paper]))
-            .only_group::<AccountingFlags>("with --part accounting", of(&[Accounting]))
+                &["warmup-steps", "steps"],
+            ),
+            only("with --part steps", of(&[Steps]), &["trace"]),
+            only(WITH_MODEL, with_model, &["batch-size", "context-length"]),
+            only_group::<ModelFlags>(WITH_MODEL, with_model),
+            only(WITH_STEP, with_step, &["attention"]),
+            only_group::<PrecisionFlags>(WITH_STEP, with_step),
+            only_group::<Ways>(WITH_STEP, with_step),
+            only_group::<PaperFlags>("with --part paper", of(&[Paper])),
+            only_group::<AccountingFlags>("with --part accounting", of(&[Accounting])),
+        ]);
+        effects
     }
 
     /// Returns T: the last context length given, since a repeated flag replaces the one before.

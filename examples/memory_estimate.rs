@@ -14,12 +14,13 @@ mod question;
 mod step;
 
 use candle_core::Device;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use common::effects::{self, Effect, only, only_group};
 use common::labels::label_columns;
 use common::models::describe;
 use common::ranks::ExchangeFlags;
 use common::runs::{self, GridFlags, Run};
-use common::{Effects, Output, words};
+use common::{Output, words};
 use question::Question;
 use std::process::ExitCode;
 use step::StepFlags;
@@ -57,25 +58,25 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let mut flags = Flags::effects().parse();
+    let mut flags = effects::parse(Flags::command(), Flags::effects);
     let grid = &mut flags.grid;
     grid.models.fill_context(&mut grid.context_length, &[256]);
     common::run(|| flags.run())
 }
 
 impl Flags {
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
-            .of_grid(|flags| &flags.grid)
-            .only_group::<StepFlags>("with --compile", |flags| flags.grid.compile.is_some())
-            .only_group::<ExchangeFlags>("with a --world-size over 1", |flags| {
-                flags.step.has_ranks()
-            })
-            .only(
+    fn effects(&self) -> Vec<Effect> {
+        let mut effects = self.grid.effects();
+        effects.extend([
+            only_group::<StepFlags>("with --compile", self.grid.compile.is_some()),
+            only_group::<ExchangeFlags>("with a --world-size over 1", self.step.has_ranks()),
+            only(
                 "without --memory-budget-gib",
+                !self.step.has_budget(),
                 &["memory-limit-gib"],
-                |flags| !flags.step.has_budget(),
-            )
+            ),
+        ]);
+        effects
     }
 
     /// Predicts every run. The answers are about one of them: preferably eager, and with a backward.

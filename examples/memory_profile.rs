@@ -11,11 +11,12 @@ mod tables;
 
 use answers::Row;
 use candle_core::Device;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use common::effects::{self, Effect, only};
 use common::models::describe;
 use common::modes::CompileFlag;
 use common::runs::{self, GridFlags, Run};
-use common::{Common, Effects, Output, Sweep, labels, outputs, values, words};
+use common::{Common, Output, Sweep, labels, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tables::{Details, columns};
@@ -58,7 +59,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let mut flags = Flags::effects().parse();
+    let mut flags = effects::parse(Flags::command(), Flags::effects);
     let grid = &mut flags.grid;
     grid.models
         .fill_context(&mut grid.context_length, &[128, 256, 512]);
@@ -66,12 +67,15 @@ fn main() -> ExitCode {
 }
 
 impl Flags {
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new().of_grid(|flags| &flags.grid).only(
+    fn effects(&self) -> Vec<Effect> {
+        let is_eager = self.grid.has_execution(Execution::Eager);
+        let mut effects = self.grid.effects();
+        effects.push(only(
             "where steps run eagerly: without --compile=only",
+            is_eager,
             &["snapshot"],
-            |flags| flags.grid.has_execution(Execution::Eager),
-        )
+        ));
+        effects
     }
 
     fn run(&self) -> Result<()> {

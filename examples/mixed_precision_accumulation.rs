@@ -7,8 +7,9 @@ mod common;
 mod rows;
 
 use candle_core::Device;
-use clap::Parser;
-use common::{Effects, Output};
+use clap::{CommandFactory, Parser};
+use common::Output;
+use common::effects;
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::report::{Column, Fields, Report};
@@ -26,7 +27,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Effects::<Flags>::new().parse();
+    let flags: Flags = effects::parse(Flags::command(), |_| Vec::new());
     common::run(|| flags.run())
 }
 

@@ -6,10 +6,11 @@ mod common;
 #[path = "precision_curves/compared.rs"]
 mod compared;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use common::effects;
 use common::models::TrainedModelFlags;
 use common::precision::PrecisionFlags;
-use common::{Common, Effects, Output, Sweep, values};
+use common::{Common, Output, Sweep, values};
 use compared::{Run, STEPS_A_POINT, percent};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -79,7 +80,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Effects::<Flags>::new().parse();
+    let flags: Flags = effects::parse(Flags::command(), |_| Vec::new());
     common::run(|| flags.common.around(|| flags.run()))
 }
 

@@ -14,13 +14,13 @@ mod common;
 mod figures;
 
 use candle_core::Device;
-use clap::Parser;
-use common::effects::names_gpu;
+use clap::{CommandFactory, Parser};
+use common::effects::{self, Effect, names_gpu, only};
 use common::labels::label_columns;
 use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
-use common::{Common, Effects, Output, Sweep, ops, values, words, wrote};
+use common::{Common, Output, Sweep, ops, values, words, wrote};
 use figures::{Floors, Profiled};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -90,7 +90,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let mut flags = Flags::effects().parse();
+    let mut flags = effects::parse(Flags::command(), Flags::effects);
     let grid = &mut flags.grid;
     grid.models.fill_context(&mut grid.context_length, &[256]);
     common::run(|| {
@@ -103,26 +103,23 @@ fn main() -> ExitCode {
 
 impl Flags {
     /// Declares what the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
-            .only("on a GPU", &["no-kernels"], |flags| {
-                names_gpu(&flags.common)
-            })
-            .of_grid(|flags| &flags.grid)
-            .only(
+    fn effects(&self) -> Vec<Effect> {
+        let has_phase = match self.phase.as_deref() {
+            Some("backward") => self.grid.has_backward(),
+            Some("optimizer") => self.grid.modes().contains(&Mode::TrainStep),
+            _ => true,
+        };
+        let mut effects = self.grid.effects();
+        effects.extend([
+            only("on a GPU", names_gpu(&self.common), &["no-kernels"]),
+            only(
                 "on ops, which have FLOPs and bytes: without --by kernel",
+                self.by != Some(Grouping::Kernel),
                 &["floor"],
-                |flags| flags.by != Some(Grouping::Kernel),
-            )
-            .only(
-                "with a --mode that has this phase",
-                &["phase"],
-                |flags| match flags.phase.as_deref() {
-                    Some("backward") => flags.grid.has_backward(),
-                    Some("optimizer") => flags.grid.modes().contains(&Mode::TrainStep),
-                    _ => true,
-                },
-            )
+            ),
+            only("with a --mode that has this phase", has_phase, &["phase"]),
+        ]);
+        effects
     }
 
     fn run(&self) -> Result<()> {

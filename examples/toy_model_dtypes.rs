@@ -9,8 +9,9 @@ mod layer_norm;
 #[path = "toy_model_dtypes/table.rs"]
 mod table;
 
-use clap::Parser;
-use common::{Common, Effects, Output};
+use clap::{CommandFactory, Parser};
+use common::effects;
+use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
 use tallow::report::{Column, Fields, Report};
@@ -32,7 +33,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Effects::<Flags>::new().parse();
+    let flags: Flags = effects::parse(Flags::command(), |_| Vec::new());
     common::run(|| flags.common.around(|| flags.run()))
 }
 

@@ -27,11 +27,12 @@ mod signals;
 
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
-use clap::Parser;
+use clap::{CommandFactory, Parser};
+use common::effects::{self, Effect, only};
 use common::modes::OptimizerFlag;
 use common::ranks::{ExchangeFlags, RankFlags};
 use common::ways::Way;
-use common::{Common, Effects, rates, stdout};
+use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
     DataFlags, FileFlags, LOSS_CSV, LOSS_SVG, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags,
@@ -84,7 +85,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags = Flags::effects().parse();
+    let flags = effects::parse(Flags::command(), Flags::effects);
     if let Some(code) = flags.ranks.launched() {
         return code;
     }
@@ -98,55 +99,52 @@ fn main() -> ExitCode {
 
 impl Flags {
     /// Returns what the flags' effects depend on.
-    fn effects() -> Effects<Self> {
-        Effects::<Self>::new()
+    fn effects(&self) -> Vec<Effect> {
+        use OptimizerFlag::{Muon, Sgd};
+        let schedule = self.training.schedule;
+        let is_constant = schedule == ScheduleFlag::Constant;
+        let restarts = schedule == ScheduleFlag::Restarts;
+        let has_momentum = [Sgd, Muon].contains(&self.training.optimizer);
+        let has_family = self.family.family.is_some();
+        let mut effects = self.ranks.effects(&self.common);
+        effects.extend(self.exchange.effects(&self.ranks));
+        effects.extend([
             // clap lets `requires` pass where what is required conflicts with a flag that is given, as --tokens does.
-            .only("with --tokens", &["vocab-size"], |flags| {
-                flags.data.tokens.is_some()
-            })
-            .only(
+            only("with --tokens", self.data.tokens.is_some(), &["vocab-size"]),
+            only(
                 "on a rate that changes: not with --schedule constant",
+                !is_constant,
                 &["schedule-steps", "min-lr"],
-                |flags| flags.training.schedule != ScheduleFlag::Constant,
-            )
-            .only(
+            ),
+            only(
                 "with a warm-up: not with --schedule constant or restarts",
+                !is_constant && !restarts,
                 &["warmup"],
-                |flags| {
-                    let without = [ScheduleFlag::Constant, ScheduleFlag::Restarts];
-                    !without.contains(&flags.training.schedule)
-                },
-            )
-            .only(
+            ),
+            only(
                 "with --schedule wsd or restarts",
+                schedule == ScheduleFlag::Wsd || restarts,
                 &["decay-steps"],
-                |flags| {
-                    [ScheduleFlag::Wsd, ScheduleFlag::Restarts].contains(&flags.training.schedule)
-                },
-            )
-            .only("with --optimizer adamw or lion", &["betas"], |flags| {
-                ![OptimizerFlag::Sgd, OptimizerFlag::Muon].contains(&flags.training.optimizer)
-            })
-            .only("with --optimizer sgd or muon", &["momentum"], |flags| {
-                [OptimizerFlag::Sgd, OptimizerFlag::Muon].contains(&flags.training.optimizer)
-            })
-            .of_ranks(|flags| (&flags.ranks, &flags.common))
-            .of_exchange(|flags| (&flags.ranks, &flags.exchange))
-            .only(
+            ),
+            only("with --optimizer adamw or lion", !has_momentum, &["betas"]),
+            only("with --optimizer sgd or muon", has_momentum, &["momentum"]),
+            only(
                 "with --family",
+                has_family,
                 &["ignore-config-key", "random-weights", "save-family"],
-                |flags| flags.family.family.is_some(),
-            )
-            .only(
+            ),
+            only(
                 "on a sample: not with --sample 0",
+                self.sample.sample > 0,
                 &["temperature", "top-k", "top-p", "prompt"],
-                |flags| flags.sample.sample > 0,
-            )
-            .only(
+            ),
+            only(
                 "where tokens are drawn: not with --temperature 0",
+                self.sample.temperature > 0.0,
                 &["top-k", "top-p"],
-                |flags| flags.sample.temperature > 0.0,
-            )
+            ),
+        ]);
+        effects
     }
 
     /// Trains and writes a sample. Returns the signal that ended it, if one did.

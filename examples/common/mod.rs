@@ -18,7 +18,6 @@ pub mod values;
 pub mod ways;
 pub mod words;
 
-pub use effects::Effects;
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
 #[allow(unused_imports)]

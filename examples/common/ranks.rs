@@ -1,9 +1,9 @@
 //! Flags of the examples that run on several GPUs, and the start of such a run.
 
-use super::effects::names_gpu;
-use super::{Common, Effects, stdout};
+use super::effects::{Effect, names_gpu, only, only_group};
+use super::{Common, stdout};
 use candle_core::DType;
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -33,45 +33,22 @@ pub struct RankFlags {
 /// The condition under which flags of ranks have an effect.
 const SEVERAL: &str = "among several ranks: with --gpus, or started by torchrun or mpirun";
 
-impl<F: Parser + 'static> Effects<F> {
-    /// Declares what the flags of a job's ranks depend on.
-    pub fn of_ranks(self, flags: fn(&F) -> (&RankFlags, &Common)) -> Self {
-        let on_gpus = move |all: &F| {
-            let (ranks, common) = flags(all);
-            ranks.are_several() && (ranks.gpus.is_some() || names_gpu(common))
-        };
-        let names_no_gpu = move |all: &F| {
-            let (ranks, common) = flags(all);
-            ranks.gpus.is_none() || common.device == "cuda"
-        };
-        self.only(SEVERAL, &["timeout"], move |all| flags(all).0.are_several())
-            .only("where several GPUs run NCCL", &["nccl-max-ctas"], on_gpus)
-            .only(
-                "without --gpus, which gives each rank a GPU",
-                &["device"],
-                names_no_gpu,
-            )
-    }
-
-    /// Declares what the flags of an exchange depend on.
-    pub fn of_exchange(self, flags: fn(&F) -> (&RankFlags, &ExchangeFlags)) -> Self {
-        let is_sharded = move |all: &F| flags(all).1.strategy == Strategy::FullyShard;
-        let in_buckets = move |all: &F| flags(all).1.exchange == When::Overlapped;
-        self.only_group::<ExchangeFlags>(SEVERAL, move |all| flags(all).0.are_several())
-            .only(
-                "without --strategy fully-shard",
-                &["exchange"],
-                move |all| !is_sharded(all),
-            )
-            .only(
-                "with --exchange overlapped or --strategy fully-shard",
-                &["bucket-mib"],
-                move |all| in_buckets(all) || is_sharded(all),
-            )
-    }
-}
-
 impl RankFlags {
+    /// Returns what these flags' effects depend on.
+    pub fn effects(&self, common: &Common) -> Vec<Effect> {
+        let on_gpus = self.are_several() && (self.gpus.is_some() || names_gpu(common));
+        let names_no_gpu = self.gpus.is_none() || common.device == "cuda";
+        vec![
+            only(SEVERAL, self.are_several(), &["timeout"]),
+            only("where several GPUs run NCCL", on_gpus, &["nccl-max-ctas"]),
+            only(
+                "without --gpus, which gives each rank a GPU",
+                names_no_gpu,
+                &["device"],
+            ),
+        ]
+    }
+
     /// Whether this process is one of several ranks, or starts them. An invalid environment is reported later.
     fn are_several(&self) -> bool {
         match Ranks::from_env() {
@@ -182,6 +159,21 @@ pub enum When {
 }
 
 impl ExchangeFlags {
+    /// Returns what these flags' effects depend on.
+    pub fn effects(&self, ranks: &RankFlags) -> Vec<Effect> {
+        let is_sharded = self.strategy == Strategy::FullyShard;
+        let in_buckets = self.exchange == When::Overlapped;
+        vec![
+            only_group::<Self>(SEVERAL, ranks.are_several()),
+            only("without --strategy fully-shard", !is_sharded, &["exchange"]),
+            only(
+                "with --exchange overlapped or --strategy fully-shard",
+                in_buckets || is_sharded,
+                &["bucket-mib"],
+            ),
+        ]
+    }
+
     /// Returns how the planned step of this rank, of several, exchanges.
     pub fn step_ranks(&self, shard: Shard) -> StepRanks {
         let bucket_bytes = (self.bucket_mib * 2f64.powi(20)) as u64;

@@ -1,12 +1,13 @@
 //! The runs of a sweep: every combination of size, batch, length, attention, checkpointing, precision and mode.
 
+use super::effects::{Effect, only};
 use super::labels::Labels;
 use super::models::{Model, ModelFlags, VariantFlags};
 use super::modes::{CompileFlag, ModeFlag, OptimizerFlag, can_plan, executions, modes};
 use super::precision::PrecisionFlags;
-use super::{Effects, values, words};
+use super::{values, words};
 use candle_core::Device;
-use clap::{Args, Parser};
+use clap::Args;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
@@ -65,24 +66,22 @@ pub struct Run {
     pub run: EndToEnd,
 }
 
-impl<F: Parser + 'static> Effects<F> {
-    /// Declares what the flags of a grid depend on.
-    pub fn of_grid(self, grid: fn(&F) -> &GridFlags) -> Self {
-        self.only("in a training step", &["optimizer"], move |flags| {
-            grid(flags).modes().contains(&Mode::TrainStep)
-        })
-        .only("with a backward", &["checkpoint"], move |flags| {
-            grid(flags).has_backward()
-        })
-        .only(
-            "where a step can be planned: in f32, or f32 parameters with kept copies",
-            &["compile"],
-            move |flags| grid(flags).has_execution(Execution::Planned),
-        )
-    }
-}
-
 impl GridFlags {
+    /// Returns what the flags' effects depend on.
+    pub fn effects(&self) -> Vec<Effect> {
+        let trains = self.modes().contains(&Mode::TrainStep);
+        let is_planned = self.has_execution(Execution::Planned);
+        vec![
+            only("in a training step", trains, &["optimizer"]),
+            only("with a backward", self.has_backward(), &["checkpoint"]),
+            only(
+                "where a step can be planned: in f32, or f32 parameters with kept copies",
+                is_planned,
+                &["compile"],
+            ),
+        ]
+    }
+
     pub fn modes(&self) -> Vec<Mode> {
         modes(&self.mode)
     }

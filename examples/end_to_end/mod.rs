@@ -8,12 +8,13 @@ mod reasons;
 mod table;
 mod warmup;
 
+use crate::common::effects::{self, Effect, only};
 use crate::common::models::{Model, describe};
 use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, Run};
-use crate::common::{self, Common, Effects, Output, Sweep, rates, values, words};
+use crate::common::{self, Common, Output, Sweep, rates, values, words};
 use answers::{measured, of_runs, of_values};
-use clap::{Command, Parser, ValueEnum};
+use clap::{CommandFactory, Parser, ValueEnum};
 use configuration::Configuration;
 use reasons::Counted;
 use std::process::ExitCode;
@@ -111,13 +112,11 @@ pub fn main(
     examples: &'static str,
     defaults: &'static [(&'static str, &'static [&'static str])],
 ) -> ExitCode {
-    let command = move |command: Command| {
-        let command = command.about(about).after_help(examples);
-        defaults.iter().fold(command, |command, (id, values)| {
-            command.mut_arg(id, |arg| arg.default_values(*values))
-        })
-    };
-    let mut flags = Flags::effects(program, command).parse();
+    let command = Flags::command().about(about).after_help(examples);
+    let command = defaults.iter().fold(command, |command, (id, values)| {
+        command.mut_arg(id, |arg| arg.default_values(*values))
+    });
+    let mut flags: Flags = effects::parse(command, |flags: &Flags| flags.effects(program));
     let grid = &mut flags.grid;
     grid.models.fill_context(&mut grid.context_length, &[256]);
     if flags.config.is_empty() && !grid.models.names_a_model() {
@@ -128,39 +127,35 @@ pub fn main(
 }
 
 impl Flags {
-    fn effects(program: Program, command: impl Fn(Command) -> Command + 'static) -> Effects<Self> {
-        let runs_grid =
-            |flags: &Self| flags.config.is_empty() || flags.grid.models.names_a_preset();
-        Effects::<Self>::new()
-            .with_command(command)
-            .only(
+    fn effects(&self, program: Program) -> Vec<Effect> {
+        let grid = &self.grid;
+        let executions = [Execution::Eager, Execution::Planned].into_iter();
+        let executions = executions.filter(|one| grid.has_execution(*one)).count();
+        let is_planned = grid.compile == Some(CompileFlag::Only);
+        let mut effects = grid.effects();
+        effects.extend([
+            only(
                 "without --config, or with a preset too",
+                self.config.is_empty() || grid.models.names_a_preset(),
                 &["batch-size", "context-length"],
-                runs_grid,
-            )
-            .of_grid(|flags| &flags.grid)
-            .only(
+            ),
+            only(
                 "where nothing is compared: in one precision, without --compile",
+                executions == 1 && self.precisions(program).len() == 1,
                 &["view"],
-                move |flags| {
-                    let all = [Execution::Eager, Execution::Planned];
-                    let all = all.into_iter().filter(|one| flags.grid.has_execution(*one));
-                    all.count() == 1 && flags.precisions(program).len() == 1
-                },
-            )
-            .only(
+            ),
+            only(
                 "in a planned training step: with --compile and --mode train-step",
+                grid.has_planned_step(),
                 &["memory-budget-gib", "optimizer-in-backward"],
-                |flags| flags.grid.has_planned_step(),
-            )
-            .only(
+            ),
+            only(
                 "where all runs are planned training steps: with --compile=only --mode train-step",
+                is_planned && grid.modes() == [Mode::TrainStep],
                 &["accumulation"],
-                |flags| {
-                    let is_planned = flags.grid.compile == Some(CompileFlag::Only);
-                    is_planned && flags.grid.modes() == [Mode::TrainStep]
-                },
-            )
+            ),
+        ]);
+        effects
     }
 
     fn run(&self, program: Program) -> Result<()> {
