@@ -113,9 +113,9 @@ pub struct ReplicatedConfig {
     /// The dtype to which gradients are rounded for the exchange: bf16 halves the bytes. `None` keeps their own dtype.
     /// Planned steps on the CPU do not support bf16.
     ///
-    /// A planned step on a GPU exchanges in bf16 the gradients of weight matrices that a single op of the model reads: one
-    /// matmul computes the whole gradient and writes it in bf16. All others, such as those of embeddings, norms and tied
-    /// heads, are exchanged in f32. The step must have
+    /// With bf16, a planned step on a GPU rounds the gradients of weight matrices that are read by a single op of the
+    /// model: one matmul computes the whole gradient and writes it in bf16. All other gradients, such as those of
+    /// embeddings, norms and tied heads, are exchanged in f32. The step must have
     /// precision bf16, one micro-batch on each rank and no loss scaling; anything else is an error.
     pub dtype: Option<DType>,
 }

@@ -90,9 +90,9 @@
 //!   it from `main` (`?`). The process then ends with exit code 1, at most about 15 seconds after the error. Dropping
 //!   the communicator takes this time: up to 10 seconds for NCCL's abort, and a few seconds for messages that are not
 //!   sent yet. It does not wait for other ranks. Start all ranks again, and resume from a checkpoint.
-//! - Rust prints the error of `main` after the communicator is dropped. Under [`launch()`], print the error while the
-//!   communicator still exists: `launch` ends all other ranks 10 seconds after the first one has ended with an error,
-//!   which may be while they drop theirs.
+//! - Under [`launch()`], print the error before the communicator is dropped. Rust prints the error of `main` after the
+//!   drop, which may take longer than the 10 seconds that `launch` gives a rank after another one has ended with an
+//!   error.
 //! - Once a rank has exited with the error, [`launch()`], torchrun and mpirun also end a rank that hangs. `srun` does
 //!   so with `--kill-on-bad-exit=1`.
 //! - If a host loses power or its network, its connections stay open. The ranks on other hosts notice when a covered

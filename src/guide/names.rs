@@ -339,7 +339,9 @@
 //! | `huber_loss`, `smooth_l1_loss` | [composed][f]: `huber` |
 //! | `binary_cross_entropy_with_logits` | [`ops::bce_with_logits`] |
 //! | `kl_div` | [`ops::kl_div`] |
-//! | `cosine_embedding_loss`, `triplet_margin_loss` | [`ops::relu`] and [`ops::mean`] of `cosine_similarity`, `norm` |
+//! | `cosine_embedding_loss` | [`ops::relu`] and [`ops::mean`] of `cosine_similarity` |
+//! | `triplet_margin_loss` | [`ops::relu`] and [`ops::mean`] of `norm` |
+//! | InfoNCE and other contrastive losses | [`ops::cross_entropy`] of [`ops::matmul_transposed`] of two `normalize`d sets |
 //! | `ctc_loss` | none |
 //! | `pad` | [`ops::concat`] with [`Tensor::zeros`] |
 //! | `conv1d`, `conv2d` | candle's [`Tensor::conv1d`], [`Tensor::conv2d`] |

@@ -105,7 +105,8 @@
 //! # What to do next
 //!
 //! Compare the ops with the machine. `profile --floor` measures two rates of the device, of large matmuls and of a
-//! copy. The floor of an op is the time of its FLOPs at the first or of its bytes at the second, whichever is longer.
+//! copy. The floor of an op is the time of its matmuls' FLOPs at the first or of its bytes at the second, whichever is
+//! longer. Ops without a formula have none, and are not in the floor of the step.
 //! All times are those of one step. `Lost` is the measured time less the floor, and the op that loses the most comes
 //! first. On a GPU, too, the rows are ops and not kernels, which have no floors. Two layers of width 768, with flash
 //! attention, planned (`--compile=only`), on two cores of another Xeon:
@@ -248,7 +249,7 @@
 //! | logits | a smaller batch; a planned step, which computes head and loss for some rows at a time |
 //! | weights, optimizer, gradients | [`Moments::Bf16`], [`StepConfig::optimizer_in_backward`][early], [`FullyShard`] |
 //! | scratch | find its op among the largest allocations (of the whole step); a smaller batch; a planned step |
-//! | any row, if steps are eager | a planned step, in which buffers share memory (`memory_profile --compile` prints its parts by the plan) |
+//! | any row, if steps are eager | a planned step, in which buffers share memory (`memory_profile --compile` lists its predicted parts) |
 //!
 //! [`Moments::Bf16`]: crate::optim::Moments::Bf16
 //! [early]: crate::compile::StepConfig::optimizer_in_backward
@@ -413,8 +414,9 @@
 //! optimizer        10.0      2.5        5.0     0.0          0.0     0.0        2.5      0.0    0.1
 //! ```
 //!
-//! Threads allocate buffers for matmuls at first use and keep them. They count as `other`, here 8.3 MiB on two cores,
-//! unless [`reserve_scratch`](crate::memory::system::reserve_scratch) allocates them before the baseline is read.
+//! Threads allocate buffers for matmuls at first use and keep them. The table was made with a call of
+//! [`reserve_scratch`](crate::memory::system::reserve_scratch) before the baseline was read. Without it `other` is 8.3
+//! MiB more, on two cores.
 //!
 //! The tensors of a planned step share one arena, which a recording shows as one block.
 //! [`planned_breakdown`](crate::memory::planned_breakdown) says what the step's memory is used for, in the arena and

@@ -1,4 +1,4 @@
-//! Devices by name, and the machine's memory, arithmetic and peak FLOP/s.
+//! Devices by name, and the machine's memory and arithmetic.
 //!
 //! ```
 //! use tallow::hardware;

@@ -52,7 +52,8 @@ impl Mode {
 /// A pass or step of a model: its sizes, mode, dtypes and kernels.
 ///
 /// By default it is a training step in f32, with naive attention, on the CPU. `batch_size` and `sequence_length` are 0
-/// by default: set them. [`memory`](super) has an example.
+/// by default: set them. A serialized workload may lack the fields that mention their default. [`memory`](super) has an
+/// example.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Workload {
     /// Batch size B.
@@ -61,19 +62,19 @@ pub struct Workload {
     pub sequence_length: usize,
     /// The part of a step that is run.
     pub mode: Mode,
-    /// The algorithm of attention. The default is naive, also if a file leaves it out.
+    /// The algorithm of attention. The default is naive.
     #[serde(default)]
     pub attention: Algorithm,
-    /// The precision of forward and loss. The default is f32, also if a file leaves it out.
+    /// The precision of forward and loss. The default is f32.
     #[serde(default)]
     pub precision: Precision,
-    /// The activation checkpointing of the blocks. The default is none, also if a file leaves it out.
+    /// The activation checkpointing of the blocks. The default is none.
     #[serde(default)]
     pub checkpointing: Checkpointing,
-    /// The kernels that compute it. The default is the CPU's, also if a file leaves it out.
+    /// The kernels that compute it. The default is the CPU's.
     #[serde(default)]
     pub kernels: Target,
-    /// The rule of the update. The default is AdamW with its moments in f32, also if a file leaves it out.
+    /// The rule of the update. The default is AdamW with its moments in f32.
     #[serde(default)]
     pub optimizer: Rule,
 }

@@ -446,8 +446,13 @@ impl TransformerLM {
     /// let hidden = model.hidden_states(&tokens, &ForwardContext::default())?; // (B, T, D)
     /// let next_token = ops::linear_cross_entropy(&hidden, model.head().weight(), &targets)?;
     /// assert_eq!(next_token.to_scalar::<f32>()?, model.loss(&tokens, &targets)?.to_scalar::<f32>()?);
-    /// let pooled = ops::mean_over(&hidden, 1)?; // (B, D), for the other term
-    /// # assert_eq!(pooled.dims(), [2, 8]);
+    ///
+    /// let pooled = ops::mean_over(&hidden, 1)?; // (B, D)
+    /// let (a, b) = (pooled.narrow(0, 0, 1)?, pooled.narrow(0, 1, 1)?); // the halves of the batch
+    /// let pairs = Tensor::new(&[0u32], &device)?; // row i of a belongs to row i of b
+    /// let contrastive = ops::cross_entropy(&ops::matmul_transposed(&a, &b)?, &pairs)?;
+    /// let loss = ops::add_scaled(&next_token, &contrastive, 0.1)?;
+    /// # assert_eq!(loss.rank(), 0);
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///

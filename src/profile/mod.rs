@@ -8,8 +8,8 @@
 //!
 //! On an NVIDIA GPU, [`Profiler::start_on`] also records kernels through CUPTI, each with the range that launched it,
 //! without waiting for the GPU at each op. Times are then those of kernels: an op's time is that of the kernels it
-//! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is replayed as CUDA graphs, as
-//! without a profiler, and each kernel counts for the plan's call that put it into the graph. While
+//! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is still replayed from CUDA graphs,
+//! [one for each phase](Profiler::start_on), and each kernel counts for the plan's call that put it into the graph. While
 //! [`Profiler::start`] or [`memory::record_on`](crate::memory::record_on()) records, the calls of a planned step are
 //! launched one by one instead, each in its range.
 //!

@@ -64,8 +64,8 @@ impl Profiler {
     /// afterwards. Launches overlap with work as they do without a profiler, but each takes the host longer. A planned
     /// step is still replayed from CUDA graphs: one for each phase (one for each stretch of calls of a phase, where
     /// phases alternate) instead of one for the step. The first planned step with a profiler records these graphs and
-    /// takes longer. [`Step::time_phases`](crate::compile::Step::time_phases) uses the same graphs: turned on in the
-    /// warm-up, it has them recorded before. The profiler waits for the GPU where phases and steps begin and end, as
+    /// takes longer, unless they exist: call [`Step::time_phases`](crate::compile::Step::time_phases), which uses the
+    /// same graphs, before the warm-up. The profiler waits for the GPU where phases and steps begin and end, as
     /// stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
     ///
     /// # Errors

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// The default is nanoGPT's recipe for characters on a CPU: batches of 12 x 64 tokens, 2,000 steps, learning rate 1e-3
 /// after 100 steps of warm-up, decaying to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.
+/// A serialized configuration may lack the fields that mention their default.
 ///
 /// ```
 /// use tallow::train::TrainConfig;
@@ -43,7 +44,7 @@ pub struct TrainConfig {
     /// The largest L2 norm of all gradients; larger ones are scaled down to it. `None` disables clipping by norm.
     pub max_grad_norm: Option<f64>,
     /// The largest absolute value of a gradient's element; others are clipped to it after `max_grad_norm`. `None`
-    /// disables clipping by value: the default, also if a file leaves it out.
+    /// disables clipping by value: the default.
     #[serde(default)]
     pub max_grad_value: Option<f64>,
     /// The algorithm of attention. `None`, the default, keeps that of the model, or of the checkpoint that is resumed.
@@ -55,7 +56,7 @@ pub struct TrainConfig {
     #[serde(default)]
     pub checkpointing: Option<Checkpointing>,
     /// The precision of forward and loss, in training and evaluation: f32, or bf16 or f16 in autocast. The model's
-    /// parameters are f32. The default is f32, also if a file leaves it out.
+    /// parameters are f32. The default is f32.
     #[serde(default)]
     pub precision: Precision,
     /// Scaling of the loss in f16; other precisions are not scaled. If it is not `enabled`, f16 runs unscaled, and
@@ -65,7 +66,7 @@ pub struct TrainConfig {
     /// Updates each parameter as soon as its gradient is computed, and frees the gradient: one gradient is alive at a
     /// time. The gradients' norm is then not computed ([`StepReport::grad_norm`](super::StepReport::grad_norm) is NaN),
     /// and a loss that is not finite is an error *after* its update. `max_grad_norm` must be `None`, `accumulation` 1,
-    /// and the loss not scaled. The default is false, also if a file leaves it out.
+    /// and the loss not scaled. The default is false.
     #[serde(default)]
     pub optimizer_in_backward: bool,
     /// The most bytes that activations and gradients of a step may use; backward recomputes as little as [this
@@ -76,7 +77,7 @@ pub struct TrainConfig {
     /// by default. It may change when a run is resumed.
     pub evaluate_every: usize,
     /// Number of checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one at its path, and earlier ones
-    /// as `path.1`, the latest, to `path.{keep - 1}`. The default is 1, also if a file leaves it out. It may change
+    /// as `path.1`, the latest, to `path.{keep - 1}`. The default is 1. It may change
     /// when a run is resumed.
     #[serde(default = "one")]
     pub keep: usize,
@@ -86,7 +87,7 @@ pub struct TrainConfig {
     #[serde(default)]
     pub separator: Option<u32>,
     /// The value of targets that do not count in loss, gradients and evaluation, such as PyTorch's -100. Batches with
-    /// masked targets come from [`Batches`](crate::data::Batches). The default is `None`, also if a file leaves it out.
+    /// masked targets come from [`Batches`](crate::data::Batches). The default is `None`.
     #[serde(default)]
     pub ignore_index: Option<i64>,
     /// Seed of the batches and of dropout. (The model has the seed of the initial weights.)

@@ -68,8 +68,8 @@ impl Trainer {
     /// # }
     /// ```
     ///
-    /// In [`save`](Self::save) every rank writes its part. The run can be resumed by any number of ranks
-    /// ([`resume_fully_sharded`](Self::resume_fully_sharded)), and by one that has the full model
+    /// In [`save`](Self::save) every rank writes its part. Any number of ranks that divides the accumulation can resume
+    /// the run, fully sharded ([`resume_fully_sharded`](Self::resume_fully_sharded)) or with the full model on each rank
     /// ([`resume`](Self::resume)).
     ///
     /// # Errors

@@ -40,9 +40,9 @@ pub struct StepReport {
 /// A training run: a model, its optimizer, its data, and its progress.
 ///
 /// Steps are planned ([`Step`]) before the first one runs: forward, backward, clipping and AdamW in memory that is
-/// allocated once. They train models in f32 (also f64 on the CPU) on the CPU and on NVIDIA GPUs. Train what plans
-/// refuse, such as parameters in half precision or on Apple's GPUs, in a loop of your own with `loss`,
-/// [`backward`](crate::backward()) and [`Optimizer::step`].
+/// allocated once. Parameters are f32 (on the CPU also f64); [`TrainConfig::precision`] computes in bf16 or f16. Steps
+/// run on the CPU and on NVIDIA GPUs. Train what plans refuse, such as parameters in half precision or on Apple's GPUs,
+/// in a loop of your own with `loss`, [`backward`](crate::backward()) and [`Optimizer::step`].
 ///
 /// In f16 the loss is scaled ([`TrainConfig::loss_scaling`], [`GradScaler`]): a step whose gradients overflow is
 /// skipped, which is not an error. It counts as a step for the schedule and the data, but not for the optimizer.

@@ -156,7 +156,8 @@ impl<'l> Step<'l> {
     /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
-    /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter.
+    /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter, and
+    /// the exchanges of a bucket run as one group.
     /// [`run`](Self::run) begins by fetching the parameters of other ranks in the order in which matmuls read them, on
     /// a GPU concurrently with the first layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks
     /// lag by one update.
