@@ -22,7 +22,8 @@ const OP: &str = "attention::FirstKeys";
 /// use candle_core::{Device, Tensor};
 /// use tallow::attention::{self, AttentionConfig, FirstKeys, Mask};
 ///
-/// let tokens = Tensor::new(&[[7u32, 9, 0, 8, 8, 5, 0, 6]], &Device::Cpu)?; // (B, T): documents end with 0
+/// // Documents end with 0.
+/// let tokens = Tensor::new(&[[7u32, 9, 0, 8, 8, 5, 0, 6]], &Device::Cpu)?; // (B, T)
 /// let first_keys = FirstKeys::of_documents(&tokens, 0)?;
 /// assert_eq!(first_keys.tensor().to_vec2::<u32>()?, [[0, 0, 0, 3, 3, 3, 3, 7]]);
 ///

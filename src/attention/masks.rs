@@ -192,7 +192,8 @@ impl KeyMask {
 /// use tallow::ops;
 ///
 /// let q = Tensor::randn(0f32, 1.0, (2, 4, 6, 8), &Device::Cpu)?; // (B, H, T, Dh)
-/// let positions = Var::zeros((4, 6, 6), q.dtype(), &Device::Cpu)?; // (H, Tq, Tk), the same for all sequences
+/// // The same for all sequences.
+/// let positions = Var::zeros((4, 6, 6), q.dtype(), &Device::Cpu)?; // (H, Tq, Tk)
 /// let config = AttentionConfig { bias: Some(ScoreBias::new(&positions)?), ..Default::default() };
 /// let out = attention::flash(&q, &q, &q, &config)?;
 /// let gradients = tallow::backward(ops::sum(&ops::mul(&out, &out)?)?)?;

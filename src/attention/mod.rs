@@ -9,7 +9,8 @@
 //! use tallow::attention::{self, AttentionConfig, Mask};
 //!
 //! let q = Tensor::randn(0f32, 1.0, (2, 4, 16, 8), &Device::Cpu)?; // (B, H, Tq, Dh)
-//! let k = Tensor::randn(0f32, 1.0, (2, 2, 16, 8), &Device::Cpu)?; // (B, Hkv, Tk, Dh): two heads of q share one
+//! // Two heads of q share one of k.
+//! let k = Tensor::randn(0f32, 1.0, (2, 2, 16, 8), &Device::Cpu)?; // (B, Hkv, Tk, Dh)
 //! let config = AttentionConfig { mask: Mask::Causal, ..Default::default() };
 //! let naive = attention::naive(&q, &k, &k, &config)?;
 //! let flash = attention::flash(&q, &k, &k, &config)?;

@@ -60,7 +60,12 @@ impl Default for Sampling {
 /// use tallow::bench::{AttentionRun, AttentionTask, Sampling};
 /// use tallow::memory::AttentionWorkload;
 ///
-/// let workload = AttentionWorkload { batch_size: 2, sequence_length: 32, head_dim: 8, ..Default::default() };
+/// let workload = AttentionWorkload {
+///     batch_size: 2,
+///     sequence_length: 32,
+///     head_dim: 8,
+///     ..Default::default()
+/// };
 /// let run = AttentionRun {
 ///     task: AttentionTask::Alone(workload),
 ///     sampling: Sampling { warmup_steps: 1, iterations: 3, ..Default::default() },

@@ -12,7 +12,9 @@
 //! let device = Device::Cpu;
 //! let q = Tensor::randn(0f32, 1.0, (1, 2, 64, 16), &device)?; // (B, H, T, Dh)
 //! let config = AttentionConfig::default();
-//! let timing = Stopwatch::new(&device).warmup(1).measure(3, || attention::flash(&q, &q, &q, &config))?;
+//! let timing = Stopwatch::new(&device)
+//!     .warmup(1)
+//!     .measure(3, || attention::flash(&q, &q, &q, &config))?;
 //! assert_eq!(timing.samples_ms.len(), 3);
 //! println!("{:.2} ms", timing.statistics()?.mean_ms);
 //! # Ok::<(), tallow::Error>(())

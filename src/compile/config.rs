@@ -97,7 +97,11 @@ impl PlanKind {
 /// use tallow::compile::StepConfig;
 /// use tallow::precision::Precision;
 ///
-/// let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
+/// let config = StepConfig {
+///     precision: Precision::BF16,
+///     clip_norm: Some(1.0),
+///     ..Default::default()
+/// };
 /// config.validate()?;
 /// # Ok::<(), tallow::Error>(())
 /// ```

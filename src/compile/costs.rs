@@ -19,7 +19,10 @@ impl Plan {
     /// let batch = Batch::meta(4, 256)?;
     /// let (plan, _) = Step::plan_for_model(Target::Cpu, &model, &StepConfig::default(), batch)?;
     /// for group in plan.costs() {
-    ///     println!("{} {}: {}: {} FLOPs", group.phase, group.path, group.ops.join(", "), group.cost.flops());
+    ///     println!(
+    ///         "{} {}: {}: {} FLOPs",
+    ///         group.phase, group.path, group.ops.join(", "), group.cost.flops()
+    ///     );
     /// }
     /// let matmuls: f64 = plan.costs().iter().map(|group| group.cost.matmul_flops).sum();
     /// assert_eq!(matmuls, plan.flops());

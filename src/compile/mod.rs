@@ -19,7 +19,11 @@
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?;
 //! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
-//! let mut step = Step::for_model(&model, &optimizer, &StepConfig { clip_norm: Some(1.0), ..Default::default() })?;
+//! let mut step = Step::for_model(
+//!     &model,
+//!     &optimizer,
+//!     &StepConfig { clip_norm: Some(1.0), ..Default::default() },
+//! )?;
 //!
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)

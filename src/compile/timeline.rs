@@ -131,7 +131,10 @@ impl Plan {
     /// use tallow::distributed::ReplicatedConfig;
     /// use tallow::model::{TransformerConfig, TransformerLM};
     ///
-    /// let config = StepConfig { ranks: StepRanks::Replicated(ReplicatedConfig::default()), ..Default::default() };
+    /// let config = StepConfig {
+    ///     ranks: StepRanks::Replicated(ReplicatedConfig::default()),
+    ///     ..Default::default()
+    /// };
     /// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
     /// let batch = Batch::meta(4, 256)?;
     /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &config, batch)?;

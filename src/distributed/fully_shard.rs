@@ -42,14 +42,18 @@ use std::sync::{Arc, Mutex, MutexGuard};
 ///     let weights = nn::seeded(0, DType::F32, communicator.device());
 ///     let model = TransformerLM::from_var_builder(&config, sharded.builder(weights))?;
 ///     let mut optimizer = Optimizer::new(sharded.parameters(), AdamWConfig::default())?;
-///     let mut step = Step::fully_sharded_for_model(&model, &optimizer, &StepConfig::default(), &sharded)?;
-///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T), this rank's part of the batch
+///     let mut step =
+///         Step::fully_sharded_for_model(&model, &optimizer, &StepConfig::default(), &sharded)?;
+///     // This rank's part of the batch.
+///     let tokens = Tensor::new(&[[1u32, 2, 3, 4]], communicator.device())?; // (B, T)
 ///     let targets = Tensor::new(&[[2u32, 3, 4, 5]], communicator.device())?; // (B, T)
 ///     step.run(&mut optimizer, (&tokens, &targets))
 /// };
 /// std::thread::scope(|scope| {
 ///     let communicators = distributed::threads(2)?.into_iter();
-///     let ranks: Vec<_> = communicators.map(|communicator| scope.spawn(move || train(communicator))).collect();
+///     let ranks: Vec<_> = communicators
+///         .map(|communicator| scope.spawn(move || train(communicator)))
+///         .collect();
 ///     ranks.into_iter().try_for_each(|rank| rank.join().unwrap().map(drop))
 /// })?;
 /// # Ok::<(), tallow::Error>(())

@@ -13,7 +13,8 @@
 //!
 //! # fn main() -> tallow::Result<()> {
 //! // Without a launcher's variables this is a job of one rank: the same program runs alone.
-//! let communicator = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
+//! let communicator =
+//!     distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
 //! let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
 //! let config = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
 //! let model = TransformerLM::new(&config, 0, communicator.device())?;

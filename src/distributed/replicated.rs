@@ -24,10 +24,13 @@ const OP: &str = "distributed::Replicated";
 ///     for communicator in ranks {
 ///         scope.spawn(move || -> tallow::Result<()> {
 ///             let rank = communicator.rank() as f32;
-///             let w = Var::new(&[1f32 + rank, 2.0], &Device::Cpu)?; // rank 0's value replaces the others
+///             // Rank 0's value replaces the others.
+///             let w = Var::new(&[1f32 + rank, 2.0], &Device::Cpu)?;
 ///             let parameters = vec![("w".to_string(), w.clone())];
-///             let replicated = Replicated::new(&communicator, parameters, ReplicatedConfig::default())?;
-///             let x = Tensor::new(&[1f32, 4.0 * rank], &Device::Cpu)?; // this rank's part of the batch
+///             let replicated =
+///                 Replicated::new(&communicator, parameters, ReplicatedConfig::default())?;
+///             // This rank's part of the batch.
+///             let x = Tensor::new(&[1f32, 4.0 * rank], &Device::Cpu)?;
 ///             let mut gradients = tallow::backward(ops::sum(&ops::mul(&w, &x)?)?)?;
 ///             replicated.average(&mut gradients)?;
 ///             assert_eq!(gradients.get(&w).unwrap().to_vec1::<f32>()?, [1.0, 2.0]);

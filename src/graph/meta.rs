@@ -97,7 +97,8 @@ pub(crate) fn constant(shape: impl Into<Shape>, dtype: DType) -> candle_core::Re
 /// use candle_core::DType;
 /// use tallow::graph;
 ///
-/// let layer = tallow::nn::Linear::new(1 << 14, 1 << 14, graph::weights(DType::F32))?; // 1 GiB, if it were real
+/// // 1 GiB, if it were real.
+/// let layer = tallow::nn::Linear::new(1 << 14, 1 << 14, graph::weights(DType::F32))?;
 /// assert!(graph::is_meta(layer.weight()));
 /// # Ok::<(), tallow::Error>(())
 /// ```

@@ -62,8 +62,8 @@
 //! let device = Device::Cpu;
 //! let weights = VarMap::new();
 //! let vb = VarBuilder::from_varmap(&weights, DType::F32, &device);
-//! let norm = nn::RmsNorm::new(8, 1e-5, vb.pp("norm"))?; // was candle_nn::rms_norm(8, 1e-5, vb.pp("norm"))?
-//! let map = nn::Linear::new(8, 3, vb.pp("map"))?; // was candle_nn::linear_no_bias(8, 3, vb.pp("map"))?
+//! let norm = nn::RmsNorm::new(8, 1e-5, vb.pp("norm"))?; // was candle_nn::rms_norm, same arguments
+//! let map = nn::Linear::new(8, 3, vb.pp("map"))?; // was candle_nn::linear_no_bias, same arguments
 //!
 //! let x = Tensor::randn(0f32, 1.0, (4, 8), &device)?;
 //! let classes = Tensor::new(&[0u32, 1, 2, 0], &device)?;
@@ -112,7 +112,8 @@
 //!     candle_nn::linear(32, width, vb.pp(name))
 //! });
 //! let (q, k, v, output) = (q?, k?, v?, output?); // candle's layers
-//! let bias = vb.get_with_hints((heads, 5, 5), "bias", candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 })?;
+//! let bias =
+//!     vb.get_with_hints((heads, 5, 5), "bias", candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 })?;
 //! let x = Tensor::randn(0f32, 1.0, (2, 5, 32), &device)?; // (B, T, D)
 //! let visible = Tensor::new(&[[1u8, 1, 1, 1, 1], [1, 1, 1, 0, 0]], &device)?; // (B, T)
 //!
@@ -122,8 +123,9 @@
 //!     x.unsqueeze(2)?.repeat((1, 1, 4 / heads, 1, 1))?.reshape((2, 4, 5, head_dim)) // repeat_kv
 //! };
 //! use candle_core::Module;
-//! let (qs, ks, vs) =
-//!     (split(&q.forward(&x)?, heads)?, split(&k.forward(&x)?, kv_heads)?, split(&v.forward(&x)?, kv_heads)?);
+//! let qs = split(&q.forward(&x)?, heads)?;
+//! let ks = split(&k.forward(&x)?, kv_heads)?;
+//! let vs = split(&v.forward(&x)?, kv_heads)?;
 //! let hidden = visible.eq(0u8)?.reshape((2, 1, 1, 5))?.to_dtype(DType::F32)?.affine(-1e30, 0.0)?;
 //! let scores = (qs.matmul(&ks.t()?)? / (head_dim as f64).sqrt())?;
 //! let scores = scores.broadcast_add(&bias.unsqueeze(0)?)?.broadcast_add(&hidden)?;
@@ -139,7 +141,8 @@
 //!     ..Default::default()
 //! };
 //! let qs = ops::split_heads(&q.forward(&x)?, heads)?; // (B, H, T, Dh)
-//! let (ks, vs) = (ops::split_heads(&k.forward(&x)?, kv_heads)?, ops::split_heads(&v.forward(&x)?, kv_heads)?);
+//! let ks = ops::split_heads(&k.forward(&x)?, kv_heads)?;
+//! let vs = ops::split_heads(&v.forward(&x)?, kv_heads)?;
 //! let after = output.forward(&ops::merge_heads(&attention::flash(&qs, &ks, &vs, &config)?)?)?;
 //! assert!((before - &after)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
 //!

@@ -18,7 +18,9 @@
 //! };
 //! let model = TransformerLM::new(&config, 0, &device)?; // parameters in f32
 //! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
-//! let schedule = Schedule::WarmupCosine { max_lr: 1e-3, min_lr: 1e-4, warmup_steps: 2, total_steps: 5 };
+//! let schedule = Schedule::WarmupCosine {
+//!     max_lr: 1e-3, min_lr: 1e-4, warmup_steps: 2, total_steps: 5,
+//! };
 //! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?; // (B, T)
 //! let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?; // (B, T)
 //! for step in 0..5 {
@@ -52,7 +54,11 @@
 //! # let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &device)?;
 //! # let targets = Tensor::new(&[[2u32, 3, 4, 5]], &device)?;
 //! let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
-//! let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
+//! let config = StepConfig {
+//!     precision: Precision::BF16,
+//!     clip_norm: Some(1.0),
+//!     ..Default::default()
+//! };
 //! let mut step = Step::for_model(&model, &optimizer, &config)?;
 //! for _ in 0..5 {
 //!     let loss = step.run(&mut optimizer, (&tokens, &targets))?;

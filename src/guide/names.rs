@@ -175,7 +175,8 @@
 //!     ops::sqrt(&ops::sum_over(&ops::mul(x, x)?, D::Minus1)?)
 //! }
 //!
-//! /// Along the last dimension, of size n; the triangle is made once: `Tensor::tril2(n, x.dtype(), &device)?`.
+//! /// Along the last dimension, of size n; the triangle is made once:
+//! /// `Tensor::tril2(n, x.dtype(), &device)?`.
 //! fn cumsum(x: &Tensor, triangle: &Tensor) -> Result<Tensor> {
 //!     ops::linear(x, triangle)
 //! }
@@ -202,7 +203,10 @@
 //! assert_eq!(norm(&Tensor::new(&[[3f32, 4.0]], &device)?)?.to_vec1::<f32>()?, [5.0]);
 //! let triangle = Tensor::tril2(2, DType::F32, &device)?;
 //! assert_eq!(cumsum(&a, &triangle)?.to_vec2::<f32>()?, [[1.0, 6.0], [4.0, 6.0]]);
-//! assert_eq!(repeat_interleave(&a, 2)?.to_vec2::<f32>()?, [[1.0, 5.0], [1.0, 5.0], [4.0, 2.0], [4.0, 2.0]]);
+//! assert_eq!(
+//!     repeat_interleave(&a, 2)?.to_vec2::<f32>()?,
+//!     [[1.0, 5.0], [1.0, 5.0], [4.0, 2.0], [4.0, 2.0]]
+//! );
 //! assert_eq!(roll(&a, 1, 1)?.to_vec2::<f32>()?, [[5.0, 1.0], [2.0, 4.0]]);
 //! # // Each of them can be traced too.
 //! # use tallow::graph::{self, Target};
@@ -288,7 +292,8 @@
 //! use candle_core::{Device, Tensor};
 //! use tallow::{Result, ops};
 //!
-//! /// Images (B, C, H, W) to the patches (B, N, C P P) that a linear layer embeds, as in a vision transformer.
+//! /// Images (B, C, H, W) to the patches (B, N, C P P) that a linear layer embeds, as in a vision
+//! /// transformer.
 //! fn patches(x: &Tensor, p: usize) -> Result<Tensor> {
 //!     let (b, c, h, w) = x.dims4()?;
 //!     let grid = x.reshape((b, c, h / p, p, w / p, p))?.permute([0, 2, 4, 1, 3, 5])?;
@@ -298,7 +303,8 @@
 //! let x = Tensor::randn(0f32, 1.0, (2, 3, 8, 4), &Device::Cpu)?;
 //! let kernel = Tensor::randn(0f32, 1.0, (5, 3, 2, 2), &Device::Cpu)?; // (D, C, P, P)
 //! let y = ops::linear(&patches(&x, 2)?, &kernel.reshape((5, 12))?)?; // (B, N, D)
-//! let convolved = x.conv2d(&kernel, 0, 2, 1, 1)?.flatten_from(2)?.transpose(1, 2)?; // candle's, stride 2
+//! // Candle's, stride 2.
+//! let convolved = x.conv2d(&kernel, 0, 2, 1, 1)?.flatten_from(2)?.transpose(1, 2)?;
 //! assert!((y - convolved)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-4);
 //! # use tallow::graph::{self, Target};
 //! # let x = graph::input("x", (2, 3, 8, 4), candle_core::DType::F32)?;
@@ -413,7 +419,8 @@
 //! check(cosine_similarity(&row([3.0, 4.0])?, &row([4.0, 3.0])?)?, &[0.96])?;
 //! check(huber(&row([0.0, 3.0])?, &row([0.5, 0.0])?, 1.0)?, &[1.3125])?;
 //!
-//! // `softmax(x, 0)` by a transposed view, and `nll_loss` of log-probabilities by `ops::cross_entropy`.
+//! // `softmax(x, 0)` by a transposed view, and `nll_loss` of log-probabilities by
+//! // `ops::cross_entropy`.
 //! let x = Tensor::new(&[[1f32, 5.0], [3.0, 5.0]], &Device::Cpu)?;
 //! check(ops::softmax(&x.t()?, 1.0, Mask::Full)?.t()?, &[0.1192029, 0.5, 0.8807971, 0.5])?;
 //! let log_p = ops::log_softmax(&row([1.0, 3.0])?)?;
@@ -483,9 +490,12 @@
 //!
 //! let model = Linear::new(4, 2, nn::seeded(0, DType::F32, &Device::Cpu))?;
 //! let averaged = Linear::new(4, 2, nn::seeded(1, DType::F32, &Device::Cpu))?;
-//! let decay = 0.75; // after each step of the optimizer: averaged = decay * averaged + (1 - decay) * model
+//! // After each step of the optimizer: averaged = decay * averaged + (1 - decay) * model.
+//! let decay = 0.75;
 //! for ((_, average), (_, weight)) in averaged.parameters().iter().zip(model.parameters()) {
-//!     average.set(&no_grad(|| ops::add_scaled(&ops::affine(average, decay, 0.0)?, &weight, 1.0 - decay))?)?;
+//!     average.set(&no_grad(|| {
+//!         ops::add_scaled(&ops::affine(average, decay, 0.0)?, &weight, 1.0 - decay)
+//!     })?)?;
 //! }
 //! # let first = nn::seeded(1, DType::F32, &Device::Cpu);
 //! # let expected = ((Linear::new(4, 2, first)?.weight() * 0.75)? + (model.weight() * 0.25)?)?;

@@ -70,10 +70,16 @@
 //!     let tokens = Tensor::new(&[[1u32, 2, 3, 4], [5, 6, 7, 8]], &device)?; // (B, T)
 //!     let classes = Tensor::new(&[0u32, 3], &device)?; // (B)
 //!     let batch = [("tokens", &tokens), ("classes", &classes)];
-//!     let config = StepConfig { precision: Precision::BF16, clip_norm: Some(1.0), ..Default::default() };
+//!     let config = StepConfig {
+//!         precision: Precision::BF16,
+//!         clip_norm: Some(1.0),
+//!         ..Default::default()
+//!     };
 //!
 //!     let meta = Classifier::new(graph::weights(DType::F32))?; // parameters are f32, matmuls bf16
-//!     let plan = Step::plan_for(&device, PlanKind::TrainStep, &config, batch, |inputs| meta.loss(inputs))?;
+//!     let plan = Step::plan_for(&device, PlanKind::TrainStep, &config, batch, |inputs| {
+//!         meta.loss(inputs)
+//!     })?;
 //!     println!("a step needs {} bytes\n{}", plan.total_bytes(), planned_breakdown(&plan));
 //!
 //!     let model = Classifier::new(nn::seeded(0, DType::F32, &device))?;
@@ -142,7 +148,8 @@
 //!     ops::div(&weights, &ops::sum_keepdim(&weights, 1)?)
 //! }
 //!
-//! /// x (N, D) and the experts' outputs; w1 (E, F, D), w2 (E, D, F). Every expert computes every token.
+//! /// x (N, D) and the experts' outputs; w1 (E, F, D), w2 (E, D, F). Every expert computes every
+//! /// token.
 //! fn dense(x: &Tensor, router: &Tensor, w1: &Tensor, w2: &Tensor) -> Result<Tensor> {
 //!     let weights = weights(x, router)?;
 //!     let mut y = x.clone();
@@ -156,7 +163,13 @@
 //! }
 //!
 //! /// The same, but each expert computes the `capacity` tokens of the largest weights.
-//! fn routed(x: &Tensor, router: &Tensor, w1: &Tensor, w2: &Tensor, capacity: usize) -> Result<Tensor> {
+//! fn routed(
+//!     x: &Tensor,
+//!     router: &Tensor,
+//!     w1: &Tensor,
+//!     w2: &Tensor,
+//!     capacity: usize,
+//! ) -> Result<Tensor> {
 //!     let (gates, tokens) = ops::topk(&weights(x, router)?.t()?, capacity)?; // (E, C)
 //!     let (tokens, width) = (tokens.flatten_all()?, x.dims()[1]);
 //!     let rows = ops::index_select(x, 0, &tokens)?.reshape((EXPERTS, capacity, width))?;

@@ -292,11 +292,11 @@
 //!     let _phase = profile::phase("optimizer");
 //!     optimizer.step(&gradients)?;
 //! }
-//! let recording = profiler.finish()?; // recording.save_trace(path) and save_flame_graph(path) write files
+//! let recording = profiler.finish()?; // save_trace(path) and save_flame_graph(path) write files
 //! let all = Selection::default(); // the filter: a phase, a part of the model
 //! let report = ProfileReport::new(&recording, &all, Grouping::Path)?;
 //! assert!(report.rows.iter().any(|row| row.name == "encoder/linear"));
-//! report.table().write_to(Format::Text, &mut std::io::stdout())?; // save(format, path) writes a file
+//! report.table().write_to(Format::Text, &mut std::io::stdout())?; // to a file: save(format, path)
 //! println!("{}", Balance::new(&recording)); // the parts of a step: ops, and the time between them
 //! # Ok::<(), tallow::Error>(())
 //! ```
@@ -396,7 +396,8 @@
 //! let recording = recorder.finish();
 //! println!("{} bytes at the peak", recording.peak_bytes());
 //! let mut out = std::io::stdout();
-//! recording.phase_report().write_to(Format::Text, &mut out)?; // the peak of each phase, and what it holds
+//! // The peak of each phase, and what it holds.
+//! recording.phase_report().write_to(Format::Text, &mut out)?;
 //! recording.largest_report(5).write_to(Format::Text, &mut out)?; // the largest allocations
 //! let chart = memory::timeline(&recording, "A step"); // report::plot::save writes it
 //! # drop(chart);

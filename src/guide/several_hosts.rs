@@ -68,7 +68,8 @@
 //!
 //! let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
 //! let run = TrainConfig { sequence_length: 256, accumulation: 16, ..Default::default() };
-//! let ranks = StepRanks::FullySharded(FullyShardConfig::default(), Shard { rank: 0, world_size: 16 });
+//! let ranks =
+//!     StepRanks::FullySharded(FullyShardConfig::default(), Shard { rank: 0, world_size: 16 });
 //! let config = StepConfig { accumulation: run.accumulation / 16, ranks, ..run.step() };
 //! let model = TransformerLM::meta(&size)?;
 //! let batch = Batch::meta(config.accumulation * run.batch_size, run.sequence_length)?;

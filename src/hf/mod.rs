@@ -64,8 +64,10 @@ const GENERATION: &str = "generation_config.json";
 ///
 /// # let folder = std::env::temp_dir().join(format!("tallow-hf-config-{}", std::process::id()));
 /// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
-/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 3, "n_head": 2}"#;
-/// std::fs::write(folder.join("config.json"), text).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8,
+///                "n_embd": 16, "n_layer": 3, "n_head": 2}"#;
+/// std::fs::write(folder.join("config.json"), text)
+///     .map_err(|e| tallow::Error::io("write", &folder, e))?;
 /// assert_eq!(hf::config(&folder)?.num_layers, 3);
 /// # let _ = std::fs::remove_dir_all(&folder);
 /// # Ok::<(), tallow::Error>(())
@@ -87,9 +89,10 @@ pub fn config(folder: impl AsRef<Path>) -> Result<TransformerConfig> {
 ///
 /// # let folder = std::env::temp_dir().join(format!("tallow-config-{}", std::process::id()));
 /// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
-/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2,
-///                "trained_by": "me"}"#;
-/// std::fs::write(folder.join("config.json"), text).map_err(|e| tallow::Error::io("write", &folder, e))?;
+/// let text = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8,
+///                "n_embd": 16, "n_layer": 1, "n_head": 2, "trained_by": "me"}"#;
+/// std::fs::write(folder.join("config.json"), text)
+///     .map_err(|e| tallow::Error::io("write", &folder, e))?;
 /// let error = hf::config(&folder).unwrap_err();
 /// assert!(error.to_string().contains("trained_by"));
 /// let options = LoadOptions { ignore_keys: vec!["trained_by".into()], ..Default::default() };

@@ -19,7 +19,8 @@ use std::path::{Path, PathBuf};
 /// use candle_core::DType;
 /// use tallow::hf::SaveOptions;
 ///
-/// // A model that was loaded from SmolLM2-135M and trained in f32, as it was published: in bf16, with its tokenizer.
+/// // A model that was loaded from SmolLM2-135M and trained in f32, as it was published: in bf16,
+/// // with its tokenizer.
 /// let options = SaveOptions {
 ///     from: Some("SmolLM2-135M".into()),
 ///     dtype: Some(DType::BF16),

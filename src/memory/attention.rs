@@ -330,7 +330,8 @@ impl SelfAttentionWorkload {
 /// ```
 /// use tallow::memory::{SelfAttentionWorkload, self_attention_breakdown};
 ///
-/// let breakdown = self_attention_breakdown(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
+/// let breakdown =
+///     self_attention_breakdown(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
 /// assert!(breakdown.to_string().contains("weights 4D^2 256.0 MiB"));
 /// # Ok::<(), tallow::Error>(())
 /// ```

@@ -96,18 +96,28 @@ pub struct Estimate {
 /// use tallow::model::TransformerConfig;
 /// use tallow::precision::Precision;
 ///
-/// let workload = Workload { batch_size: 4, sequence_length: 256, mode: Mode::TrainStep, ..Default::default() };
+/// let workload = Workload {
+///     batch_size: 4,
+///     sequence_length: 256,
+///     mode: Mode::TrainStep,
+///     ..Default::default()
+/// };
 /// let plan = estimate(&TransformerConfig::preset("small")?, &workload)?;
 /// assert_eq!(plan.parameter_bytes, 4 * 128_625_408);
 /// assert!(plan.peak_bytes > 4 * plan.parameter_bytes);
 ///
-/// // Flash attention keeps 12 layers of two numbers for each of (4, 12, 256) in place of (4, 12, 256, 256).
+/// // Flash attention keeps 12 layers of two numbers for each of (4, 12, 256) in place of
+/// // (4, 12, 256, 256).
 /// let flash = Workload { attention: Algorithm::Flash, ..workload.clone() };
-/// let saved_bytes = plan.activation_bytes - estimate(&TransformerConfig::preset("small")?, &flash)?.activation_bytes;
+/// let saved_bytes = plan.activation_bytes
+///     - estimate(&TransformerConfig::preset("small")?, &flash)?.activation_bytes;
 /// assert_eq!(saved_bytes, 4 * 12 * 4 * 12 * 256 * (256 - 2));
 ///
 /// // Autocast copies every linear weight: all but the embeddings and the norms.
-/// let bf16 = estimate(&TransformerConfig::preset("small")?, &Workload { precision: Precision::BF16, ..workload })?;
+/// let bf16 = estimate(
+///     &TransformerConfig::preset("small")?,
+///     &Workload { precision: Precision::BF16, ..workload },
+/// )?;
 /// assert_eq!(bf16.weight_cast_bytes, 2 * (128_625_408 - 10_000 * 768 - 25 * 768));
 /// println!("{bf16}");
 /// # Ok::<(), tallow::Error>(())
@@ -160,7 +170,8 @@ pub fn estimate(config: &TransformerConfig, workload: &Workload) -> Result<Estim
 /// let step = estimate_graph(&graph, Mode::TrainStep)?;
 /// assert_eq!(step.parameter_bytes, 4 * 2 * 256 * 1024);
 /// assert_eq!(step.optimizer_bytes, 2 * step.parameter_bytes);
-/// assert_eq!(step.activation_bytes, 4 * 64 * (2 * 1024 + 256)); // both of ReLU's sides, and the logits
+/// // Both of ReLU's sides, and the logits.
+/// assert_eq!(step.activation_bytes, 4 * 64 * (2 * 1024 + 256));
 /// println!("{step}");
 /// # Ok::<(), tallow::Error>(())
 /// ```

@@ -24,7 +24,8 @@ const LARGEST: usize = usize::MAX / 4 + 1;
 /// let config = TransformerConfig { context_length: 512, ..TransformerConfig::preset("small")? };
 /// assert_eq!(largest_batch_size(&config, &f32, 16 << 30)?, Some(21));
 /// assert_eq!(largest_batch_size(&config, &bf16, 16 << 30)?, Some(28));
-/// assert_eq!(largest_batch_size(&config, &bf16, 1 << 30)?, None); // weights, gradients and AdamW's two are 2 GiB
+/// // Weights, gradients and AdamW's two are 2 GiB.
+/// assert_eq!(largest_batch_size(&config, &bf16, 1 << 30)?, None);
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///

@@ -106,7 +106,13 @@ pub struct Measured {
 /// #[global_allocator]
 /// static ALLOCATOR: Tracker<System> = Tracker::new(System);
 ///
-/// let config = TransformerConfig { d_model: 64, d_ff: 128, num_heads: 4, vocab_size: 500, ..Default::default() };
+/// let config = TransformerConfig {
+///     d_model: 64,
+///     d_ff: 128,
+///     num_heads: 4,
+///     vocab_size: 500,
+///     ..Default::default()
+/// };
 /// let workload = Workload { batch_size: 4, sequence_length: 128, ..Default::default() };
 /// let (plan, run) = (estimate(&config, &workload)?, measure(&config, &workload)?);
 /// assert!(plan.peak_bytes.abs_diff(run.peak_bytes) < 1 << 20);

@@ -15,7 +15,12 @@
 //! use tallow::model::TransformerConfig;
 //!
 //! let config = TransformerConfig::preset("small")?;
-//! let forward = Workload { batch_size: 4, sequence_length: 256, mode: Mode::Forward, ..Default::default() };
+//! let forward = Workload {
+//!     batch_size: 4,
+//!     sequence_length: 256,
+//!     mode: Mode::Forward,
+//!     ..Default::default()
+//! };
 //! let training = Workload { mode: Mode::TrainStep, ..forward.clone() };
 //! let (forward, training) = (estimate(&config, &forward)?, estimate(&config, &training)?);
 //! assert!(forward.peak_bytes < training.peak_bytes);

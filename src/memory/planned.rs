@@ -22,7 +22,8 @@ use candle_core::Device;
 ///
 /// let naive = AttentionWorkload { sequence_length: 512, ..Default::default() };
 /// let flash = AttentionWorkload { algorithm: Algorithm::Flash, ..naive };
-/// let [naive, flash] = [naive, flash].map(|workload| planned_attention_breakdown(&workload, Target::Cpu));
+/// let [naive, flash] = [naive, flash]
+///     .map(|workload| planned_attention_breakdown(&workload, Target::Cpu));
 /// assert!(flash?.before_backward_bytes < naive?.before_backward_bytes);
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -66,7 +67,8 @@ fn with_kernel_workspace(plan: &Plan, sizes: String, kernels: Target) -> MemoryB
 /// let device = tallow::device("cpu")?;
 /// let short = SelfAttentionWorkload { sequence_length: 64, ..Default::default() };
 /// let long = SelfAttentionWorkload { sequence_length: 256, ..short };
-/// let [short, long] = [short, long].map(|workload| planned_self_attention_breakdown(&workload, &device));
+/// let [short, long] = [short, long]
+///     .map(|workload| planned_self_attention_breakdown(&workload, &device));
 /// assert!(short?.peak_bytes() < long?.peak_bytes());
 /// # Ok::<(), tallow::Error>(())
 /// ```

@@ -128,7 +128,14 @@ impl SavedTensors {
 /// let graph = graph::trace(graph::Target::Cpu, || ops::sum(&ops::linear(&x, &weight)?))?;
 /// let saved = memory::saved_tensors(&graph);
 /// let of: Vec<_> = saved.tensors.iter().map(|t| (t.path.as_str(), t.what, t.bytes)).collect();
-/// assert_eq!(of, [("weight", "parameter", 4 * 7 * 5), ("linear", "output", 4 * 3 * 7), ("sum", "output", 4)]);
+/// assert_eq!(
+///     of,
+///     [
+///         ("weight", "parameter", 4 * 7 * 5),
+///         ("linear", "output", 4 * 3 * 7),
+///         ("sum", "output", 4)
+///     ]
+/// );
 /// assert_eq!(saved.residual_bytes(), 4 * (3 * 7 + 1));
 /// # Ok::<(), tallow::Error>(())
 /// ```

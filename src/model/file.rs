@@ -116,7 +116,13 @@ impl TransformerLM {
     /// # std::fs::create_dir_all(&folder).map_err(|e| tallow::Error::io("write", &folder, e))?;
     /// # let path = folder.join("model.safetensors");
     /// let device = tallow::device("cpu")?;
-    /// let config = TransformerConfig { num_layers: 1, d_model: 16, num_heads: 2, d_ff: 32, ..Default::default() };
+    /// let config = TransformerConfig {
+    ///     num_layers: 1,
+    ///     d_model: 16,
+    ///     num_heads: 2,
+    ///     d_ff: 32,
+    ///     ..Default::default()
+    /// };
     /// TransformerLM::new(&config, 0, &device)?.save(&path)?;
     /// let model = TransformerLM::open(&path, &device)?;
     /// assert_eq!(model.config(), &config);

@@ -6,7 +6,11 @@
 //! let config = TransformerConfig::preset("small")?;
 //! let step = flops::forward_backward(&config, 4, 256); // batch, sequence
 //! assert_eq!(step.total(), 3.0 * flops::forward(&config, 4, 256).total());
-//! println!("{:.1} TFLOP, of which attention {:.1}%", step.total() / 1e12, 100.0 * step.attention / step.total());
+//! println!(
+//!     "{:.1} TFLOP, of which attention {:.1}%",
+//!     step.total() / 1e12,
+//!     100.0 * step.attention / step.total()
+//! );
 //! # Ok::<(), tallow::Error>(())
 //! ```
 

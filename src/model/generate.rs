@@ -16,7 +16,10 @@ use rand_chacha::ChaCha8Rng;
 ///     ..Default::default()
 /// };
 /// let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?;
-/// let sampled = GenerateConfig { max_new_tokens: 8, temperature: 0.8, seed: 1, ..Default::default() };
+/// let sampled = GenerateConfig {
+///     max_new_tokens: 8, temperature: 0.8, seed: 1,
+///     ..Default::default()
+/// };
 /// assert_eq!(model.generate(&[1, 2], &sampled)?, model.generate(&[1, 2], &sampled)?);
 /// let likeliest = GenerateConfig { temperature: 0.0, ..sampled };
 /// assert_eq!(model.generate(&[1, 2], &likeliest)?.len(), 8);

@@ -12,7 +12,10 @@
 //! };
 //! let model = TransformerLM::new(&config, 0, &tallow::device("cpu")?)?; // weights drawn from seed 0
 //! assert_eq!(model.num_parameters(), config.num_parameters());
-//! let tokens = model.generate(&[1, 2, 3], &GenerateConfig { max_new_tokens: 5, ..Default::default() })?;
+//! let tokens = model.generate(
+//!     &[1, 2, 3],
+//!     &GenerateConfig { max_new_tokens: 5, ..Default::default() },
+//! )?;
 //! assert_eq!(tokens.len(), 5);
 //! # Ok::<(), tallow::Error>(())
 //! ```

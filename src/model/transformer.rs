@@ -378,7 +378,8 @@ impl TransformerLM {
     ///
     /// let text = Tensor::new(&[[7u32, 9, 3, 0, 8, 8, 5, 0, 6], [4, 4, 0, 1, 2, 3, 4, 5, 6]], &device)?;
     /// let (tokens, targets) = (text.narrow(1, 0, 8)?, text.narrow(1, 1, 8)?);
-    /// let first_keys = FirstKeys::of_documents(&tokens, 0)?; // documents end with 0, which nothing has to predict
+    /// // Documents end with 0, which nothing has to predict.
+    /// let first_keys = FirstKeys::of_documents(&tokens, 0)?;
     /// let context = ForwardContext {
     ///     first_keys: Some(first_keys), dropout: Some(DropoutKey::new(42, 0)?),
     ///     ..Default::default()
@@ -386,7 +387,8 @@ impl TransformerLM {
     /// let eager = model.loss_with(&tokens, &targets, &context, Some(0))?.to_scalar::<f32>()?;
     /// let (first_keys, key) = (context.first_keys.unwrap(), context.dropout.unwrap());
     /// let inputs = [
-    ///     ("tokens", &tokens), ("targets", &targets), ("first_keys", first_keys.tensor()), ("key", key.tensor()),
+    ///     ("tokens", &tokens), ("targets", &targets),
+    ///     ("first_keys", first_keys.tensor()), ("key", key.tensor()),
     /// ];
     /// let loss = step.run(&mut optimizer, inputs)?;
     /// assert!((loss - eager).abs() < 1e-5);

@@ -64,7 +64,10 @@ pub fn from_weights<N: Into<String>>(
 /// }
 ///
 /// let vb = nn::freeze(nn::seeded(0, DType::F32, &Device::Cpu), |name| !name.starts_with("head."));
-/// let model = Classifier { body: Mlp::new(8, 32, vb.pp("body"))?, head: Linear::new(8, 3, vb.pp("head"))? };
+/// let model = Classifier {
+///     body: Mlp::new(8, 32, vb.pp("body"))?,
+///     head: Linear::new(8, 3, vb.pp("head"))?,
+/// };
 /// assert_eq!(model.weights().len(), 5);
 /// assert_eq!(model.parameters().len(), 1); // head.weight
 /// # Ok::<(), tallow::Error>(())

@@ -13,7 +13,8 @@ use candle_core::Tensor;
 /// use tallow::ops::DropoutKey;
 ///
 /// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
-/// let block = TransformerBlock::new(16, 2, 32, 1e-5, None, vb)?.with_dropout(DropoutRates::all(0.5));
+/// let block = TransformerBlock::new(16, 2, 32, 1e-5, None, vb)?
+///     .with_dropout(DropoutRates::all(0.5));
 /// let x = Tensor::ones((1, 4, 16), DType::F32, &Device::Cpu)?; // (B, T, D)
 /// let evaluated = block.forward_with(&x, &ForwardContext::default())?;
 /// let trained = block.forward_with(&x, &ForwardContext::training(DropoutKey::new(42, 0)?))?;

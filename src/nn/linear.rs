@@ -104,7 +104,8 @@ impl Linear {
 /// use tallow::nn::{Layer, Linear};
 ///
 /// let weights = VarMap::new();
-/// let candles = candle_nn::linear(8, 4, VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu))?;
+/// let candles =
+///     candle_nn::linear(8, 4, VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu))?;
 /// let layer = Linear::try_from(candles)?;
 /// assert_eq!(layer.parameters().len(), 2); // the variables of the map
 /// # Ok::<(), tallow::Error>(())

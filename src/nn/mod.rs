@@ -98,7 +98,10 @@ use std::path::Path;
 /// }
 ///
 /// let vb = nn::seeded(0, DType::F32, &Device::Cpu);
-/// let layer = Normed { norm: RmsNorm::new(4, 1e-5, vb.pp("norm"))?, map: Linear::new(4, 2, vb.pp("map"))? };
+/// let layer = Normed {
+///     norm: RmsNorm::new(4, 1e-5, vb.pp("norm"))?,
+///     map: Linear::new(4, 2, vb.pp("map"))?,
+/// };
 /// let names: Vec<String> = layer.parameters().into_iter().map(|(name, _)| name).collect();
 /// assert_eq!(names, ["norm.weight", "map.weight"]);
 /// # Ok::<(), tallow::Error>(())

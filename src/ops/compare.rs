@@ -56,7 +56,8 @@ pub fn ne(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// let (x, bound) = (Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?, Tensor::new(2f32, &Device::Cpu)?);
+/// let x = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?;
+/// let bound = Tensor::new(2f32, &Device::Cpu)?;
 /// assert_eq!(tallow::ops::lt(&x, &bound)?.to_vec1::<u8>()?, [1, 0, 0]);
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -71,7 +72,8 @@ pub fn lt(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// let (x, bound) = (Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?, Tensor::new(2f32, &Device::Cpu)?);
+/// let x = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?;
+/// let bound = Tensor::new(2f32, &Device::Cpu)?;
 /// assert_eq!(tallow::ops::le(&x, &bound)?.to_vec1::<u8>()?, [1, 1, 0]);
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -86,7 +88,8 @@ pub fn le(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// let (x, bound) = (Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?, Tensor::new(2f32, &Device::Cpu)?);
+/// let x = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?;
+/// let bound = Tensor::new(2f32, &Device::Cpu)?;
 /// assert_eq!(tallow::ops::gt(&x, &bound)?.to_vec1::<u8>()?, [0, 0, 1]);
 /// # Ok::<(), tallow::Error>(())
 /// ```
@@ -101,7 +104,8 @@ pub fn gt(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// let (rows, columns) = (Tensor::arange(0u32, 3, &Device::Cpu)?, Tensor::arange(0u32, 3, &Device::Cpu)?);
+/// let rows = Tensor::arange(0u32, 3, &Device::Cpu)?;
+/// let columns = Tensor::arange(0u32, 3, &Device::Cpu)?;
 /// let causal = tallow::ops::ge(&rows.unsqueeze(1)?, &columns)?; // (3, 3)
 /// assert_eq!(causal.to_vec2::<u8>()?, [[1, 0, 0], [1, 1, 0], [1, 1, 1]]);
 /// # Ok::<(), tallow::Error>(())

@@ -151,7 +151,9 @@ impl DropoutKey {
 /// use tallow::ops::{self, Dropout, DropoutKey};
 ///
 /// let x = Tensor::ones((4, 256), DType::F32, &Device::Cpu)?;
-/// let dropout = |step| Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? });
+/// let dropout = |step| {
+///     Ok::<_, tallow::Error>(Dropout { probability: 0.25, key: DropoutKey::new(42, step)? })
+/// };
 /// let y = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert!(y.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
 /// let again = ops::dropout(&x, &dropout(0)?)?.flatten_all()?.to_vec1::<f32>()?;

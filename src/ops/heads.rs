@@ -31,7 +31,8 @@ use {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// let x = Tensor::new(&[[[1f32, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]], &Device::Cpu)?; // (B, T, H*Dh)
+/// // (B, T, H*Dh)
+/// let x = Tensor::new(&[[[1f32, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]], &Device::Cpu)?;
 /// let heads = tallow::ops::split_heads(&x, 2)?;
 /// assert_eq!(heads.dims(), [1, 2, 2, 2]);
 /// let second = heads.get(0)?.get(1)?; // (T, Dh)

@@ -167,7 +167,10 @@ pub fn scatter_add(x: &Tensor, dim: impl Dim, index: &Tensor, src: &Tensor) -> R
 /// use candle_core::{Device, Tensor};
 /// let x = Tensor::new(&[[1f32, 2.0], [3.0, 4.0], [5.0, 6.0]], &Device::Cpu)?;
 /// let ids = Tensor::new(&[2u32, 2, 0], &Device::Cpu)?;
-/// assert_eq!(tallow::ops::index_select(&x, 0, &ids)?.to_vec2::<f32>()?, [[5.0, 6.0], [5.0, 6.0], [1.0, 2.0]]);
+/// assert_eq!(
+///     tallow::ops::index_select(&x, 0, &ids)?.to_vec2::<f32>()?,
+///     [[5.0, 6.0], [5.0, 6.0], [1.0, 2.0]]
+/// );
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///

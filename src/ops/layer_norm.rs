@@ -5,7 +5,8 @@
 //! use tallow::ops;
 //!
 //! let x = Tensor::new(&[[1f32, 2.0, 3.0, 6.0]], &Device::Cpu)?; // (..., D)
-//! let (weight, bias) = (Tensor::new(&[1f32; 4], &Device::Cpu)?, Tensor::new(&[0f32; 4], &Device::Cpu)?);
+//! let weight = Tensor::new(&[1f32; 4], &Device::Cpu)?;
+//! let bias = Tensor::new(&[0f32; 4], &Device::Cpu)?;
 //! let y = ops::layer_norm(&x, &weight, &bias, 1e-5)?;
 //! assert!(y.sum_all()?.to_scalar::<f32>()?.abs() < 1e-5); // mean 0
 //! assert!((y.sqr()?.sum_all()?.to_scalar::<f32>()? - 4.0).abs() < 1e-4); // variance 1

@@ -68,7 +68,8 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, targets: &Tensor) -> Re
 /// let weight = Tensor::randn(0f32, 1.0, (10, 4), &Device::Cpu)?; // (V, D)
 /// let targets = Tensor::new(&[1i64, -100, -100], &Device::Cpu)?;
 /// let loss = ops::linear_cross_entropy_ignoring(&x, &weight, &targets, -100)?;
-/// let of_first = ops::linear_cross_entropy(&x.narrow(0, 0, 1)?, &weight, &targets.narrow(0, 0, 1)?)?;
+/// let of_first =
+///     ops::linear_cross_entropy(&x.narrow(0, 0, 1)?, &weight, &targets.narrow(0, 0, 1)?)?;
 /// assert!((loss.to_scalar::<f32>()? - of_first.to_scalar::<f32>()?).abs() < 1e-6);
 /// # Ok::<(), tallow::Error>(())
 /// ```

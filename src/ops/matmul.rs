@@ -7,7 +7,10 @@
 //! let a = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?; // (..., M, K)
 //! let b = Tensor::new(&[[0f32, 1.0], [1.0, 1.0]], &Device::Cpu)?; // (..., K, N)
 //! assert_eq!(ops::matmul(&a, &b)?.to_vec2::<f32>()?, [[2.0, 3.0], [4.0, 7.0]]);
-//! assert_eq!(ops::matmul_transposed(&a, &a)?.to_vec2::<f32>()?, [[5.0, 11.0], [11.0, 25.0]]); // a a^T
+//! assert_eq!(
+//!     ops::matmul_transposed(&a, &a)?.to_vec2::<f32>()?, // a a^T
+//!     [[5.0, 11.0], [11.0, 25.0]]
+//! );
 //! # Ok::<(), tallow::Error>(())
 //! ```
 

@@ -15,7 +15,8 @@
 //! let reference = ops::reference::cross_entropy(&logits, &targets, None)?;
 //! assert!((loss.to_scalar::<f32>()? - reference.to_scalar::<f32>()?).abs() < 1e-6);
 //! let gradients = tallow::backward(loss)?;
-//! let gradient = gradients.get(&logits).unwrap().to_vec2::<f32>()?; // softmax(logits) - one_hot(targets)
+//! // softmax(logits) - one_hot(targets)
+//! let gradient = gradients.get(&logits).unwrap().to_vec2::<f32>()?;
 //! assert!(gradient[0][0] < 0.0 && gradient[0][1] > 0.0);
 //! # Ok::<(), tallow::Error>(())
 //! ```

@@ -76,7 +76,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// use tallow::ops::{self, RotaryPairs};
 ///
 /// let x = Tensor::new(&[[1f32, 2.0, 3.0, 4.0]], &Device::Cpu)?; // (T, Dh)
-/// let (cos, sin) = (Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?, Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?);
+/// let cos = Tensor::new(&[[0f32, 1.0]], &Device::Cpu)?;
+/// let sin = Tensor::new(&[[1f32, 0.0]], &Device::Cpu)?;
 /// let y = ops::rope_with(&x, &cos, &sin, RotaryPairs::Halves)?; // a quarter turn of 1 and 3
 /// assert_eq!(y.to_vec2::<f32>()?, [[-3.0, 2.0, 1.0, 4.0]]);
 /// # Ok::<(), tallow::Error>(())

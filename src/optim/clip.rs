@@ -225,7 +225,9 @@ pub(crate) const DIVERGED: &str =
 /// let loss = weight.sqrt()?.sum_all()?; // finite, but its slope at 0 is not
 /// let gradients = loss.backward()?;
 /// let error = check_finite(&loss, &gradients, &parameters()).unwrap_err();
-/// assert!(error.to_string().starts_with("the gradient of parameter weight: expected finite numbers"));
+/// assert!(
+///     error.to_string().starts_with("the gradient of parameter weight: expected finite numbers")
+/// );
 /// # Ok::<(), tallow::Error>(())
 /// ```
 pub fn check_finite(

@@ -78,7 +78,10 @@ pub fn parameters_of(variables: &VarMap) -> Vec<(String, Var)> {
 ///     ..Default::default()
 /// };
 /// let model = TransformerLM::new(&config, 0, &Device::Cpu)?;
-/// let muon = MuonConfig { lr: 1e-3, weight_decay: 0.1, scaling: Scaling::Moonlight, ..Default::default() };
+/// let muon = MuonConfig {
+///     lr: 1e-3, weight_decay: 0.1, scaling: Scaling::Moonlight,
+///     ..Default::default()
+/// };
 /// let groups = usual_groups(model.parameters(), muon);
 /// assert_eq!(groups[0].parameters.len(), 7); // q, k, v, out, w1, w2, w3
 /// let optimizer = Optimizer::with_groups(groups)?;

@@ -10,7 +10,12 @@
 //!
 //! let weight = Var::from_slice(&[0.5f32, -1.0, 2.0], 3, &Device::Cpu)?;
 //! let parameters = vec![("weight".to_string(), weight.clone())];
-//! let schedule = Schedule::WarmupCosine { max_lr: 0.1, min_lr: 0.0, warmup_steps: 2, total_steps: 10 };
+//! let schedule = Schedule::WarmupCosine {
+//!     max_lr: 0.1,
+//!     min_lr: 0.0,
+//!     warmup_steps: 2,
+//!     total_steps: 10,
+//! };
 //! let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
 //! for step in 0..10 {
 //!     optimizer.set_learning_rate(schedule.learning_rate(step));

@@ -54,7 +54,8 @@ use std::collections::{HashMap, HashSet};
 /// use tallow::optim::{AdamWConfig, Optimizer};
 ///
 /// let weight = Var::from_slice(&[1f32, -1.0], 2, &Device::Cpu)?;
-/// let mut optimizer = Optimizer::new([("weight".to_string(), weight.clone())], AdamWConfig::default())?;
+/// let mut optimizer =
+///     Optimizer::new([("weight".to_string(), weight.clone())], AdamWConfig::default())?;
 /// let gradients = weight.sqr()?.sum_all()?.backward()?;
 /// optimizer.step(&gradients)?;
 /// optimizer.set_learning_rate(1e-4);

@@ -11,7 +11,12 @@ use std::fmt;
 /// ```
 /// use tallow::optim::Schedule;
 ///
-/// let schedule = Schedule::WarmupCosine { max_lr: 1.0, min_lr: 0.1, warmup_steps: 10, total_steps: 110 };
+/// let schedule = Schedule::WarmupCosine {
+///     max_lr: 1.0,
+///     min_lr: 0.1,
+///     warmup_steps: 10,
+///     total_steps: 110,
+/// };
 /// assert_eq!(schedule.learning_rate(0), 0.0);
 /// assert_eq!(schedule.learning_rate(5), 0.5);
 /// assert_eq!(schedule.learning_rate(10), 1.0);

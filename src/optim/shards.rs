@@ -41,7 +41,8 @@ impl Optimizer {
     /// let ranks = distributed::threads(2)?;
     /// std::thread::scope(|scope| {
     ///     let of = |communicator: distributed::Communicator| -> tallow::Result<()> {
-    ///         let parameters = ["a", "b"].map(|name| Ok((name.to_string(), Var::new(&[1f32, 2.0], &Device::Cpu)?)));
+    ///         let parameters = ["a", "b"]
+    ///             .map(|name| Ok((name.to_string(), Var::new(&[1f32, 2.0], &Device::Cpu)?)));
     ///         let parameters = parameters.into_iter().collect::<tallow::Result<Vec<_>>>()?;
     ///         let mut optimizer = Optimizer::new(parameters.clone(), AdamWConfig::default())?;
     ///         optimizer.shard(&communicator)?;

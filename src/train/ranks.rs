@@ -44,7 +44,8 @@ impl Trainer {
     /// let ranks = distributed::init(&DistConfig { device: "cuda".into(), ..Default::default() })?;
     /// let (train, validation) = Tokens::bytes("input.txt")?.split(0.1)?;
     /// let size = TransformerConfig { vocab_size: 256, ..TransformerConfig::preset("small")? };
-    /// // Batches of a step on all ranks together: a multiple of their number, and the same when the run is resumed.
+    /// // Batches of a step on all ranks together: a multiple of their number, and the same when the
+    /// // run is resumed.
     /// let config = TrainConfig { sequence_length: 256, accumulation: 16, ..Default::default() };
     /// let path = Path::new("run.safetensors");
     /// let sharded = FullyShard::new(&ranks, FullyShardConfig::default())?;

@@ -183,7 +183,8 @@ impl<'l> Step<'l> {
     ///     optimizer.shard(&ranks)?; // leave this out if each rank has memory for the full state
     ///     let step = Step::for_model(&model, &optimizer, &StepConfig::default())?;
     ///     let mut step = step.replicated(&optimizer, &replicated)?;
-    ///     let tokens = Tensor::full(ranks.rank() as u32, (2, 4), ranks.device())?; // this rank's part of the batch
+    ///     // This rank's part of the batch.
+    ///     let tokens = Tensor::full(ranks.rank() as u32, (2, 4), ranks.device())?;
     ///     step.run(&mut optimizer, (&tokens, &tokens))?;
     ///     let loss = step.run(&mut optimizer, (&tokens, &tokens))?; // the mean of both ranks
     ///     optimizer.gather_weights()?; // before this rank reads or saves the weights
@@ -335,7 +336,8 @@ impl<'l> Step<'l> {
     ///
     /// let model = TransformerLM::meta(&TransformerConfig::preset("small")?)?;
     /// let batch = Batch::meta(4, 256)?;
-    /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?; // needs no GPU
+    /// // Needs no GPU.
+    /// let (plan, _) = Step::plan_for_model(Target::Cuda, &model, &StepConfig::default(), &batch)?;
     /// println!("an arena of {} MiB, {:.1} TFLOP", plan.arena_bytes() >> 20, plan.flops() / 1e12);
     /// # Ok::<(), tallow::Error>(())
     /// ```

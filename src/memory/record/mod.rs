@@ -126,8 +126,15 @@ pub(super) struct Sample {
 ///     ops::linear(&x, &weight)?
 /// };
 /// let recording = recorder.finish();
-/// let block = recording.blocks().iter().find(|block| block.kind == MemoryKind::Activations).unwrap();
-/// assert_eq!((block.bytes, block.phase, block.path.name()), (4 * 32 * 256, "forward", "linear".to_string()));
+/// let block = recording
+///     .blocks()
+///     .iter()
+///     .find(|block| block.kind == MemoryKind::Activations)
+///     .unwrap();
+/// assert_eq!(
+///     (block.bytes, block.phase, block.path.name()),
+///     (4 * 32 * 256, "forward", "linear".to_string())
+/// );
 /// # drop(y);
 /// # Ok::<(), tallow::Error>(())
 /// ```

@@ -6,7 +6,8 @@
 //!
 //! let logits = Tensor::zeros((1, 2, 10), DType::F32, &Device::Cpu)?; // (..., V)
 //! let targets = Tensor::new(&[[3i64, -100]], &Device::Cpu)?;
-//! let loss = ops::cross_entropy_ignoring(&logits, &targets, -100)?; // the mean over targets that are not -100
+//! // The mean over targets that are not -100.
+//! let loss = ops::cross_entropy_ignoring(&logits, &targets, -100)?;
 //! assert!((loss.to_scalar::<f32>()? - 10f32.ln()).abs() < 1e-6);
 //! # Ok::<(), tallow::Error>(())
 //! ```
@@ -42,7 +43,11 @@ use lowering::CheckedIds;
 ///
 /// let logits = Tensor::zeros((2, 10), DType::F32, &Device::Cpu)?; // (N, V)
 /// let targets = Tensor::new(&[3i64, -100], &Device::Cpu)?; // (N)
-/// let config = CrossEntropyConfig { ignore_index: Some(-100), reduction: Reduction::None, ..Default::default() };
+/// let config = CrossEntropyConfig {
+///     ignore_index: Some(-100),
+///     reduction: Reduction::None,
+///     ..Default::default()
+/// };
 /// let losses = ops::cross_entropy_with(&logits, &targets, &config)?.to_vec1::<f32>()?;
 /// assert!((losses[0] - 10f32.ln()).abs() < 1e-6 && losses[1] == 0.0);
 /// # Ok::<(), tallow::Error>(())

@@ -86,8 +86,8 @@ impl GradScalerConfig {
 /// use tallow::optim::GradScalerState;
 ///
 /// // json.dumps(torch.amp.GradScaler("cpu").state_dict())
-/// let json = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
-///     "_growth_tracker": 0}"#;
+/// let json = r#"{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+///     "growth_interval": 2000, "_growth_tracker": 0}"#;
 /// let state: GradScalerState = serde_json::from_str(json)?;
 /// assert_eq!(state.growth_tracker, 0);
 /// # Ok::<(), serde_json::Error>(())

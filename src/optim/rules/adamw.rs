@@ -30,7 +30,12 @@ use std::fmt;
 /// ```
 /// use tallow::optim::AdamWConfig;
 ///
-/// let config = AdamWConfig { lr: 3e-4, betas: (0.9, 0.95), weight_decay: 0.1, ..Default::default() };
+/// let config = AdamWConfig {
+///     lr: 3e-4,
+///     betas: (0.9, 0.95),
+///     weight_decay: 0.1,
+///     ..Default::default()
+/// };
 /// config.validate()?;
 /// let error = AdamWConfig { eps: 0.0, ..config }.validate().unwrap_err();
 /// assert!(error.to_string().contains("eps"));

@@ -189,7 +189,7 @@ impl Rule {
     ///
     /// let state = Rule::default().state(DType::BF16);
     /// assert_eq!(state[0], ("exp_avg", DType::F32));
-    /// assert_eq!(state[2], ("master", DType::F32)); // the value, of which the bf16 parameter is the rounding
+    /// assert_eq!(state[2], ("master", DType::F32)); // the value; the bf16 parameter is its rounding
     /// ```
     pub fn state(&self, parameter: DType) -> Vec<(&'static str, DType)> {
         let states = self.states(parameter).into_iter();

@@ -51,7 +51,8 @@ use std::fmt;
 /// use tallow::optim::{MuonConfig, Optimizer};
 ///
 /// let weight = Var::from_slice(&[1f32, 2.0, 3.0, 4.0, 5.0, 7.0], (2, 3), &Device::Cpu)?;
-/// let mut optimizer = Optimizer::new([("weight".to_string(), weight.clone())], MuonConfig::default())?;
+/// let mut optimizer =
+///     Optimizer::new([("weight".to_string(), weight.clone())], MuonConfig::default())?;
 /// let gradients = weight.sqr()?.sum_all()?.backward()?;
 /// optimizer.step(&gradients)?;
 /// assert!(weight.sqr()?.sum_all()?.to_scalar::<f32>()? < 104.0);
