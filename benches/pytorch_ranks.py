@@ -10,6 +10,7 @@ peak of its memory.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -143,6 +144,7 @@ def main():
         config = json.load(file)
     for strategy in flags.strategy:
         torch._dynamo.reset()
+        gc.collect()  # the model before is part of a cycle
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         row = {"strategy": strategy, "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}

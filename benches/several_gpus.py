@@ -11,6 +11,7 @@ A part that fails is reported in its place, the others still run, and the exit c
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -65,9 +66,9 @@ class Run:
         print(f"\n## {name}\n", flush=True)
         try:
             getattr(self, name.split()[0])()
-        except (subprocess.SubprocessError, OSError, RuntimeError) as error:
+        except Exception as error:  # the other parts still run
             self.failed.append(name)
-            print(f"\nFailed: {error}", flush=True)
+            print(f"\nFailed: {type(error).__name__}: {error}", flush=True)
 
     def tests(self):
         if self.flags.tests is None:
@@ -78,8 +79,9 @@ class Run:
         if run.returncode != 0:
             raise RuntimeError(run.stdout)
 
+    @functools.cache
     def rates(self, gpus):
-        """Returns the times of each collective by size in MiB, and the flags of the estimates that follow from them."""
+        """Measures once the times of each collective by size in MiB. Returns them, and the estimates' flags by them."""
         report = self.json("distributed_benchmark", "--gpus", gpus, "--part", "collectives", "--mib", 1, 25, 100, 1024)
         rows = {(row["collective"], row["mib"]): row for row in report["rows"]}
         gather = min(rows[name, 1024]["bus_gb_s"] for name in ("reduce_scatter", "all_gather"))
@@ -100,7 +102,8 @@ class Run:
 
     def steps(self):
         _, rates = self.rates(self.flags.gpus)
-        print("Medians in ms; tallow exchanges gradients in bf16. Alone is one GPU of the same kind.\n")
+        print("Medians in ms; tallow exchanges gradients in bf16. Alone is one GPU of the same kind.")
+        print(f"Estimates take {' '.join(rates)} --contention {CONTENTION}.\n")
         print("| model | strategy | gradients averaged | alone | estimate | step | off by | alone / step | tokens/s a GPU |")
         print("|---|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
         for config in self.configurations():
@@ -176,25 +179,30 @@ class Run:
             json.dump(config, file)
 
     def training(self):
-        """Trains to the end; then trains again, kills all ranks after half of the steps, and resumes with half of the GPUs.
+        """Trains to the end; then trains again, kills all ranks after half of the steps, and resumes with fewer GPUs.
         The losses of both must agree to 1e-3: another number of ranks adds gradients in another order."""
         size, steps, gpus = self.flags.training_size, 100, self.flags.gpus
+        fewer = max(count for count in range(1, gpus) if gpus % count == 0)
         with tempfile.TemporaryDirectory(dir=self.flags.folder) as folder:
             saved = os.path.join(folder, "run.safetensors")
             common = [
-                self.program("train"), "--size", size, "--strategy", "fully-shard", "--precision", "bf16", "--attention",
-                "flash", "--batch-size", "1", "--accumulation", str(gpus), "--steps", str(steps), "--evaluate-every",
-                "10", "--sample", "0", "--lr", "1e-4", "--data", os.path.join(HERE, "..", "src", "lib.rs"),
+                self.program("train"), "--size", size, "--precision", "bf16", "--attention", "flash", "--batch-size",
+                "1", "--accumulation", str(gpus), "--steps", str(steps), "--evaluate-every", "10", "--sample", "0",
+                "--lr", "1e-4", "--data", os.path.join(HERE, "..", "src", "lib.rs"),
             ]  # fmt: skip
-            whole = self.losses([*common, "--gpus", str(gpus)])
+
+            def on(count):  # one rank alone has no strategy
+                return ["--gpus", str(count), *(["--strategy", "fully-shard"] if count > 1 else [])]
+
+            whole = self.losses([*common, *on(gpus)])
             kept = [*common, "--checkpoint", saved, "--checkpoint-every", "20"]
-            killed = self.losses([*kept, "--gpus", str(gpus)], kill_after=steps // 2)
-            resumed = self.losses([*kept, "--resume", "--gpus", str(max(1, gpus // 2))])
+            killed = self.losses([*kept, *on(gpus)], kill_after=steps // 2)
+            resumed = self.losses([*kept, "--resume", *on(fewer)])
         both = [(step, whole[step], resumed[step]) for step in resumed if step in whole]
         if not both or max(both)[0] < steps:
             raise RuntimeError(f"the resumed run has no loss of step {steps}: {resumed}")
         off = max(abs(a - b) for _, a, b in both)
-        print(f"{size}: {gpus} GPUs, killed after step {max(killed)}; {max(1, gpus // 2)} went on.")
+        print(f"{size}: {gpus} GPUs, killed after step {max(killed)}; {fewer} went on.")
         print(f"Losses of steps {both[0][0]} to {steps} differ from those of the whole run by {off:.1e} at most.")
         if off > 1e-3:
             raise RuntimeError("the resumed losses are others")
@@ -206,7 +214,7 @@ class Run:
         job = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        losses, lines = {}, []
+        losses, lines, is_killed = {}, [], False
         for line in job.stdout:
             lines.append(line)
             found = re.search(r"step +(\d+).*validation (?:loss )?([\d.]+)", line)
@@ -214,7 +222,8 @@ class Run:
                 losses[int(found[1])] = float(found[2])
                 if kill_after is not None and int(found[1]) >= kill_after:
                     os.killpg(job.pid, signal.SIGKILL)
-        if job.wait() != 0 and kill_after is None:
+                    is_killed = True
+        if job.wait() != 0 and not is_killed:
             raise RuntimeError("".join(lines[-10:]))
         return losses
 
@@ -224,7 +233,7 @@ def main():
     flags = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     flags.add_argument("--gpus", type=int, required=True)
     flags.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    flags.add_argument("--models", nargs="+", choices=[config[0] for config in STEPS], help="of steps and peer")
+    flags.add_argument("--models", nargs="+", choices=sorted({config[0] for config in STEPS}), help="of steps and peer")
     flags.add_argument("--steps", type=int, default=15, help="measured steps")
     flags.add_argument("--peer-checkpoint", action="store_true", help="PyTorch recomputes each block in backward")
     flags.add_argument("--training-size", default="10b", help="preset of the training run")

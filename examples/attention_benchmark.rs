@@ -143,7 +143,14 @@ impl Flags {
         let has_default = self.context_length.is_empty()
             || widths.is_empty()
             || self.sampling.time_budget_ms.is_none();
+        let precisions = self.precision.precisions();
+        let are_dtypes = precisions.iter().all(|one| Precision::ALL.contains(one));
         vec![
+            only(
+                "by its dtype without --module: f32, bf16 or f16",
+                self.module || are_dtypes,
+                &["precision"],
+            ),
             only("with --module", self.module, &["d-model"]),
             only(
                 "without --module, which is causal",
@@ -163,7 +170,7 @@ impl Flags {
         let device = self.common.device()?;
         let precisions = self.precision.precisions();
         let sampling = self.sampling(&device);
-        let rates = rates::of_precisions(&device, &precisions);
+        let rates = rates::of_precisions(&device, &precisions)?;
         let (_, letter) = measured::width(self.module);
         let mut runs = self.runs(&precisions, &sampling);
         for run in &mut runs {

@@ -94,6 +94,10 @@ impl Flags {
         };
         let (train, validation) = tokens.split(VALIDATION_FRACTION)?;
         let config = self.model.config(train.vocab_size())?;
+        for precision in &precisions {
+            self.benchmark(&config, *precision)?
+                .plan(&self.common.device()?)?; // refuses before any run
+        }
         let mut runs = Vec::new();
         let mut sweep = Sweep::new(precisions.len())?;
         for precision in precisions {
@@ -126,15 +130,10 @@ impl Flags {
         published
     }
 
-    /// Refuses what does not fit, trains, and evaluates.
-    fn train(
-        &self,
-        config: &TransformerConfig,
-        precision: Precision,
-        [train, validation]: [&Tokens; 2],
-    ) -> Result<Run> {
-        let (device, seed) = (self.common.device()?, self.common.seed);
-        let step = EndToEnd {
+    /// Returns the step of a run, whose plan refuses what does not fit.
+    fn benchmark(&self, config: &TransformerConfig, precision: Precision) -> Result<EndToEnd> {
+        let device = self.common.device()?;
+        Ok(EndToEnd {
             config: config.clone(),
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,
@@ -142,8 +141,17 @@ impl Flags {
             precision,
             available_bytes: tallow::hardware::available_bytes_on(&device),
             ..Default::default()
-        };
-        step.plan(&device)?;
+        })
+    }
+
+    /// Trains and evaluates.
+    fn train(
+        &self,
+        config: &TransformerConfig,
+        precision: Precision,
+        [train, validation]: [&Tokens; 2],
+    ) -> Result<Run> {
+        let (device, seed) = (self.common.device()?, self.common.seed);
         let settings = TrainConfig {
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,

@@ -338,8 +338,8 @@ fn summary_columns(on_gpu: bool, with_floor: bool) -> Vec<Column> {
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
-        Column::ms("profiled_ms_per_step", "profiler").group("A step by"),
-        Column::ms("stopwatch_mean_ms", "stopwatch").group("A step by"),
+        Column::ms("profiled_ms_per_step", "profiler").group("Step time"),
+        Column::ms("stopwatch_mean_ms", "stopwatch").group("Step time"),
         Column::ms("floor_ms_per_step", "Floor"),
         of_step("floor_percent", "floor"),
         of_step("matmul_percent", "matmul"),

@@ -274,7 +274,7 @@ impl Flags {
         let config = self.config(communicator.world_size())?;
         let (device, ranks) = (communicator.device(), self.step_ranks(communicator));
         self.check_memory(model, &config, communicator)?;
-        rates::measure(device, &[config.precision.dtype()]); // before the model fills the memory
+        rates::measure(device, &[config.precision.dtype()])?; // before the model fills the memory
         let sharded = match ranks {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
@@ -431,7 +431,7 @@ impl<'f> Run<'f> {
     fn new(flags: &'f Flags, mut trainer: Trainer) -> Result<Self> {
         let device = trainer.model().device().clone();
         let plan = trainer.plan()?;
-        let rates = rates::measure(&device, &plan.matmul_dtypes());
+        let rates = rates::measure(&device, &plan.matmul_dtypes())?;
         let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
         let floor_seconds =
             floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum::<f64>());

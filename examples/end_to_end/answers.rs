@@ -259,8 +259,14 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
                 format!(" {phase}: {unclear}{speedup} ({new} against {old} ms).")
             }
             _ => {
-                let (mean, n) = (words::mean_speedup(&own), own.len());
-                format!(" {phase}: {mean}, the geometric mean of {n} configurations.")
+                let clear = own.iter().filter(|speedup| speedup.is_clear()).count();
+                let mean = words::mean_speedup(&own);
+                match mean == "unclear" {
+                    true => format!(" {phase}: unclear in {} configurations.", own.len()),
+                    false => {
+                        format!(" {phase}: {mean}, the geometric mean of {clear} configurations.")
+                    }
+                }
             }
         }
     });
@@ -306,6 +312,8 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     let shown: Vec<String> = points.iter().map(|(_, s)| s.to_string()).collect();
     let verdict = if !points.iter().all(|(_, s)| s.is_clear()) {
         "the spread is too large for a trend (take more steps)".into()
+    } else if law.exponent.abs() < 0.02 {
+        "it does not depend on the size".into()
     } else if law.fits() {
         let (exponent, fit) = (law.exponent, law.r_squared);
         format!("it changes as parameters^{exponent:.2} (R^2 {fit:.2})")

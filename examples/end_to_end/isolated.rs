@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use tallow::bench::EndToEndRow;
 use tallow::{Error, Result};
 
-/// Runs number `index` of the sweep in a child process of this program, which does not measure the peak FLOP/s.
+/// Runs number `index` of the sweep in a child process of this program, which does not measure the device's rates.
 pub fn run(index: usize) -> Result<Vec<EndToEndRow>> {
     let program = std::env::current_exe().map_err(|e| Error::io("find", "this program", e))?;
     let mut child = Command::new(program);

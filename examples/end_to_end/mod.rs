@@ -227,7 +227,7 @@ impl Flags {
             }
         }
         // Runs must not find the machine warmed up by this measurement.
-        let rates = rates::of_precisions(&device, &precisions);
+        let rates = rates::of_precisions(&device, &precisions)?;
         for Row { row, .. } in &mut rows {
             let rate = rates.as_ref();
             let rate = rate.and_then(|rates| rates.matmul_rate(row.precision.dtype()));
@@ -323,8 +323,14 @@ impl Flags {
                     .into(),
             );
         }
-        notes
-            .push("MFU is relative to the measured rate of matmuls in the row's precision.".into());
+        if rows.iter().any(|row| {
+            row.time
+                .as_ref()
+                .is_some_and(|time| time.mfu_percent.is_some())
+        }) {
+            let note = "MFU is relative to the measured rate of matmuls in the row's precision.";
+            notes.push(note.into());
+        }
         notes.extend(self.grid.not_planned(precisions));
         let is_skipped = |row: &Row| {
             row.loss_scaling

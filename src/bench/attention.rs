@@ -29,12 +29,13 @@ pub struct Sampling {
     /// Measured steps.
     pub iterations: usize,
     /// Fewer steps are measured where all of them take longer than this, as in
-    /// [`Stopwatch::time_budget_ms`](super::Stopwatch::time_budget_ms). A run is skipped if one step at the peak rate
-    /// takes longer.
+    /// [`Stopwatch::time_budget_ms`](super::Stopwatch::time_budget_ms). A run is skipped if one step at the rate
+    /// `peak_flops` takes longer.
     pub time_budget_ms: Option<f64>,
     /// The seed of inputs and weights.
     pub seed: u64,
-    /// The most FLOP/s that the device can do; `None` if unknown.
+    /// The FLOP/s that MFU is relative to, such as a [measured rate of
+    /// matmuls](crate::profile::DeviceRates::matmul_rate); `None` if unknown.
     pub peak_flops: Option<f64>,
     /// The memory limit: a run that needs more is a row `OOM`. `None` for no limit.
     pub available_bytes: Option<u64>,
@@ -234,7 +235,7 @@ impl AttentionRun {
         let least_ms = 1e3 * flops / self.sampling.peak_flops?;
         (least_ms > budget_ms).then(|| {
             let reason = format!(
-                "a step takes {least_ms:.0} ms at the peak rate, the budget is {budget_ms:.0} ms"
+                "a step takes {least_ms:.0} ms at the rate of large matmuls, the budget is {budget_ms:.0} ms"
             );
             ("over time budget", reason)
         })

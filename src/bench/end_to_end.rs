@@ -75,7 +75,8 @@ pub struct EndToEnd {
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
-    /// The device's peak FLOP/s, for the MFU; `None` if unknown.
+    /// The FLOP/s that MFU is relative to: a data sheet's, or a [measured rate of
+    /// matmuls](crate::profile::DeviceRates::matmul_rate); `None` if unknown.
     pub peak_flops: Option<f64>,
     /// The available memory in bytes. A step that needs more becomes a row `OOM`. `None` skips this check.
     pub available_bytes: Option<u64>,
@@ -194,8 +195,8 @@ impl EndToEnd {
     }
 
     /// Runs one step of this kind at the smallest sizes. Afterwards the process has allocated what it keeps at any
-    /// size: threads, their scratch for matmuls, pages of the allocator. The memory that is then
-    /// [available](crate::hardware::available_bytes) is available to a run.
+    /// size: threads, their scratch for matmuls, pages of the allocator. Read the [available
+    /// memory](crate::hardware::available_bytes) after it: a run can use all of that.
     ///
     /// # Errors
     /// Those of [`run`](Self::run).

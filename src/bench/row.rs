@@ -110,7 +110,8 @@ pub struct PhaseTime {
     pub flops: Option<f64>,
     /// FLOP/s at the median.
     pub flops_per_s: Option<f64>,
-    /// Model FLOPs utilization: percent of the peak FLOP/s; `None` if the peak is unknown.
+    /// Model FLOPs utilization: `flops_per_s` in percent of [`EndToEnd::peak_flops`](super::EndToEnd::peak_flops);
+    /// `None` if that is unknown.
     pub mfu_percent: Option<f64>,
 }
 

@@ -73,7 +73,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// Returns mean, deviation and quantiles of the measured steps.
+    /// Returns mean, deviation, median and extremes of the measured steps.
     ///
     /// # Errors
     /// [`Error::Data`] if there are no measured steps. A timing from [`Stopwatch::measure`] has at least one.

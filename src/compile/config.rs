@@ -142,13 +142,15 @@ pub struct StepConfig {
     /// gradient is alive at a time; on a GPU those of one block, whose matrices are updated in one launch. This lowers
     /// the peak where gradients dominate it: for models that are large relative to their batch, or with checkpointing.
     /// It does not lower the peak of a step that saves all activations: that peak is at the start of backward, before
-    /// there are many gradients, and later gradients take the memory of freed activations. Not supported with `clip_norm`, accumulation or loss scaling, which need all gradients first.
+    /// there are many gradients, and later gradients take the memory of freed activations. Not supported with
+    /// `clip_norm`, accumulation or loss scaling, which need all gradients first.
     ///
     /// In bf16 on a GPU these gradients are bf16 too, as autocast rounds them there. Only the update reads them, and it
     /// reads 2 bytes less per parameter. (Gradients of embedding, norms and head stay in f32.)
     pub optimizer_in_backward: bool,
-    /// The rule of the update in a plan that is made without an optimizer, as by
-    /// [`Step::plan_for_model`](super::Step::plan_for_model). A step has the rules of its optimizer.
+    /// The rule of the update in plans that are made without an optimizer: those of
+    /// [`Step::plan_for`](super::Step::plan_for) and [`Step::plan_for_model`](super::Step::plan_for_model). A step has
+    /// the rules of its optimizer.
     pub optimizer: Rule,
     /// The seed of dropout ([`Inputs::dropout`](super::Inputs::dropout)). A step's [key](crate::ops::DropoutKey) is
     /// derived from this seed and the number of optimizer steps so far. `None` drops nothing.

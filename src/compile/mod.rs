@@ -100,8 +100,8 @@
 //!
 //! A training step needs a loss in f32. [`ops::cross_entropy`](crate::ops::cross_entropy()) returns one. A loss of your
 //! own must be f32 too. An op of a bf16 and an f32 tensor returns f32, for example `sub` of a bf16 output and f32
-//! targets: the loss is then f32 too. Otherwise call [`ops::cast`](crate::ops::cast()) before the last `mean`. A part of
-//! the loss inside `autocast(Autocast::disabled(), ...)` computes in the dtypes of its inputs.
+//! targets: the loss is then f32 too. Otherwise call [`ops::cast`](crate::ops::cast()) before the last `mean`. A part
+//! of the loss inside `autocast(Autocast::disabled(), ...)` computes in the dtypes of its inputs.
 //!
 //! The weights that matmuls read have half-precision copies in the arena:
 //!
@@ -137,8 +137,7 @@
 //!   `RAYON_NUM_THREADS`, or one for each core. Attention needs a workspace for all threads. In tests all other scratch
 //!   memory of a run is under 1 MiB in total.
 //!
-//! With accumulation, the total counts the inputs of one micro-batch; the other micro-batches of the batch are in
-//! addition.
+//! With accumulation, the total counts the inputs of one micro-batch. Add those of the others.
 //!
 //! A step has a plan for each set of shapes and for each kind of run, such as the evaluation by [`Step::forward`]. All
 //! share the arena, which has the size of the largest. On a GPU each plan has a workspace of its own.

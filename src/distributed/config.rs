@@ -114,8 +114,8 @@ pub struct ReplicatedConfig {
     /// Planned steps on the CPU do not support bf16.
     ///
     /// With bf16, a planned step on a GPU rounds the gradients of weight matrices that are read by a single op of the
-    /// model: one matmul computes the whole gradient and writes it in bf16. All other gradients, such as those of
-    /// embeddings, norms and tied heads, are exchanged in f32. The step must have
+    /// model, because one matmul then computes all of such a gradient and can write it in bf16. All other gradients,
+    /// such as those of embeddings, norms and tied heads, are exchanged in f32. The step must have
     /// precision bf16, one micro-batch on each rank and no loss scaling; anything else is an error.
     pub dtype: Option<DType>,
 }

@@ -59,7 +59,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
-/// Without `Trainer` nothing writes one file for all ranks. Each rank can write its parts and its
+/// Only `Trainer` writes a checkpoint of all ranks. In a loop of your own, each rank can write its parts and its
 /// [`Optimizer::state`](crate::optim::Optimizer::state) to files of its own. To restore them, start the same number of
 /// ranks. Each rank calls candle's `Var::set` and [`Optimizer::load_state`](crate::optim::Optimizer::load_state), and
 /// then creates the step. [`full_weight`](Self::full_weight) returns one full weight at a time, to export the model.

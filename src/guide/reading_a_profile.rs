@@ -22,7 +22,7 @@
 //! The first table shows whether the profile can be trusted, and what kind of work dominates:
 //!
 //! ```text
-//!         A step by (ms) ────  % of a step ───────────────────────────────  % of forward ──
+//!         Step time (ms) ────  % of a step ───────────────────────────────  % of forward ──
 //! Model   profiler  stopwatch  matmul  softmax   ops  between  unexplained  matmul  softmax
 //! ──────  ────────  ─────────  ──────  ───────  ────  ───────  ───────────  ──────  ───────
 //! custom     21.19      21.53    64.3      3.7  96.2      3.7          0.1    59.0      8.4
@@ -30,11 +30,11 @@
 //!
 //! | column | meaning |
 //! |---|---|
-//! | A step by, profiler | step time measured by the profiler, while every op is recorded |
-//! | A step by, stopwatch | step time measured by a stopwatch, in the run without a profiler |
+//! | Step time, profiler | step time measured by the profiler, while every op is recorded |
+//! | Step time, stopwatch | step time measured by a stopwatch, in the run without a profiler |
 //! | matmul, softmax | share of the step in matmuls and in softmax, in any op, also in fused ones (`swiglu_linear`) |
 //! | ops | share of the step inside tallow's ops |
-//! | between | share between them: the rows `candle`, `sorting`, `gradient sums` and `freeing` below, up to rounding |
+//! | between | share of candle's work: the rows `candle`, `sorting`, `gradient sums` and `freeing` below, up to rounding; on a GPU the time of the kernels that candle launched |
 //! | unexplained | the rest of the step: time outside of phases, and between the optimizer's ops |
 //! | % of forward | the same shares within forward; with `--mode train-step`, the forward of the step |
 //!
@@ -108,12 +108,12 @@
 //! copy. The floor of an op is the time of its matmuls' FLOPs at the first or of its bytes at the second, whichever is
 //! longer. Ops without a formula have none, and are not in the floor of the step.
 //! All times are those of one step. `Lost` is the measured time less the floor, and the op that loses the most comes
-//! first. On a GPU, too, the rows are ops and not kernels, which have no floors. Two layers of width 768, with flash
-//! attention, planned (`--compile=only`), on two cores of another Xeon:
+//! first. On a GPU, too, the rows are ops (`--by layer`, unless another grouping is given) and not kernels, which have
+//! no floors. Two layers of width 768, with flash attention, planned (`--compile=only`), on two cores of another Xeon:
 //!
 //! ```text
 //! A step takes 544.381 ms by the profiler. Its floor is 512.054 ms, 94.1% of that. Rates measured here: matmuls 300
-//! GFLOP/s in f32; a copy 29 GB/s, read and written.
+//! GFLOP/s in f32; a copy 29 GB/s, reads plus writes.
 //!
 //! Op                                      A step  Measured (ms)  Floor (ms)  Lost (ms)
 //! ──────────────────────────────────────  ──────  ─────────────  ──────────  ─────────
@@ -200,7 +200,7 @@
 //! | logits | N × V numbers and what the loss saves, with N the number of tokens in the batch |
 //! | gradients | gradients of weights; all of them are alive when the optimizer begins |
 //! | scratch | temporary memory of a single op, and gradients of activations |
-//! | other | blocks under 4,096 bytes, blocks allocated in other phases, and each kind that is at most 1% of the peak |
+//! | other | blocks under 4,096 bytes, blocks allocated outside of these three phases, and each kind that is at most 1% of the peak |
 //!
 //! `Difference` is predicted − measured. The next table has the largest allocations of the whole step; not all are
 //! alive at the peak. `Each` is the size of one block. Blocks equal in size, use, phase and origin share a row, and

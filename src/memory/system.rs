@@ -44,8 +44,8 @@ pub fn resident_peak_bytes() -> Option<u64> {
 }
 
 /// Starts the threads of the current pool and allocates the buffers that all of them keep for matmuls in `precision`.
-/// Call it before [`available_bytes`](crate::hardware::available_bytes): what that returns can then be used by a step's
-/// tensors.
+/// Call it before [`available_bytes`](crate::hardware::available_bytes), whose result then is memory for the tensors of
+/// a step alone.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).

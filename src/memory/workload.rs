@@ -52,7 +52,7 @@ impl Mode {
 /// A pass or step of a model: its sizes, mode, dtypes and kernels.
 ///
 /// By default it is a training step in f32, with naive attention, on the CPU. `batch_size` and `sequence_length` are 0
-/// by default: set them. A serialized workload may lack the fields that mention their default. [`memory`](super) has an
+/// by default: set them. A serialized workload may lack the fields that say "the default". [`memory`](super) has an
 /// example.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Workload {

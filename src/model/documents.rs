@@ -77,7 +77,7 @@ impl TransformerLM {
     /// Computes the loss of packed documents, each of which ends with the token `separator`. A document attends only to
     /// itself, and the target of a separator is ignored. With a key, dropout is applied.
     ///
-    /// This is [`loss_with`](Self::loss_with) the first keys of [`FirstKeys::of_documents`]. For a planned step use
+    /// It is [`loss_with`](Self::loss_with) with the first keys of [`FirstKeys::of_documents`]. For a planned step use
     /// [`Batch::masked`](crate::compile::Batch::masked).
     ///
     /// # Errors

@@ -104,7 +104,8 @@ impl Default for LoadOptions {
 }
 
 impl TransformerLM {
-    /// The model in f32 that [`save`](Self::save) or a training run's checkpoint has written, in its own configuration.
+    /// Opens a model that [`save`](Self::save) or a training run has written, in f32, with the configuration in the
+    /// file.
     ///
     /// # Errors
     /// Those of [`load`](Self::load); a file without a configuration, as other programs write them.

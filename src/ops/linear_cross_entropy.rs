@@ -35,8 +35,9 @@ use candle_core::{DType, Shape, Tensor};
 /// else reads. As one op, the logits' gradient is scratch instead of a node of the graph. Backward:
 /// `dlogits = (softmax(logits) - onehot) / n`, `dx = dlogits W`, `dW = dlogits^T x`. Saved for backward: x, W, the
 /// logits (N, V), and two numbers per row, as in [`cross_entropy`](super::cross_entropy()). On a GPU the gradient
-/// overwrites the logits, and a second backward recomputes them. Autocast: the matmul, and with it the logits, is in half
-/// precision under both policies, as of [`linear()`](super::linear()). The loss is computed in f32 and returned in f32.
+/// overwrites the logits, and a second backward recomputes them. Autocast: the matmul, and with it the logits, is in
+/// half precision under both policies, as of [`linear()`](super::linear()). The loss is computed in f32 and returned in
+/// f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -57,7 +57,7 @@ pub struct CallFloor {
     pub seconds: f64,
 }
 
-/// Writes the rates: `matmuls 300 GFLOP/s in f32, 785 TFLOP/s in bf16; a copy 29 GB/s, read and written`.
+/// Writes the rates: `matmuls 300 GFLOP/s in f32, 785 TFLOP/s in bf16; a copy 29 GB/s, reads plus writes`.
 impl fmt::Display for DeviceRates {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rates = self.matmul_flops.iter();
@@ -69,7 +69,7 @@ impl fmt::Display for DeviceRates {
         let copied = self.memory_bytes / 1e9;
         write!(
             f,
-            "matmuls {rates}; a copy {copied:.0} GB/s, read and written"
+            "matmuls {rates}; a copy {copied:.0} GB/s, reads plus writes"
         )
     }
 }

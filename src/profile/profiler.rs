@@ -62,10 +62,10 @@ impl Profiler {
     ///
     /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
     /// afterwards. Launches overlap with work as they do without a profiler, but each takes the host longer. A planned
-    /// step is still replayed from CUDA graphs: one for each phase (one for each stretch of calls of a phase, where
-    /// phases alternate) instead of one for the step. The first planned step with a profiler records these graphs and
-    /// takes longer, unless they exist: call [`Step::time_phases`](crate::compile::Step::time_phases), which uses the
-    /// same graphs, before the warm-up. The profiler waits for the GPU where phases and steps begin and end, as
+    /// step runs from CUDA graphs with a profiler too, but from several: each has consecutive calls of one phase. The
+    /// first such step captures them, which takes longer. Steps with
+    /// [`Step::time_phases`](crate::compile::Step::time_phases) use the same graphs, so a warm-up with it captures them
+    /// beforehand. The profiler waits for the GPU where phases and steps begin and end, as
     /// stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
     ///
     /// # Errors

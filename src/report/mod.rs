@@ -1,6 +1,6 @@
 //! Reports of measurements: statistics over samples, tables in five formats, charts.
 //!
-//! - [`Statistics`] are mean, deviation and quantiles of samples. [`Speedup`] compares two of them, and [`PowerLaw`] is
+//! - [`Statistics`] are mean, deviation, median and extremes of samples. [`Speedup`] compares two of them, and [`PowerLaw`] is
 //!   fitted to measurements; both state whether their figures decide.
 //! - [`Report`] holds rows and columns, answers, notes and the environment. It is written as text, Markdown, CSV, JSON
 //!   or LaTeX ([`Format`]); [`Report::to_text`] wraps it to the width of a terminal.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// The default is nanoGPT's recipe for characters on a CPU: batches of 12 x 64 tokens, 2,000 steps, learning rate 1e-3
 /// after 100 steps of warm-up, decaying to 1e-4 along a cosine, betas 0.9 and 0.99, weight decay 0.1, clipping at 1.
-/// A serialized configuration may lack the fields that mention their default.
+/// A serialized configuration may lack the fields that say "the default".
 ///
 /// ```
 /// use tallow::train::TrainConfig;
@@ -60,7 +60,7 @@ pub struct TrainConfig {
     #[serde(default)]
     pub precision: Precision,
     /// Scaling of the loss in f16; other precisions are not scaled. If it is not `enabled`, f16 runs unscaled, and
-    /// gradients that overflow are an error.
+    /// gradients that overflow are an error. The default is [`GradScalerConfig`]'s.
     #[serde(default)]
     pub loss_scaling: GradScalerConfig,
     /// Updates each parameter as soon as its gradient is computed, and frees the gradient: one gradient is alive at a
@@ -73,17 +73,15 @@ pub struct TrainConfig {
     /// allows](crate::compile::StepConfig::memory_budget_bytes). Not saved.
     #[serde(skip)]
     pub memory_budget_bytes: Option<u64>,
-    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)), 250
-    /// by default. It may change when a run is resumed.
+    /// Steps from one evaluation to the next ([`Trainer::evaluation_is_due`](super::Trainer::evaluation_is_due)). It
+    /// may change when a run is resumed.
     pub evaluate_every: usize,
     /// Number of checkpoints that [`Trainer::save`](super::Trainer::save) keeps: the one at its path, and earlier ones
-    /// as `path.1`, the latest, to `path.{keep - 1}`. The default is 1. It may change
-    /// when a run is resumed.
+    /// as `path.1`, the latest, to `path.{keep - 1}`. The default is 1. It may change when a run is resumed.
     #[serde(default = "one")]
     pub keep: usize,
     /// The token that ends a document. Documents in one window then do not attend to each other, and the first token of
-    /// a document is not predicted from the previous one. With `None` a window is one text: the default, also if a file
-    /// leaves it out.
+    /// a document is not predicted from the previous one. With `None`, the default, a window is one text.
     #[serde(default)]
     pub separator: Option<u32>,
     /// The value of targets that do not count in loss, gradients and evaluation, such as PyTorch's -100. Batches with
@@ -245,9 +243,9 @@ impl TrainConfig {
 
     /// Returns the configuration of the run's planned step in a job of one rank, for estimates of its memory and time.
     ///
-    /// In a job of several ranks, set [`StepConfig::accumulation`] to the share of one rank, `accumulation / world_size`,
-    /// and [`StepConfig::ranks`]. `attention` and `checkpointing` are not part of it: they are settings of
-    /// the model ([`TransformerLM::with_attention`], [`TransformerLM::with_checkpointing`]).
+    /// In a job of several ranks, set [`StepConfig::accumulation`] to the share of one rank,
+    /// `accumulation / world_size`, and [`StepConfig::ranks`]. `attention` and `checkpointing` are not part of it: they
+    /// are settings of the model ([`TransformerLM::with_attention`], [`TransformerLM::with_checkpointing`]).
     ///
     /// `clip_norm` is `max_grad_norm`. If that is `None` it is infinity, which computes the norm of all gradients and
     /// clips nothing: [`StepReport::grad_norm`](super::StepReport::grad_norm) reports the norm, and a gradient that is

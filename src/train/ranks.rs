@@ -70,8 +70,8 @@ impl Trainer {
     /// ```
     ///
     /// In [`save`](Self::save) every rank writes its part. Any number of ranks that divides the accumulation can resume
-    /// the run, fully sharded ([`resume_fully_sharded`](Self::resume_fully_sharded)) or with the full model on each rank
-    /// ([`resume`](Self::resume)).
+    /// the run, fully sharded ([`resume_fully_sharded`](Self::resume_fully_sharded)) or with the full model on each
+    /// rank ([`resume`](Self::resume)).
     ///
     /// # Errors
     /// Those of [`new`](Self::new) and [`replicate`](Self::replicate); [`Error::Order`] for a model that does not have

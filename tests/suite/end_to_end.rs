@@ -514,7 +514,7 @@ fn phases_are_compared_by_configuration() {
         &speedups(&several).unwrap(),
         &[
             "forward: 1.00x, the geometric mean of 2 configurations.",
-            "train step: unclear, the geometric mean of 2 configurations.",
+            "train step: unclear in 2 configurations.",
         ],
     );
     assert_eq!(speedups(&[]), None);

@@ -156,11 +156,10 @@ impl<'l> Step<'l> {
     /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
-    /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter, and
-    /// the exchanges of a bucket run as one group.
-    /// [`run`](Self::run) begins by fetching the parameters of other ranks in the order in which matmuls read them, on
-    /// a GPU concurrently with the first layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks
-    /// lag by one update.
+    /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter:
+    /// the gradients of a bucket are exchanged together, each with its own rank. [`run`](Self::run) begins by fetching
+    /// the parameters of other ranks in the order in which matmuls read them, on a GPU concurrently with the first
+    /// layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks lag by one update.
     ///
     /// A program calls these functions in this order:
     ///
@@ -282,8 +281,9 @@ impl<'l> Step<'l> {
     /// run of this kind with such a batch. Every meta weight counts as trained. For a training step, build the meta
     /// model without [`nn::freeze`](crate::nn::freeze()), even if the real model has frozen weights: a meta weight
     /// without a gradient is an error. The plan then also counts gradients and optimizer state of the weights that the
-    /// real model freezes; [`prepare`](Self::prepare) plans the step of the real model. [`Plan::total_bytes`] and [`planned_breakdown`](crate::memory::planned_breakdown)
-    /// have its memory. For [`PlanKind::Gradients`] the batch must not include the output's gradient.
+    /// real model freezes; [`prepare`](Self::prepare) plans the step of the real model. [`Plan::total_bytes`] and
+    /// [`planned_breakdown`](crate::memory::planned_breakdown) have its memory. For [`PlanKind::Gradients`] the batch
+    /// must not include the output's gradient.
     ///
     /// `function` gets an input by its name in the batch. The name that was passed to
     /// [`graph::input`](crate::graph::input()) is not used.

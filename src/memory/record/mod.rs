@@ -83,9 +83,9 @@ pub struct MemoryRecording {
     pub(super) phases: Vec<PhaseSpan>,
     /// Number of events beyond the capacity. If there are any, blocks are missing and sums by origin are wrong.
     pub lost_events: u64,
-    /// Number of GPU blocks of unknown size that were freed in the recording: they were allocated before it. Since their
-    /// size cannot be subtracted, sums are too large from that moment on. [`Recorder::label`] makes the size of a tensor
-    /// known.
+    /// Number of GPU blocks of unknown size that were freed in the recording: they were allocated before it. Since
+    /// their size cannot be subtracted, sums are too large from that moment on. [`Recorder::label`] makes the size of a
+    /// tensor known.
     pub unknown_blocks: u64,
     /// When it began.
     pub began: SystemTime,

@@ -30,6 +30,12 @@ pub(super) fn weighted(
     let (smoothing, z_loss) = (config.label_smoothing, config.z_loss);
     let classes = last_dim(OP, logits)?;
     let weights = &checked_weights(logits, weights, classes)?;
+    // Several ops read the logits then: widened once for all, their gradient is rounded once.
+    let wide = match smoothing > 0.0 || z_loss > 0.0 {
+        true => Some(cast(logits, weights.dtype())?),
+        false => None,
+    };
+    let logits = wide.as_ref().unwrap_or(logits);
     let of_rows = CrossEntropyConfig {
         reduction: Reduction::None,
         ignore_index: config.ignore_index,
@@ -49,16 +55,15 @@ pub(super) fn weighted(
     };
     let of_target = no_grad(|| of_targets(weights))?; // 0 for ignored ones
     let mut losses = mul(&cross_entropy_with(logits, targets, &of_rows)?, &of_target)?;
-    if smoothing > 0.0 || z_loss > 0.0 {
-        let wide = cast(logits, weights.dtype())?;
+    if let Some(wide) = &wide {
         let mut others = None;
         if smoothing > 0.0 {
-            let smooth = sum_over(&mul(&log_softmax(&wide)?, weights)?, D::Minus1)?;
+            let smooth = sum_over(&mul(&log_softmax(wide)?, weights)?, D::Minus1)?;
             losses = affine(&losses, 1.0 - smoothing, 0.0)?;
             others = Some(affine(&smooth, -smoothing / classes as f64, 0.0)?);
         }
         if z_loss > 0.0 {
-            let term = affine(&squared_lse(&wide)?, z_loss, 0.0)?;
+            let term = affine(&squared_lse(wide)?, z_loss, 0.0)?;
             others = Some(match others {
                 Some(others) => add(&others, &term)?,
                 None => term,

@@ -1,4 +1,4 @@
-//! Devices selected by name, and their peak rates.
+//! Devices selected by name.
 
 use super::*;
 use rstest::rstest;

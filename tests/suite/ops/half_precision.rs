@@ -75,6 +75,19 @@ fn results_are_rounded_once(
     }
 }
 
+/// Losses with options, composed of several ops that read the logits.
+#[rstest]
+#[case(DType::F16)]
+#[case(DType::BF16)]
+fn losses_with_options_are_rounded_once(#[case] dtype: DType) {
+    let all = cases::cross_entropy_options(17, 33, 3).into_iter();
+    for case in all.filter(|case| !case.name.starts_with("linear")) {
+        let case = case.rounded_to(dtype);
+        let exact = case.run(DType::F64, REFERENCE);
+        assert_rounded_once(&case, &case.run(dtype, KERNEL), &exact);
+    }
+}
+
 /// Sizes that kernels split into many tasks.
 #[rstest]
 #[case(DType::F16)]
