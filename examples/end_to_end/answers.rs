@@ -262,9 +262,15 @@ pub fn speedups(before: &str, after: &str, all: &[Pair]) -> Option<String> {
                 let clear = own.iter().filter(|speedup| speedup.is_clear()).count();
                 let mean = words::mean_speedup(&own);
                 match mean == "unclear" {
-                    true => format!(" {phase}: unclear in {} configurations.", own.len()),
+                    true => {
+                        format!(
+                            " {phase}: unclear in {}.",
+                            counted(own.len(), "configuration")
+                        )
+                    }
                     false => {
-                        format!(" {phase}: {mean}, the geometric mean of {clear} configurations.")
+                        let of = counted(clear, "configuration");
+                        format!(" {phase}: {mean}, the geometric mean of {of}.")
                     }
                 }
             }
