@@ -315,10 +315,12 @@ pub fn trend(points: &[(f64, Speedup)]) -> Option<String> {
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
     let ratios: Vec<(f64, f64)> = points.iter().map(|(size, s)| (*size, s.ratio)).collect();
     let law = PowerLaw::fit(&ratios)?;
+    let extreme = |f: fn(f64, f64) -> f64| ratios.iter().map(|(_, ratio)| *ratio).reduce(f);
+    let (least, most) = (extreme(f64::min)?, extreme(f64::max)?);
     let shown: Vec<String> = points.iter().map(|(_, s)| s.to_string()).collect();
     let verdict = if !points.iter().all(|(_, s)| s.is_clear()) {
         "the spread is too large for a trend (take more steps)".into()
-    } else if law.exponent.abs() < 0.02 {
+    } else if most < 1.1 * least {
         "it does not depend on the size".into()
     } else if law.fits() {
         let (exponent, fit) = (law.exponent, law.r_squared);
