@@ -232,8 +232,7 @@ impl Flags {
             let rate = rates.as_ref();
             let rate = rate.and_then(|rates| rates.matmul_rate(row.precision.dtype()));
             if let Some(time) = &mut row.time {
-                let mfu = time.flops_per_s.zip(rate);
-                time.mfu_percent = mfu.map(|(own, rate)| 100.0 * own / rate);
+                time.set_mfu(rate);
             }
         }
         compared.show(&rows, &mut report);

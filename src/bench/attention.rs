@@ -150,8 +150,8 @@ impl AttentionRun {
             if timing.samples_ms.len() < self.sampling.iterations {
                 row.insert("reason", "the time budget is spent");
             }
-            let peak_flops = self.sampling.peak_flops;
-            let time = PhaseTime::new(timing.clone(), Some(tokens), Some(flops), peak_flops)?;
+            let mut time = PhaseTime::new(timing.clone(), Some(tokens), Some(flops))?;
+            time.set_mfu(self.sampling.peak_flops);
             row.merge(Fields::of(&time)?);
             row.insert(
                 "before_backward_bytes",

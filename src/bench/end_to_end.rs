@@ -75,9 +75,6 @@ pub struct EndToEnd {
     pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
-    /// The FLOP/s that MFU is relative to: a data sheet's, or a [measured rate of
-    /// matmuls](crate::profile::DeviceRates::matmul_rate); `None` if unknown.
-    pub peak_flops: Option<f64>,
     /// The available memory in bytes. A step that needs more becomes a row `OOM`. `None` skips this check.
     pub available_bytes: Option<u64>,
 }
@@ -101,7 +98,6 @@ impl Default for EndToEnd {
             optimizer_in_backward: false,
             memory_budget_bytes: None,
             seed: 0,
-            peak_flops: None,
             available_bytes: None,
         }
     }
@@ -336,7 +332,7 @@ impl EndToEnd {
         };
         let flops = flops.map(|flops| flops.total());
         let tokens = (phase != UPDATE).then_some(b as f64 * t as f64);
-        PhaseTime::new(timing, tokens, flops, self.peak_flops)
+        PhaseTime::new(timing, tokens, flops)
     }
 
     pub(super) fn measure(

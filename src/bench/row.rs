@@ -110,32 +110,32 @@ pub struct PhaseTime {
     pub flops: Option<f64>,
     /// FLOP/s at the median.
     pub flops_per_s: Option<f64>,
-    /// Model FLOPs utilization: `flops_per_s` in percent of [`EndToEnd::peak_flops`](super::EndToEnd::peak_flops);
-    /// `None` if that is unknown.
+    /// Model FLOPs utilization: `flops_per_s` in percent of a peak rate; `None` until [`set_mfu`](Self::set_mfu).
     pub mfu_percent: Option<f64>,
 }
 
 impl PhaseTime {
-    /// Statistics of a timing, and rates at its median from the tokens, FLOPs and peak FLOP/s that are known.
-    pub(super) fn new(
-        timing: Timing,
-        tokens: Option<f64>,
-        flops: Option<f64>,
-        peak_flops: Option<f64>,
-    ) -> Result<Self> {
+    /// Statistics of a timing, and rates at its median from the tokens and FLOPs that are known.
+    pub(super) fn new(timing: Timing, tokens: Option<f64>, flops: Option<f64>) -> Result<Self> {
         let statistics = timing.statistics()?;
         let seconds = statistics.median_ms / 1e3;
         let flops_per_s = flops.map(|flops| flops / seconds);
-        let mfu = |(rate, peak): (f64, f64)| 100.0 * rate / peak;
         Ok(Self {
             tokens_per_s: tokens.map(|tokens| tokens / seconds),
             flops,
             flops_per_s,
-            mfu_percent: flops_per_s.zip(peak_flops).map(mfu),
+            mfu_percent: None,
             statistics,
             samples_ms: timing.samples_ms,
             warmup_ms: timing.warmup_ms,
         })
+    }
+
+    /// Sets MFU relative to `peak_flops`, in FLOP/s: a data sheet's, or a [measured rate of
+    /// matmuls](crate::profile::DeviceRates::matmul_rate); `None` if unknown.
+    pub fn set_mfu(&mut self, peak_flops: Option<f64>) {
+        let rates = self.flops_per_s.zip(peak_flops);
+        self.mfu_percent = rates.map(|(own, peak)| 100.0 * own / peak);
     }
 }
 

@@ -167,7 +167,13 @@ impl Controls<'_> {
 pub(super) struct Tensors<'a> {
     pub parameters: &'a [(String, Var)],
     /// The update of each parameter, by index; empty in a run without an update.
-    pub updates: &'a [PlannedUpdate],
+    pub updates: &'a [PlannedUpdate<'a>],
+    /// Whether parameters and tensors of state are those of the executor's last run.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "only a GPU's executor keeps addresses")
+    )]
+    pub is_unchanged: bool,
     pub output: Option<&'a Tensor>,
     /// The arguments, by index: contiguous, inputs with all of their micro-batches. Arguments that the run's calls do
     /// not read may be missing.
@@ -220,12 +226,13 @@ fn on_cpu<R>(
     let arguments = arguments.collect::<candle_core::Result<Vec<_>>>()?;
     let parameters = tensors.parameters.iter().map(|(_, var)| var.as_tensor());
     let updates = tensors.updates.iter();
-    let states = updates.flat_map(|planned| &planned.states).flatten();
+    let states = updates.flat_map(|planned| planned.states).flatten();
+    let states = states.map(|(_, var)| var.as_tensor());
     let all: Vec<&Tensor> = parameters.chain(states).chain(tensors.output).collect();
     with_all_mut_bytes(&all, |external| {
         let (parameters, mut rest) = external.split_at(tensors.parameters.len());
         let states = tensors.updates.iter().map(|planned| {
-            let (own, others) = rest.split_at(planned.states.iter().flatten().count());
+            let (own, others) = rest.split_at(planned.states.map_or(0, <[_]>::len));
             rest = others;
             own
         });

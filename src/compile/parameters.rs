@@ -5,7 +5,7 @@ use crate::inplace::storage_address;
 use crate::optim::PlannedUpdate;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor, Var};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 /// Checks that variables can be planned. All must be f32, or on the CPU all f64. Variables that are not updated may
 /// also be bf16 or f16. All must be contiguous, on one device, and alone on their storage.
@@ -51,29 +51,43 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Checks that every tensor that is borrowed mutably is alone on its storage; otherwise locking the second would
-/// deadlock. Arguments must not share these storages either.
-pub(super) fn check_disjoint(
+/// Returns the addresses of the storages that are borrowed mutably, sorted.
+///
+/// # Errors
+/// Two of the tensors on one storage: locking it twice would deadlock.
+pub(super) fn exclusive_storages(
     op: &'static str,
     parameters: &[(String, Var)],
-    updates: &[PlannedUpdate],
+    updates: &[PlannedUpdate<'_>],
+) -> Result<Vec<usize>> {
+    let parameters = parameters.iter().map(|(_, var)| var);
+    let states = updates.iter().flat_map(|planned| planned.states).flatten();
+    let all = parameters.chain(states.map(|(_, var)| var));
+    let mut storages: Vec<usize> = all.map(|var| storage_address(var)).collect();
+    storages.sort_unstable();
+    match storages.windows(2).any(|pair| pair[0] == pair[1]) {
+        true => Err(Error::order(
+            op,
+            "parameters or their optimizer state share a storage",
+            "give each a variable of its own",
+        )),
+        false => Ok(storages),
+    }
+}
+
+/// Checks that no argument is on one of the [storages](exclusive_storages) that are borrowed mutably.
+pub(super) fn check_arguments(
+    op: &'static str,
+    storages: &[usize],
     arguments: &[Tensor],
 ) -> Result<()> {
-    let refuse = |problem: &str, hint: &str| Err(Error::order(op, problem, hint));
-    let mut storages = HashSet::new();
-    let parameters = parameters.iter().map(|(_, var)| var.as_tensor());
-    let state = updates.iter().flat_map(|planned| &planned.states).flatten();
-    let mut exclusive = parameters.chain(state);
-    if !exclusive.all(|tensor| storages.insert(storage_address(tensor))) {
-        let problem = "parameters or their optimizer state share a storage";
-        return refuse(problem, "give each a variable of its own");
-    }
-    let mut arguments = arguments.iter();
-    match arguments.any(|x| storages.contains(&storage_address(x))) {
-        true => refuse(
+    let is_exclusive = |x: &Tensor| storages.binary_search(&storage_address(x)).is_ok();
+    match arguments.iter().any(is_exclusive) {
+        true => Err(Error::order(
+            op,
             "the loss reads the optimizer's state, or a parameter in two ways",
             "give the loss a copy of it",
-        ),
+        )),
         false => Ok(()),
     }
 }

@@ -8,7 +8,7 @@ use super::op::Op;
 use super::parameters;
 use super::plan::Plan;
 use crate::distributed::Communicator;
-use crate::optim::{GradScaler, MissingGradients, Optimizer, PlannedUpdate};
+use crate::optim::{GradScaler, MissingGradients, Optimizer, OptimizerVersion, PlannedUpdate};
 use crate::{Error, Result, ops};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 
@@ -54,6 +54,18 @@ pub(super) struct PlannedStep {
     pub last_norm: Option<f64>,
     /// The optimizer's step count after the last run. While it is unchanged, the plan's copies of weights are current.
     steps_seen: Option<usize>,
+    /// The optimizer of the last run; `None` before the first, and after an error.
+    checked: Option<CheckedOptimizer>,
+}
+
+/// An optimizer that a plan can be run with.
+#[derive(Debug)]
+struct CheckedOptimizer {
+    version: OptimizerVersion,
+    /// The index of each parameter in the optimizer.
+    order: Vec<usize>,
+    /// The addresses of the storages of parameters and state, sorted.
+    storages: Vec<usize>,
 }
 
 impl PlannedStep {
@@ -102,6 +114,7 @@ impl PlannedStep {
             has_run: false,
             last_norm: None,
             steps_seen: None,
+            checked: None,
         })
     }
 
@@ -185,15 +198,17 @@ impl PlannedStep {
         tensors: &Tensors<'_>,
         loss_scale: Option<f64>,
     ) -> Result<bool> {
-        let mut planned = optimizer.planned_updates(self.op, &self.parameters, &self.dims)?;
-        self.check_rules(&planned)?;
+        let version = optimizer.version();
+        let checked = self.checked.take(); // set again when the run has succeeded
+        let checked = checked.filter(|checked| checked.version == version);
+        let is_unchanged = checked.is_some();
+        let checked = match checked {
+            Some(checked) => checked,
+            None => self.check_optimizer(optimizer, version)?,
+        };
+        let mut planned = optimizer.planned_updates(&checked.order, &self.dims)?;
         self.leave_out_skipped(&mut planned);
-        parameters::check_disjoint(self.op, &self.parameters, &planned, tensors.arguments)?;
-        self.check_shares(&planned)?;
-        self.plan.set_state_dtypes(|parameter, index| {
-            let states = planned[parameter].states.as_ref();
-            states.map(|states| states[index].dtype())
-        });
+        parameters::check_arguments(self.op, &checked.storages, tensors.arguments)?;
         if self.steps_seen != Some(optimizer.steps()) {
             self.executor.refresh(); // a step was taken outside of the plan
         }
@@ -203,6 +218,7 @@ impl PlannedStep {
         let tensors = Tensors {
             parameters: &self.parameters,
             updates: &planned,
+            is_unchanged,
             communicator: self.communicator.as_ref(),
             ..*tensors
         };
@@ -210,7 +226,7 @@ impl PlannedStep {
         (self.has_run, self.last_norm, self.steps_seen) = (false, None, None); // until the run succeeds
         let executor = &mut self.executor;
         let updated = executor.run(&self.plan, &tensors, clip_norm, loss_scale)?;
-        self.has_run = true;
+        (self.has_run, self.checked) = (true, Some(checked));
         if updated {
             optimizer.planned_step_taken(self.skipped().map(|number| &self.parameters[number].1));
             self.last_norm = match self.norm.clone() {
@@ -222,6 +238,33 @@ impl PlannedStep {
         Ok(updated)
     }
 
+    /// Checks that the plan can be run with an optimizer, and prepares for its state.
+    ///
+    /// # Errors
+    /// An optimizer of other parameters, of other rules or with other parts of the state than planned; two tensors on
+    /// one storage.
+    fn check_optimizer(
+        &mut self,
+        optimizer: &Optimizer,
+        version: OptimizerVersion,
+    ) -> Result<CheckedOptimizer> {
+        let order = optimizer.order_of(self.op, &self.parameters)?;
+        let mut planned = optimizer.planned_updates(&order, &self.dims)?;
+        self.check_rules(&planned)?;
+        self.leave_out_skipped(&mut planned);
+        let storages = parameters::exclusive_storages(self.op, &self.parameters, &planned)?;
+        self.check_shares(&planned)?;
+        self.plan.set_state_dtypes(|parameter, index| {
+            let states = planned[parameter].states?;
+            Some(states[index].1.dtype())
+        });
+        Ok(CheckedOptimizer {
+            version,
+            order,
+            storages,
+        })
+    }
+
     /// Returns the parameters without a gradient that the plan does not update.
     fn skipped(&self) -> impl Iterator<Item = usize> {
         let unreached = self.unreached.iter();
@@ -231,7 +274,7 @@ impl PlannedStep {
 
     /// Removes the state of skipped parameters, which no call updates. A GPU's table of distinct updates has at most
     /// one entry per planned parameter, so skipped ones copy another parameter's update.
-    fn leave_out_skipped(&self, planned: &mut [PlannedUpdate]) {
+    fn leave_out_skipped(&self, planned: &mut [PlannedUpdate<'_>]) {
         let is_skipped = |number: &usize| self.skipped().any(|skipped| skipped == *number);
         let Some(other) = (0..planned.len()).find(|number| !is_skipped(number)) else {
             return;
@@ -244,7 +287,7 @@ impl PlannedStep {
 
     /// Checks that the plan has the rules of the optimizer's groups, and treats parameters without a gradient as they
     /// require.
-    fn check_rules(&self, planned: &[PlannedUpdate]) -> Result<()> {
+    fn check_rules(&self, planned: &[PlannedUpdate<'_>]) -> Result<()> {
         for call in self.plan.calls() {
             if let Op::Update {
                 rule, parameter, ..
@@ -282,7 +325,7 @@ impl PlannedStep {
     }
 
     /// Checks that the plan updates exactly the parameters whose state the optimizer has.
-    fn check_shares(&self, planned: &[PlannedUpdate]) -> Result<()> {
+    fn check_shares(&self, planned: &[PlannedUpdate<'_>]) -> Result<()> {
         let own = planned.iter().map(|planned| planned.states.is_some());
         if own.eq(self.updated.iter().copied()) {
             return Ok(());
@@ -362,7 +405,8 @@ impl PlannedStep {
     fn run_without_update(&mut self, tensors: &Tensors<'_>) -> Result<()> {
         let ranks = self.ranks()?;
         let _timeout = ranks.as_ref().map(|ranks| ranks.enter(self.op));
-        parameters::check_disjoint(self.op, &self.parameters, &[], tensors.arguments)?;
+        let storages = parameters::exclusive_storages(self.op, &self.parameters, &[])?;
+        parameters::check_arguments(self.op, &storages, tensors.arguments)?;
         let tensors = Tensors {
             parameters: &self.parameters,
             communicator: ranks.as_ref(),

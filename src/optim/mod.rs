@@ -49,7 +49,7 @@ mod state;
 
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::orthogonalize_on_gpu;
-pub(crate) use optimizer::PlannedUpdate;
+pub(crate) use optimizer::{OptimizerVersion, PlannedUpdate};
 pub(crate) use slot::{direction, orthogonalize, step_slices};
 
 pub use crate::gradients::MissingGradients;

@@ -11,6 +11,7 @@ use crate::probe::{self, Kind, Operand, Operands};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, backprop::GradStore};
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Updates parameters from their gradients, each group by its [`Rule`].
 ///
@@ -73,6 +74,8 @@ pub struct Optimizer {
     pub(super) skipped: Vec<usize>,
     /// The owners of the state, if it is sharded.
     pub(super) shards: Option<Shards>,
+    /// A number that no other optimizer has. [`shard`](Self::shard) changes it.
+    pub(super) id: u64,
 }
 
 impl Optimizer {
@@ -121,6 +124,7 @@ impl Optimizer {
             slots,
             steps: 0,
             shards: None,
+            id: next_id(),
         })
     }
 
@@ -428,29 +432,47 @@ fn refuse_duplicates(groups: &[ParameterGroup]) -> Result<()> {
 }
 
 /// The update of a parameter in a planned step.
-pub(crate) struct PlannedUpdate {
-    /// The rule's tensors of state; `None` if another rank updates the parameter.
-    pub states: Option<Vec<Tensor>>,
+pub(crate) struct PlannedUpdate<'o> {
+    /// The rule's tensors of state, with their names; `None` if another rank updates the parameter.
+    pub states: Option<&'o [(&'static str, Var)]>,
     pub update: Update,
     /// The rule of its group.
     pub rule: Rule,
 }
 
+/// What a planned step depends on: while it is equal, parameters, tensors of state and rules are the same, except for
+/// learning rates.
+#[derive(Debug, PartialEq)]
+pub(crate) struct OptimizerVersion {
+    id: u64,
+    /// The groups' rules, with a learning rate of 0.
+    rules: Vec<Rule>,
+}
+
+/// Returns a number that was not returned before in this process.
+pub(super) fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 impl Optimizer {
-    /// Returns the updates of `parameters` in the next step, in order, without applying them. `dims` are those of the
-    /// full parameters, if they are sharded.
+    pub(crate) fn version(&self) -> OptimizerVersion {
+        let rules = self.groups.iter().map(|group| group.rule.with_lr(0.0));
+        OptimizerVersion {
+            id: self.id,
+            rules: rules.collect(),
+        }
+    }
+
+    /// Returns the index of each of `parameters` in this optimizer.
     ///
     /// # Errors
-    /// An invalid learning rate or configuration; parameters that are not exactly those of this optimizer.
-    pub(crate) fn planned_updates(
+    /// [`Error::Order`] if they are not exactly those of this optimizer.
+    pub(crate) fn order_of(
         &self,
         op: &'static str,
         parameters: &[(String, Var)],
-        dims: &[Vec<usize>],
-    ) -> Result<Vec<PlannedUpdate>> {
-        for group in &self.groups {
-            group.rule.validate()?;
-        }
+    ) -> Result<Vec<usize>> {
         let entries = self.entries().map(|entry| (entry.var.id(), entry));
         let mut found: HashMap<_, _> = entries.collect();
         let refuse = |name: &str, whose: &str, other: &str| Error::Order {
@@ -458,23 +480,41 @@ impl Optimizer {
             problem: format!("parameter {name} is {whose}'s and not {other}'s"),
             hint: "plan for an optimizer of model.parameters(), all of them and no others".into(),
         };
-        let updates = parameters.iter().zip(dims).map(|((name, var), dims)| {
-            let Some(entry) = found.remove(&var.id()) else {
-                return Err(refuse(name, "the model", "the optimizer"));
-            };
-            let states = entry.slot.map(|slot| slot.states.iter());
-            Ok(PlannedUpdate {
-                states: states
-                    .map(|states| states.map(|(_, var)| var.as_tensor().clone()).collect()),
-                update: entry.update(self.steps + 1, dims),
-                rule: *entry.rule,
-            })
+        let order = parameters.iter().map(|(name, var)| {
+            let entry = found.remove(&var.id());
+            let entry = entry.ok_or_else(|| refuse(name, "the model", "the optimizer"))?;
+            Ok(entry.number)
         });
-        let updates = updates.collect::<Result<Vec<_>>>()?;
+        let order = order.collect::<Result<Vec<_>>>()?;
         match found.into_values().map(|entry| entry.name).min() {
-            None => Ok(updates),
+            None => Ok(order),
             Some(name) => Err(refuse(name, "the optimizer", "the model")),
         }
+    }
+
+    /// Returns the updates of the parameters with these indices in the next step, without applying them. `dims` are
+    /// those of the full parameters, if they are sharded.
+    ///
+    /// # Errors
+    /// An invalid learning rate or configuration.
+    pub(crate) fn planned_updates(
+        &self,
+        order: &[usize],
+        dims: &[Vec<usize>],
+    ) -> Result<Vec<PlannedUpdate<'_>>> {
+        for group in &self.groups {
+            group.rule.validate()?;
+        }
+        let entries: Vec<Entry<'_>> = self.entries().collect();
+        let updates = order.iter().zip(dims).map(|(number, dims)| {
+            let entry = &entries[*number];
+            PlannedUpdate {
+                states: entry.slot.map(|slot| &slot.states[..]),
+                update: entry.update(self.steps + 1, dims),
+                rule: *entry.rule,
+            }
+        });
+        Ok(updates.collect())
     }
 
     /// Counts a planned step, in which the `skipped` variables were not updated.

@@ -1,6 +1,7 @@
 //! Sharding of the optimizer's state among ranks.
 
 use super::Optimizer;
+use super::optimizer::next_id;
 #[cfg(feature = "files")]
 use super::slot::Slot;
 use crate::distributed::{Communicator, Shard};
@@ -88,6 +89,7 @@ impl Optimizer {
                 *slot = None;
             }
         }
+        self.id = next_id();
         self.shards = Some(Shards {
             communicator: communicator.clone(),
             owners,

@@ -45,7 +45,6 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
         optimizer_in_backward: false,
         memory_budget_bytes: None,
         seed: 1,
-        peak_flops: Some(1e12),
         available_bytes,
     }
 }

@@ -14,7 +14,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 /// reads.
 #[derive(Debug, PartialEq)]
 pub(super) struct DevicePointers {
-    arena: u64,
+    pub arena: u64,
     tables: Vec<u64>,
     output: u64,
     parameters: Vec<u64>,

@@ -236,23 +236,32 @@ impl Executor {
 
     /// Updates the addresses of all buffers. Discards what was recorded with other addresses.
     fn place(&mut self, plan: &Plan, tensors: &Tensors<'_>, controls: &Controls<'_>) -> Result<()> {
-        let mut device_pointers = DevicePointers::new(self, tensors)?;
-        if let Some(old) = &self.device_pointers {
-            device_pointers.arguments.clone_from(&old.arguments); // `place_arguments` updates these
+        let arena = self.arena.as_ref().map_or(0, start_of);
+        let placed = self.device_pointers.as_ref();
+        let is_unchanged = tensors.is_unchanged && placed.is_some_and(|old| old.arena == arena);
+        if !is_unchanged {
+            let mut device_pointers = DevicePointers::new(self, tensors)?;
+            if let Some(old) = &self.device_pointers {
+                device_pointers.arguments.clone_from(&old.arguments); // `place_arguments` updates these
+            }
+            if self.device_pointers.as_ref() != Some(&device_pointers) {
+                self.recorded = Default::default();
+                self.updates = None;
+                self.copies_are_current = false;
+            }
+            self.device_pointers = Some(device_pointers);
         }
-        if self.device_pointers.as_ref() != Some(&device_pointers) {
-            self.recorded = Default::default();
-            self.updates = None;
-            self.copies_are_current = false;
-        }
-        if !tensors.updates.is_empty() {
+        let has_layout = |old: &Updates| is_unchanged && old.known.has_groups_of(controls);
+        if let Some(device_pointers) = &self.device_pointers
+            && !tensors.updates.is_empty()
+            && !self.updates.as_ref().is_some_and(has_layout)
+        {
             let known = OptimizerLayout::new(tensors.updates, controls)?;
             if self.updates.as_ref().is_none_or(|old| old.known != known) {
-                self.updates = Some(Updates::new(&self.gpu, plan, &device_pointers, known)?);
+                self.updates = Some(Updates::new(&self.gpu, plan, device_pointers, known)?);
                 self.recorded = Default::default();
             }
         }
-        self.device_pointers = Some(device_pointers);
         Ok(())
     }
 

@@ -46,11 +46,14 @@ impl RunValues {
         self.put(0, &controls.clip_norm.to_le_bytes());
         self.put(8, &(1.0 / loss_scale).to_le_bytes());
         self.put(16, &(controls.loss_gradient() as f32).to_le_bytes());
-        for (number, of_group) in distinct(controls.updates).into_iter().enumerate() {
+        let mut end = UPDATES;
+        for of_group in distinct(controls.updates) {
             let words = update::words(of_group).map(f32::to_bits);
-            self.put_words(UPDATES + number * UPDATE_BYTES, &words);
+            self.put_words(end, &words);
+            end += UPDATE_BYTES;
         }
-        Ok(gpu.memcpy_htod(&self.host, &mut self.device)?)
+        let used = &mut self.device.slice_mut(..end);
+        Ok(gpu.memcpy_htod(&self.host[..end], used)?)
     }
 
     fn put_words(&mut self, at: usize, words: &[u32]) {

@@ -29,7 +29,14 @@ impl Executor {
         if self.clock.is_none() && !probe::is_listening() {
             return vec![calls];
         }
-        let parts = Parts::new(plan);
+        let made;
+        let parts = match &self.clock {
+            Some(clock) => &clock.parts,
+            None => {
+                made = Parts::new(plan);
+                &made
+            }
+        };
         let pieces = calls.into_iter().flat_map(|(calls, micro_batch)| {
             let pieces = parts.pieces(calls).into_iter();
             pieces.map(move |piece| vec![(piece, micro_batch)])

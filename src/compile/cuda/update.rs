@@ -28,11 +28,11 @@ pub(super) struct OptimizerLayout {
 }
 
 impl OptimizerLayout {
-    pub(super) fn new(updates: &[PlannedUpdate], controls: &Controls<'_>) -> Result<Self> {
+    pub(super) fn new(updates: &[PlannedUpdate<'_>], controls: &Controls<'_>) -> Result<Self> {
         let states = updates.iter().map(|planned| {
-            let states = planned.states.as_ref().map(|states| {
+            let states = planned.states.map(|states| {
                 let states = states.iter();
-                let states = states.map(|state| Ok((elements(state)?.pointer, state.dtype())));
+                let states = states.map(|(_, state)| Ok((elements(state)?.pointer, state.dtype())));
                 states.collect::<Result<Vec<_>>>()
             });
             states.transpose()
@@ -46,6 +46,12 @@ impl OptimizerLayout {
                 .collect(),
             states: states.collect::<Result<_>>()?,
         })
+    }
+
+    /// Returns whether the updates are shared as in this layout. Two groups may have equal updates in one step and
+    /// different ones in the next.
+    pub(super) fn has_groups_of(&self, controls: &Controls<'_>) -> bool {
+        run_values::groups(controls.updates) == self.groups
     }
 }
 

@@ -132,7 +132,10 @@ impl<'l> Step<'l> {
         config.validate()?;
         parameters::check(OP, &parameters, device, optimizer.is_some())?;
         let dims = dims_of(&weights);
-        let updates = optimizer.map(|optimizer| optimizer.planned_updates(OP, &parameters, &dims));
+        let updates = optimizer.map(|optimizer| {
+            let order = optimizer.order_of(OP, &parameters)?;
+            optimizer.planned_updates(&order, &dims)
+        });
         let updates = updates.transpose()?.unwrap_or_default();
         Ok(Self {
             loss,

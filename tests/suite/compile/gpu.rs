@@ -250,6 +250,12 @@ fn clipping_by_value_is_as_eager() {
     }
 }
 
+#[test]
+#[ignore = "needs a CUDA device"]
+fn optimizers_take_turns_on_one_step() {
+    super::options::optimizers_take_turns(&crate::gpu());
+}
+
 /// Vocabularies of several chunks, in multiples of 16 bytes or with a remainder, and one of less than 16 bytes.
 #[rstest]
 #[ignore = "needs a CUDA device"]

@@ -1,9 +1,9 @@
 //! Options of planned steps: clipping, accumulation, checkpointing, budgets, the optimizer in backward; and state
 //! shared with eager steps.
 
-use super::{agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
+use super::{CPU, agree, batch, bits as weights, config, eager_step, model_and_optimizer, plan_of};
 use crate::check::{elements, refusal};
-use crate::settings::{in_precision, meta_of};
+use crate::settings::{in_precision, meta_of, with_lr};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device};
 use rstest::rstest;
@@ -376,6 +376,38 @@ fn schedules_and_groups_are_read_at_each_run() {
         let error = super::distance(got, &wanted);
         assert!(error <= 1e-5, "{name}: {error:.1e}");
     }
+}
+
+#[test]
+fn optimizers_take_turns_on_one_step() {
+    optimizers_take_turns(&CPU);
+}
+
+/// Two optimizers of one model run one step in turns, as with a new step for each run. The second has two groups, whose
+/// learning rates are equal at first.
+pub fn optimizers_take_turns(device: &Device) {
+    let trained = |is_new_for_each: bool| {
+        let model = TransformerLM::new(&config(2, 2, 24, 56), 5, device).unwrap();
+        let mut first = Optimizer::new(model.parameters(), with_lr(1e-3)).unwrap();
+        let groups = decay_matrices_only(model.parameters(), with_lr(1e-3));
+        let mut second = Optimizer::with_groups(groups).unwrap();
+        let plan = StepConfig::default();
+        let mut step = Step::for_model(&model, &first, &plan).unwrap();
+        for (i, turn) in [1, 1, 2, 2, 2, 1, 2, 2].into_iter().enumerate() {
+            if i == 3 {
+                second.set_learning_rate_of(1, 1e-4).unwrap();
+            }
+            let optimizer = if turn == 1 { &mut first } else { &mut second };
+            if is_new_for_each {
+                step = Step::for_model(&model, optimizer, &plan).unwrap();
+            }
+            let (tokens, targets) = batch(97, 2, 37, i);
+            let [tokens, targets] = [tokens, targets].map(|ids| ids.to_device(device).unwrap());
+            step.run(optimizer, (&tokens, &targets)).unwrap();
+        }
+        weights(&model)
+    };
+    assert_eq!(trained(false), trained(true));
 }
 
 /// Forward and backward alone have the step's loss and gradients, and update nothing.
