@@ -169,7 +169,7 @@ impl<'t> From<&[(&'t str, &'t Tensor)]> for Batch {
     }
 }
 
-/// Creates a batch of a language model's tokens and targets.
+/// Creates a batch of a language model's tokens and targets, with the names `tokens` and `targets`.
 impl From<(&Tensor, &Tensor)> for Batch {
     fn from((tokens, targets): (&Tensor, &Tensor)) -> Self {
         Self::new([("tokens", tokens), ("targets", targets)])

@@ -123,14 +123,14 @@
 //!
 //! # What a plan is exact about
 //!
-//! [`Plan::arena_bytes`] is the size of the arena. [`Plan::total_bytes`] is the memory of everything that the plan
-//! accesses: the arena, parameters, optimizer state, inputs (with frozen weights, constants, and tables of rotary
-//! embeddings), outputs and, on a GPU, [`Plan::workspace_bytes`].
+//! [`Plan::arena_bytes`] is the size of the arena. [`Plan::total_bytes`] is the peak of a run, the memory of everything
+//! that the plan accesses: the arena, parameters, optimizer state, inputs, frozen weights, constants, tables of rotary
+//! embeddings, outputs and, on a GPU, [`Plan::workspace_bytes`].
 //!
 //! - On a GPU the total is within 0.1 MiB of the peak of the memory pool ([`Meter`](crate::memory::Meter)) if the
 //!   process has no other tensors there. The process needs more: the CUDA context, its loaded kernels, recorded CUDA
 //!   graphs and, with several ranks, NCCL's buffers.
-//! - On the CPU the total is exact for these tensors. Kernels need scratch memory in addition: [`Plan::scratch_bytes`].
+//! - On the CPU the total is exact. Kernels need scratch memory in addition: [`Plan::scratch_bytes`].
 //!   Each thread keeps a packing buffer for matmuls, 0.75 MiB in f32 and 2.5 MiB in half precision, whatever the sizes,
 //!   and one for matmuls of the `gemm` crate, as large as the level 2 cache. (That crate computes small f32 matmuls
 //!   and, on processors without AVX-512, most f32 matmuls.) The threads are the calling one and those of rayon's pool:

@@ -219,10 +219,10 @@ impl Plan {
         workspaces.max_by(|a, b| a.bytes().total_cmp(&b.bytes()))
     }
 
-    /// Returns the size of the arena and, outside of it, of parameters, optimizer state, inputs (with frozen weights,
-    /// constants, and tables of rotary embeddings), outputs and a GPU's [workspace](Self::workspace_bytes), in bytes.
-    /// [Not included](crate::compile#what-a-plan-is-exact-about) are the [scratch memory](Self::scratch_bytes) of
-    /// kernels on the CPU and, on a GPU, what CUDA and NCCL allocate themselves.
+    /// Returns the peak memory of a run in bytes: the arena, the parameters, the optimizer's state, inputs, frozen
+    /// weights, constants, tables of rotary embeddings, outputs, and a GPU's [workspace](Self::workspace_bytes). [Not
+    /// included](crate::compile#what-a-plan-is-exact-about) are the [scratch memory](Self::scratch_bytes) of kernels on
+    /// the CPU and, on a GPU, what CUDA and NCCL allocate themselves.
     pub fn total_bytes(&self) -> u64 {
         let elsewhere = self.buffers.iter().filter(|buffer| !buffer.is_in_arena());
         self.arena_bytes + self.workspace_bytes + elsewhere.map(Buffer::bytes).sum::<u64>()

@@ -124,7 +124,8 @@ pub struct Timeline {
 }
 
 impl Plan {
-    /// Simulates a run, other than the first, of one rank of `world_size`.
+    /// Simulates a run on one rank of `world_size`, from kernels and exchanges at these rates. The first run of a step
+    /// takes longer: it also makes the half-precision copies of weights.
     ///
     /// ```
     /// use tallow::compile::{Batch, Rates, Step, StepConfig, StepRanks, Target};

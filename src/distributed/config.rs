@@ -113,10 +113,10 @@ pub struct ReplicatedConfig {
     /// The dtype to which gradients are rounded for the exchange: bf16 halves the bytes. `None` keeps their own dtype.
     /// Planned steps on the CPU do not support bf16.
     ///
-    /// With bf16, a planned step on a GPU rounds the gradients of weight matrices that are read by a single op of the
-    /// model, because one matmul then computes all of such a gradient and can write it in bf16. All other gradients,
-    /// such as those of embeddings, norms and tied heads, are exchanged in f32. The step must have
-    /// precision bf16, one micro-batch on each rank and no loss scaling; anything else is an error.
+    /// With bf16, a planned step on a GPU rounds only some gradients: those of weight matrices that a single op of the
+    /// model reads. (The matmul that computes such a gradient writes it in bf16.) The gradients of embeddings, norms
+    /// and tied heads are exchanged in f32. The step must have precision bf16, one micro-batch on each rank and no loss
+    /// scaling; anything else is an error.
     pub dtype: Option<DType>,
 }
 

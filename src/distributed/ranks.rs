@@ -96,8 +96,8 @@ impl Ranks {
     ///   ranks of mpirun make one. Ranks of torchrun and Slurm on several hosts need one that you set, the same for
     ///   all: at least 16 bytes, for example from `openssl rand -hex 16`. With torchrun export it on each host; with
     ///   Slurm export it in the batch script, from where `srun` passes it on. It is sent unencrypted: it keeps
-    ///   strangers out, but not those who can read the network's traffic. On one host `TORCHELASTIC_RUN_ID` or
-    ///   `SLURM_JOB_ID` suffices to keep jobs apart.
+    ///   strangers out, but not those who can read the network's traffic. On one host you need
+    ///   not set it: the job's `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID` keeps jobs apart.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) naming a variable that is missing or has an invalid value, or two that

@@ -10,6 +10,8 @@
 //! cargo run --example memory_profile -- $FLAGS
 //! ```
 //!
+//! On a GPU, build with `--features cuda` and add `--device cuda:0` to the flags.
+//!
 //! `profile` runs 2 warm-up and 5 measured steps (`--warmup-steps`, `--steps`) without a profiler, then again with it.
 //! `memory_profile` records one step after one warm-up step.
 //!
@@ -45,15 +47,25 @@
 //! Scale and mask count as softmax, unless they are ops of their own (`--reference-ops`). On a GPU, kernels of flash
 //! attention fuse matmuls and softmax, and count as neither.
 //!
-//! Trust the profile if profiler and stopwatch differ by at most 10%. The example prints answers (a) to (e) under its
-//! table; (a) says whether this holds. If the profiled step is slower by more, recording costs time. If it is faster by
-//! more, the difference is noise: repeat with more `--steps`. Answers (b) to (e) are about the longest op, the other
-//! parts of forward, the share of matmuls, and softmax in attention. They say `Undecided` if the standard deviation of
-//! the recorded steps is more than 20% of their mean. `unexplained` has no limit: it should be small compared with the
-//! rows you act on. Here ops take 96.2% of the step and matmuls 64.3%: the time is spent in kernels, not in overhead.
-//! To see whether arithmetic or memory limits an op, compare it with its floor, as "What to do next" describes.
+//! Trust the profile if profiler and stopwatch differ by at most 10%. If the profiled step is slower by more, recording
+//! costs time. If it is faster by more, the difference is noise: repeat with more `--steps`. `unexplained` has no
+//! limit: it should be small compared with the rows you act on. Here ops take 96.2% of the step and matmuls 64.3%: the
+//! time is spent in kernels, not in overhead. To see whether arithmetic or memory limits an op, compare it with its
+//! floor, as "What to do next" describes.
 //!
-//! The second table has a row for each op. Its backward is a row of its own:
+//! Five answers follow the table:
+//!
+//! | answer | content |
+//! |---|---|
+//! | (a) | the times by profiler and stopwatch, and whether they match |
+//! | (b) | the op that takes the most time in forward, and the one in forward and backward together |
+//! | (c) | the ops that take the most time in forward, without matmuls |
+//! | (d) | the share of matmuls in forward, and in the whole step |
+//! | (e) | softmax compared with the matmuls of attention: the time of each, its FLOPs, and its FLOP/s |
+//!
+//! (b) to (e) say `Undecided` if the standard deviation of the recorded steps is more than 20% of their mean.
+//!
+//! The second table has a row for each op. The backward of an op is another row, `linear backward`:
 //!
 //! ```text
 //! Op                                            Time (%)  A step  Mean (ms)  Std (ms)
@@ -89,6 +101,10 @@
 //!
 //! On a GPU the default is `--by kernel`, with a row for each kernel; `--by name` gives the table above.
 //!
+//! Rows of a planned step have the names of the plan's calls. Some calls occur only in backward, such as
+//! `flash_attention_backward`. But all matmuls of forward and backward share the row `matmul`; `--phase forward` or
+//! `--phase backward` separates them.
+//!
 //! A fused op's matmuls are in its row: `swiglu_linear` contains two matmuls and the gate, `linear_cross_entropy` the
 //! head's matmul and the loss. A note under the table lists the contents of such ops. Ops that checkpointing recomputes
 //! run in backward: they count in the row of the forward op, which then has more calls a step. The table has more
@@ -108,8 +124,8 @@
 //! copy. The floor of an op is the time of its matmuls' FLOPs at the first or of its bytes at the second, whichever is
 //! longer. Ops without a formula have none, and are not in the floor of the step.
 //! All times are those of one step. `Lost` is the measured time less the floor, and the op that loses the most comes
-//! first. On a GPU, too, the rows are ops (`--by layer`, unless another grouping is given) and not kernels, which have
-//! no floors. Two layers of width 768, with flash attention, planned (`--compile=only`), on two cores of another Xeon:
+//! first. With `--floor` the default is `--by layer`, on the CPU and on a GPU: kernels have no floors, only ops do.
+//! Two layers of width 768, with flash attention, planned (`--compile=only`), on two cores of another Xeon:
 //!
 //! ```text
 //! A step takes 544.381 ms by the profiler. Its floor is 512.054 ms, 94.1% of that. Rates measured here: matmuls 300

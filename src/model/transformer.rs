@@ -300,7 +300,8 @@ impl TransformerLM {
         &self.lm_head
     }
 
-    /// Maps tokens (B, T), u32 or i64, to logits (B, T, V).
+    /// Maps tokens (B, T), u32 or i64, to logits (B, T, V), in the dtype of the head's linear layer: that of the
+    /// weights, or half precision in an autocast region.
     ///
     /// # Errors
     /// Tokens of another rank or dtype; an empty batch or sequence; a T beyond `context_length`; an id outside the

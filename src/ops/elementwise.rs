@@ -17,9 +17,13 @@ use candle_core::{DType, Shape, Tensor};
 /// Computes `y = exp(x)`, elementwise.
 ///
 /// The following also holds for the other functions of one input: [`log()`], [`pow()`], [`rsqrt()`], [`sqrt()`],
-/// [`abs()`], [`clamp()`] and [`affine()`]. Half precision is computed in f32 and rounded once, forward and backward.
-/// Under CUDA's autocast policy `exp`, `log`, `pow` and `rsqrt` return f32, as in PyTorch; the others follow x. Saved
-/// for backward: y for `exp`, nothing for `affine`, x for the others.
+/// [`abs()`], [`clamp()`] and [`affine()`].
+///
+/// y has the dtype of x. Half precision is computed in f32 and rounded once, forward and backward. Under CUDA's
+/// autocast policy `exp`, `log`, `pow` and `rsqrt` are an exception, as in PyTorch: x is cast to f32 first, and y is
+/// f32.
+///
+/// Saved for backward: y for `exp`, nothing for `affine`, x (in f32 if it was cast) for the others.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -169,7 +173,8 @@ pub fn clamp(x: &Tensor, lowest: f64, highest: f64) -> Result<Tensor> {
 /// Computes `y = scale x + summand`, elementwise; otherwise like [`exp`]. Backward: `dx = scale dy`.
 ///
 /// The product is rounded before the sum. In f64 both numbers are used as they are; in f32 and half precision they are
-/// rounded to f32. [`add`](super::add) and [`mul`](super::mul) with a tensor without dimensions have gradients for both.
+/// rounded to f32. [`add`](super::add) and [`mul`](super::mul) with a tensor without dimensions have gradients for
+/// both.
 ///
 /// ```
 /// use candle_core::{Device, Var};

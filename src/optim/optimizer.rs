@@ -440,8 +440,8 @@ pub(crate) struct PlannedUpdate<'o> {
     pub rule: Rule,
 }
 
-/// What a planned step depends on: while it is equal, parameters, tensors of state and rules are the same, except for
-/// learning rates.
+/// The state of an optimizer that a planned step has checked. While versions are equal, parameters, tensors of state
+/// and rules are the same, except for learning rates.
 #[derive(Debug, PartialEq)]
 pub(crate) struct OptimizerVersion {
     id: u64,

@@ -44,7 +44,7 @@ pub fn emit_nvtx() -> Result<ListenerGuard> {
 /// ```
 ///
 /// # Errors
-/// Always in this build: [`Error::Config`](crate::Error::Config).
+/// [`Error::Config`](crate::Error::Config) if the feature `nvtx` is off.
 #[cfg(not(feature = "nvtx"))]
 pub fn emit_nvtx() -> Result<ListenerGuard> {
     Err(crate::Error::config("profile", "nvtx", "on").must_be(

@@ -77,9 +77,8 @@ impl fmt::Display for DeviceRates {
 impl DeviceRates {
     /// Measures the rates of `device` for matmuls in `dtypes`.
     ///
-    /// A rate takes some 0.1 s and is measured once in a process: later calls return it again. It is that of the
-    /// current number of threads and, for matmuls in f32, of the current setting of [TF32](hardware::set_tf32). Other
-    /// work on the device makes the rates too low.
+    /// Measuring a rate takes some 0.1 s. Later calls return the same rate; after a change of the number of threads or
+    /// of [TF32](hardware::set_tf32) they measure again. Other work on the device makes the rates too low.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] or the device's error if the tensors do not fit: three matrices of 8,192 rows and a copy

@@ -8,10 +8,10 @@
 //!
 //! On an NVIDIA GPU, [`Profiler::start_on`] also records kernels through CUPTI, each with the range that launched it,
 //! without waiting for the GPU at each op. Times are then those of kernels: an op's time is that of the kernels it
-//! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is still replayed from CUDA
-//! graphs, [one for each phase](Profiler::start_on), and each kernel counts for the plan's call that put it into the
-//! graph. While [`Profiler::start`] or [`memory::record_on`](crate::memory::record_on()) records, the calls of a
-//! planned step are launched one by one instead, each in its range.
+//! launched, and [`Grouping::Kernel`] has a row for each kernel name. A planned step is replayed from CUDA
+//! graphs, [at least one for each phase](Profiler::start_on), and each kernel counts for the plan's call that put it
+//! into the graph. While [`Profiler::start`] or [`memory::record_on`](crate::memory::record_on()) records, the calls of
+//! a planned step are launched one by one instead, each in its range.
 //!
 //! Reports also divide an op's time into matmuls, softmax and the rest ([`Row::parts`]): attention, linear layers and
 //! matmuls, gated linear layers, the linear cross-entropy and softmax have such parts. On a GPU the parts follow from

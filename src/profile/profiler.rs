@@ -61,12 +61,14 @@ impl Profiler {
     /// [`start`](Self::start), on GPUs other than NVIDIA's as [`start_waiting_for`](Self::start_waiting_for).
     ///
     /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
-    /// afterwards. Launches overlap with work as they do without a profiler, but each takes the host longer. A planned
-    /// step runs from CUDA graphs with a profiler too, but from several: each has consecutive calls of one phase. The
-    /// first such step captures them, which takes longer. Steps with
-    /// [`Step::time_phases`](crate::compile::Step::time_phases) use the same graphs, so a warm-up with it captures them
-    /// beforehand. The profiler waits for the GPU where phases and steps begin and end, as
-    /// stopwatches do, so that each has its own kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
+    /// afterwards. Launches overlap with work as they do without a profiler, but each takes the host longer. The
+    /// profiler waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own
+    /// kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
+    ///
+    /// Without a profiler a planned step is one CUDA graph. With it, every sequence of calls in the same phase is a
+    /// graph; a phase has several of them if calls of another phase come between. The first step with a profiler
+    /// captures these graphs, which takes longer. [`Step::time_phases`](crate::compile::Step::time_phases) uses the
+    /// same graphs: a warm-up with it captures them before the profile begins.
     ///
     /// # Errors
     /// [`Error::Order`] if another profiler runs, or if CUPTI is not found, or another tool in this process uses it.

@@ -211,7 +211,7 @@ impl ProfileReport {
         }
     }
 
-    /// Returns the fields of each row, for a table that has columns of your own beside those of [`table`](Self::table):
+    /// Returns the fields of each row, for a table with columns of your own next to those of [`table`](Self::table):
     /// [`columns`](Self::columns), [`kernel_columns`](Self::kernel_columns) or, of a report with floors,
     /// [`floor_columns`](Self::floor_columns).
     pub fn fields(&self) -> Vec<Fields> {

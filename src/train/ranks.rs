@@ -146,7 +146,8 @@ impl Trainer {
     ///
     /// All ranks must call [`step`](Self::step), [`evaluate`](Self::evaluate), which divides the data among them, and
     /// [`plan`](Self::plan). With `replicate` rank 0 writes the files, with [`fully_sharded`](Self::fully_sharded)
-    /// every rank writes its own. Call [`save`](Self::save) on every rank: with `replicate` alone rank 0 suffices.
+    /// every rank writes its own. Call [`save`](Self::save) on every rank. (With `replicate` and
+    /// without a sharded optimizer, it does nothing on ranks other than 0.)
     ///
     /// [`accumulation`]: crate::train::TrainConfig::accumulation
     ///

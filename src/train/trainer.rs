@@ -263,8 +263,9 @@ impl Trainer {
     }
 
     /// Returns the model. Its weights are meta tensors if [they are sharded](Self::fully_sharded). With a [sharded
-    /// optimizer](Self::shard_optimizer) the weights are up to date only after an evaluation, a save,
-    /// [`gather_model`](Self::gather_model) or the last step; in between, parameters that other ranks own may be older.
+    /// optimizer](Self::shard_optimizer) the parameters that other ranks own miss the last update here: the next step
+    /// begins by fetching them. An evaluation, a save, [`gather_model`](Self::gather_model) and the last step fetch
+    /// them too.
     pub fn model(&self) -> &TransformerLM {
         &self.model
     }

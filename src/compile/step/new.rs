@@ -17,8 +17,9 @@ use candle_core::{Device, Tensor, Var};
 impl<'l> Step<'l> {
     /// Creates a step of `loss` with `optimizer`.
     ///
-    /// `loss` gets the inputs of one micro-batch and returns its mean loss, a scalar f32 (on the CPU also f64). For a
-    /// batch with [counted targets](crate::compile::Batch::with_counted_targets) it returns the sum over these.
+    /// `loss` gets the inputs of one micro-batch and must return a scalar in f32 (on the CPU also f64): the micro-batch's
+    /// mean loss or, if the batch has [counted targets](crate::compile::Batch::with_counted_targets), the sum of
+    /// the losses of its targets.
     ///
     /// # Errors
     /// Weights that are not all f32 (or all f64, on the CPU) on one device; an invalid configuration. Errors of the
@@ -159,8 +160,8 @@ impl<'l> Step<'l> {
     /// On a GPU each bucket's all-reduce runs on a separate stream, concurrently with the rest of backward, and is
     /// recorded in the same CUDA graph. On the CPU each all-reduce is waited for.
     ///
-    /// With a [sharded](Optimizer::shard) optimizer, each gradient is averaged on the rank that updates the parameter:
-    /// the gradients of a bucket are exchanged together, each with its own rank. [`run`](Self::run) begins by fetching
+    /// With a [sharded](Optimizer::shard) optimizer, each gradient is reduced to its mean on one rank, the one that
+    /// updates the parameter. The gradients of a bucket are reduced together. [`run`](Self::run) begins by fetching
     /// the parameters of other ranks in the order in which matmuls read them, on a GPU concurrently with the first
     /// layers. Until [`Optimizer::gather_weights`], parameters owned by other ranks lag by one update.
     ///
