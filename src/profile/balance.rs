@@ -19,8 +19,8 @@ use std::fmt;
 /// larger than the elapsed time of the steps. Kernels of candle's backward count as gradient sums.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
-    /// Time of the steps; without steps the recording's duration times the number of threads. With a GPU's kernels, the
-    /// sum of the lines.
+    /// Time of the steps. If no steps were recorded it is the sum over all threads of the recording's duration. With a
+    /// GPU's kernels it is the sum of the lines.
     pub wall_ns: u64,
     /// Number of steps; `None` if none were recorded.
     pub steps: Option<usize>,

@@ -61,7 +61,8 @@ impl Profiler {
     /// [`start`](Self::start), on GPUs other than NVIDIA's as [`start_waiting_for`](Self::start_waiting_for).
     ///
     /// On an NVIDIA GPU [`Recording::kernels`] has every kernel with the range that launched it, as CUPTI reports
-    /// afterwards. Launches overlap with work as they do without a profiler, but each takes the host longer. The
+    /// afterwards. Launches overlap with work as they do without a profiler, but the host needs longer for a launch: a
+    /// GPU that waits for the host is idle for longer than without a profiler. The
     /// profiler waits for the GPU where phases and steps begin and end, as stopwatches do, so that each has its own
     /// kernels. CUPTI is a library of the CUDA toolkit and is loaded here.
     ///

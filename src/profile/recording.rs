@@ -11,7 +11,8 @@ use std::sync::{Arc, LazyLock};
 /// The ranges of a period of time, on every thread that had any.
 ///
 /// If steps were recorded ([`step`](super::step); benchmarks and the trainer open them), reports cover only those
-/// steps, and ranges outside of them are in the trace only. Otherwise the whole recording counts as one step.
+/// steps, and ranges outside of them are in the trace only. Without steps, reports cover the whole recording, and have
+/// no figures for each step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {
     /// Ranges in the order in which they began on their thread, outer before inner.

@@ -38,10 +38,11 @@ pub struct Selection {
 /// The key by which ranges or kernels share a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Grouping {
-    /// Name; an op's backward has a row of its own.
+    /// Name. The backward of an op is another row: `linear backward`.
     #[default]
     Name,
-    /// Path.
+    /// Path: the op's place in the model and its name, `layers.0/attn/q_proj/linear`. The backward of an op is another
+    /// row here too.
     Path,
     /// Path without numbers: all blocks of the model share a row, `layers.*/attn/q_proj/linear`.
     Layer,
