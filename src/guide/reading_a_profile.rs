@@ -49,12 +49,14 @@
 //! their own (`--reference-ops`). On a GPU, kernels of flash attention fuse matmuls and softmax, and count as neither.
 //!
 //! Trust the profile if profiler and stopwatch differ by at most 10%. If the profiled step is slower by more, recording
-//! costs time. On a GPU this time is part of `GPU idle`: a planned step of the preset small on an H200 took 3.71 ms,
-//! and 4.33 ms with the profiler, in which the GPU was idle for 0.88 ms. The times of kernels are not affected. If it
-//! is faster by more, the difference is noise: repeat with more `--steps`. `unexplained` has no limit: it should be
-//! small compared with the rows you act on. Here ops take 96.2% of the step and matmuls 64.3%: the time is spent in
-//! kernels, not in overhead. To see whether arithmetic or memory limits an op, compare it with its floor, as "What to
-//! do next" describes.
+//! costs time. If the profiled step is faster by more, the difference is noise: repeat with more `--steps`.
+//!
+//! On a GPU the time that recording costs is part of `GPU idle`: a planned step of the preset small on an H200 took
+//! 3.71 ms, and 4.33 ms with the profiler, in which the GPU was idle for 0.88 ms. The times of kernels are not affected.
+//!
+//! `unexplained` has no limit: it should be small compared with the rows you act on. Here ops take 96.2% of the step and
+//! matmuls 64.3%: the time is spent in kernels, not in overhead. To see whether arithmetic or memory limits an op,
+//! compare it with its floor, as "What to do next" describes.
 //!
 //! Five answers follow the table:
 //!

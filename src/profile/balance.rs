@@ -19,8 +19,9 @@ use std::fmt;
 /// larger than the elapsed time of the steps. Kernels of candle's backward count as gradient sums.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
-    /// Time of the steps. If no steps were recorded it is the sum over all threads of the recording's duration. With a
-    /// GPU's kernels it is the sum of the lines.
+    /// The total time that the lines divide: that of the steps. If no steps were recorded it is the duration of the
+    /// recording times the number of threads, because lines add up the work of all threads. With a GPU's kernels it is
+    /// the sum of the lines.
     pub wall_ns: u64,
     /// Number of steps; `None` if none were recorded.
     pub steps: Option<usize>,

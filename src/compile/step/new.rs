@@ -219,11 +219,11 @@ impl<'l> Step<'l> {
     /// built from its [builder](FullyShard::builder), and the optimizer must train [the
     /// shards](FullyShard::parameters). Every rank must run the step at the same time, on its own part of the batch.
     ///
-    /// A module's weights are gathered in the dtype that its matmuls read, in forward and again in backward, and freed
-    /// after their last read. Its gradients are averaged after its backward, in each micro-batch; each rank keeps its
-    /// shard. On a GPU exchanges run on a separate stream, concurrently with the kernels, and weights are gathered one
-    /// [bucket](crate::distributed::FullyShardConfig::bucket_bytes) ahead; all of it is recorded in one CUDA graph. On
-    /// the CPU each exchange is waited for.
+    /// In each micro-batch a module's weights are gathered for forward and again for backward, in the dtype that its
+    /// matmuls read, and freed after their last read. After the module's backward its gradients are averaged, and each
+    /// rank keeps its shard of them. On a GPU exchanges run on a separate stream, concurrently with the kernels, and
+    /// weights are gathered one [bucket](crate::distributed::FullyShardConfig::bucket_bytes) ahead; all of it is
+    /// recorded in one CUDA graph. On the CPU each exchange is waited for.
     ///
     /// # Errors
     /// Those of [`new`](Self::new) and [`replicated`](Self::replicated); [`Error::Order`] for an optimizer of other

@@ -21,8 +21,8 @@ use candle_core::Device;
 /// Joins the job that this process was started in, and returns when all ranks have joined. Without the
 /// [variables](Ranks::from_env) of torchrun, Slurm or mpirun it is a job of one rank.
 ///
-/// GPUs use NCCL, which is loaded here (`libnccl.so.2`, from `LD_LIBRARY_PATH` or the path in `TALLOW_NCCL_LIBRARY`;
-/// PyTorch's wheels contain one). CPUs use MPI, in builds with the feature `mpi`; `mpirun` starts them.
+/// GPUs use NCCL, which is loaded here: `libnccl.so.2` in a folder of `LD_LIBRARY_PATH`, or the file that
+/// `TALLOW_NCCL_LIBRARY` names. (PyTorch's wheels contain one.) CPUs use MPI, in builds with the feature `mpi`; `mpirun` starts them.
 ///
 /// ```no_run
 /// use tallow::distributed::{self, DistConfig};
