@@ -71,16 +71,16 @@
 //! The bytes that one of `n` ranks sends in a step of a model with `P` parameters, where `f = (n - 1) / n`. They do not
 //! depend on the number of micro-batches of a rank, except for the last row, which is for each micro-batch:
 //!
-//! | | f32 | bf16 |
+//! | | step in f32 | step in bf16 |
 //! |---|---|---|
-//! | replicated: all-reduce of gradients | 8 f P | 8 f P, or about 4 f P with [`ReplicatedConfig::dtype`] bf16 |
+//! | replicated: all-reduce of gradients in f32 | 8 f P | 8 f P, or about 4 f P with [`ReplicatedConfig::dtype`] bf16 |
 //! | sharded optimizer: gradients to their owners in f32, then updated parameters to all | 8 f P | about 6 f P |
 //! | fully sharded: parameters in forward and again in backward, gradients in f32 | at most 12 f P | at most about 8 f P |
 //!
-//! With bf16, weight matrices are sent in bf16, embeddings and norms in f32. "At most", because fully sharded
-//! weights of the last bucket in forward are not gathered again for backward.
-//! [`Plan::timeline`](crate::compile::Plan::timeline) returns the exact number of a plan, `sent_bytes`, and
-//! [`Trainer::plan`](crate::train::Trainer::plan) the plan of a job.
+//! A step in bf16 sends the parameters of the last two rows in the dtype that is read: weight matrices in bf16,
+//! embeddings and norms in f32. "At most", because fully sharded weights of the last bucket in forward are not gathered
+//! again for backward. [`Plan::timeline`](crate::compile::Plan::timeline) returns the exact number of a plan,
+//! `sent_bytes`, and [`Trainer::plan`](crate::train::Trainer::plan) the plan of a job.
 //!
 //! `Trainer` plans its steps itself. In a loop of your own, [`compile::Step`](crate::compile::Step) plans a step with
 //! its exchanges. GPUs need the feature `cuda`, `Trainer` needs `train` (on by default).
