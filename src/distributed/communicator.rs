@@ -217,8 +217,8 @@ impl Communicator {
     ///   [`Trainer::shard_optimizer`], [`Trainer::fully_sharded`], [`Trainer::resume_fully_sharded`],
     ///   [`Replicated::new`](super::Replicated::new), [`Optimizer::shard`](crate::optim::Optimizer::shard);
     /// - each batch of [`Trainer::evaluate`], and its end, where losses are averaged;
-    /// - [`Trainer::gather_model`], for each weight; the waits for other ranks in [`Trainer::save`]. Writing a file has no
-    ///   timeout of its own, but other ranks wait for it: the timeout must be longer than the slowest write.
+    /// - [`Trainer::gather_model`], for each weight; the waits for other ranks in [`Trainer::save`]. Writing a file has
+    ///   no timeout of its own, but other ranks wait for it: the timeout must be longer than the slowest write.
     ///
     /// On a GPU other collectives return before they are done, and no timeout covers the wait for their results. Hold a
     /// guard around your own collectives, around [`Step::forward`](crate::compile::Step::forward) with sharded weights,
