@@ -197,10 +197,8 @@ impl Flags {
         let mut configuration = self.configuration(&sampling, &precisions);
         let rates = rates.as_ref().map(|rates| rates.to_string());
         configuration.insert("measured rates", rates);
-        let mut environment = self.common.environment(&device);
-        environment.insert("reference ops", common::fallbacks());
         let report = Report {
-            environment,
+            environment: self.common.environment(&device),
             configuration,
             answers: answers::answers(&all, &limits, letter),
             rows,

@@ -151,10 +151,8 @@ impl Flags {
         let mut configuration = describe(&models);
         configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("recorded blocks", "4096 bytes and more");
-        let mut environment = self.common.environment(&device);
-        environment.insert("reference ops", common::fallbacks());
         let published = self.output.publish(&Report {
-            environment,
+            environment: self.common.environment(&device),
             configuration,
             columns: columns(&device),
             rows,

@@ -106,8 +106,6 @@ impl Flags {
             }
             runs.push(self.train(&config, precision, [&train, &validation])?);
         }
-        let mut environment = self.common.environment(&self.common.device()?);
-        environment.insert("reference ops", common::fallbacks());
         let exact = runs.iter().find(|run| run.precision == "f32");
         let mut notes = vec![
             format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
@@ -115,7 +113,7 @@ impl Flags {
         ];
         notes.extend(sweep.note());
         let published = self.output.publish(&Report {
-            environment,
+            environment: self.common.environment(&self.common.device()?),
             configuration: self.configuration(&config, [&train, &validation]),
             columns: columns(),
             rows: runs.iter().map(|run| run.row(exact)).collect(),

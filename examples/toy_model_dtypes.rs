@@ -43,11 +43,9 @@ impl Flags {
         let device = self.common.device()?;
         let rows = table::rows(self.common.seed, &device)?;
         let norms = layer_norm::rows();
-        let mut environment = self.common.environment(&device);
-        environment.insert("reference ops", common::fallbacks());
         let model = "fc1 (10, 20), ReLU, layer norm (10), fc2 (5, 10), cross entropy; batch 8";
         self.output.publish(&Report {
-            environment,
+            environment: self.common.environment(&device),
             configuration: Fields::from_iter([("model", model)]),
             columns: dtype_columns(),
             rows,

@@ -114,10 +114,11 @@ impl Common {
         tallow::ops::with_kernel_policy(policy, f)
     }
 
-    /// Returns the report's header, including the seed.
+    /// Returns the report's header, with the seed and the ops that have run their reference implementation so far.
     pub fn environment(&self, device: &candle_core::Device) -> Fields {
         let mut fields = environment(device);
         fields.insert("seed", self.seed);
+        fields.insert("reference ops", fallbacks());
         fields
     }
 }

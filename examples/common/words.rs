@@ -50,6 +50,15 @@ pub fn mean_speedup(speedups: &[Speedup]) -> String {
     }
 }
 
+/// Returns the questions that have an answer, in this order.
+pub fn answered<Q: Into<String>>(
+    all: impl IntoIterator<Item = (Q, Option<String>)>,
+) -> Vec<Answer> {
+    let all = all.into_iter();
+    all.filter_map(|(question, answer)| Some(Answer::new(question, answer?)))
+        .collect()
+}
+
 /// Groups items with the same `key`, in the order in which the keys first occur.
 pub fn grouped<T, K: PartialEq>(
     items: impl IntoIterator<Item = T>,

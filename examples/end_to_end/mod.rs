@@ -238,9 +238,7 @@ impl Flags {
         compared.show(&rows, &mut report);
         let rates = rates.as_ref().map(|rates| rates.to_string());
         report.configuration.insert("measured rates", rates);
-        report
-            .environment
-            .insert("reference ops", common::fallbacks());
+        report.environment = self.common.environment(&device);
         report.notes = self.notes(&precisions, &rows, &report.rows);
         report.notes.extend(sweep.note());
         let comparisons = compared.comparisons(&rows);
