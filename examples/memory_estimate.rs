@@ -16,18 +16,19 @@ mod step;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, only, only_group};
-use common::labels::label_columns;
+use common::labels::{Labels, label_columns};
 use common::models::describe;
 use common::ranks::ExchangeFlags;
-use common::runs::{self, GridFlags, Run};
+use common::runs::{self, GridFlags};
 use common::{Output, words};
 use question::Question;
 use std::process::ExitCode;
 use step::StepFlags;
 use tallow::Result;
-use tallow::bench::EndToEnd;
+use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::Target;
 use tallow::memory::{MemoryBreakdown, MemoryKind, Mode};
+use tallow::nn::DropoutRates;
 use tallow::report::{Column, Fields, Report, format_mib};
 
 const EXAMPLES: &str = "Examples:
@@ -68,7 +69,10 @@ impl Flags {
     fn effects(&self) -> Vec<Effect> {
         let mut effects = self.grid.effects();
         effects.extend([
-            only_group::<StepFlags>("with --compile", self.grid.compile.is_some()),
+            only_group::<StepFlags>(
+                "in a planned training step: with --compile and --mode train-step",
+                self.grid.has_planned_step(),
+            ),
             only_group::<ExchangeFlags>("with a --world-size over 1", self.step.has_ranks()),
             only(
                 "without --memory-budget-gib",
@@ -87,23 +91,37 @@ impl Flags {
             Err(_) if self.device == "cuda" => None,
             Err(error) => return Err(error),
         };
-        if self.grid.compile.is_some() {
-            step::check(&self.grid.modes())?;
+        let target = device.as_ref().map_or(Target::Cuda, Target::from);
+        let mut models = self.grid.models()?;
+        if let Some(rate) = self.step.dropout {
+            for model in &mut models {
+                model.config.dropout = DropoutRates::all(rate);
+                model.config.validate()?;
+            }
         }
-        let models = self.grid.models()?;
         let mut configuration = describe(&models);
         if device.is_none() {
             let kernels = "those of a CUDA GPU, which is not here";
             configuration.insert("kernels", kernels);
         }
         let precisions = self.grid.precision.precisions();
-        let runs = self.grid.runs(&models, &precisions, &EndToEnd::default());
+        let base = EndToEnd {
+            step: self.step.config(),
+            ..Default::default()
+        };
+        let runs = self.grid.runs(&models, &precisions, &base);
         let available_bytes = self.available_bytes(&runs, device.as_ref())?;
-        let question = |run| self.question(run, device.as_ref(), available_bytes);
+        // What fits is computed for a planned step only if a limit is given, because each size that is tried needs a plan.
+        let has_limit = self.grid.memory_limit_gib.is_some();
+        let question = |run| Question {
+            run,
+            target,
+            available_bytes: available_bytes.filter(|_| !is_planned(run) || has_limit),
+        };
         if let Some(bytes) = runs.iter().find_map(|run| question(run).available_bytes) {
             configuration.insert("available memory", format_mib(bytes));
         }
-        let predicted = runs.iter().map(|run| predicted(run, question(run)));
+        let predicted = runs.iter().map(|run| predicted(question(run)));
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let names = runs::names(&runs);
@@ -115,8 +133,8 @@ impl Flags {
             notes: self.grid.not_planned(&precisions).into_iter().collect(),
             ..Default::default()
         };
-        let has_backward = |run: &&Run| run.run.mode != Mode::Forward;
-        let eager = || runs.iter().filter(|run| !run.is_planned());
+        let has_backward = |run: &&EndToEnd| run.mode != Mode::Forward;
+        let eager = || runs.iter().filter(|run| !is_planned(run));
         let asked = eager().find(has_backward).or_else(|| eager().next());
         let asked = asked.or_else(|| runs.iter().find(has_backward));
         if let Some(run) = asked.or_else(|| runs.first()) {
@@ -141,12 +159,11 @@ impl Flags {
         self.output.publish(&report)
     }
 
-    /// Returns the memory that eager runs may use: the limit, or what is available now. What fits is computed for a
-    /// planned step only if a limit is given, because each size that is tried needs a plan.
-    fn available_bytes(&self, runs: &[Run], device: Option<&Device>) -> Result<Option<u64>> {
+    /// Returns the memory that eager runs may use: the limit, or what is available now.
+    fn available_bytes(&self, runs: &[EndToEnd], device: Option<&Device>) -> Result<Option<u64>> {
         let limit = self.grid.memory_limit_gib.map(common::gib_bytes);
         let available = limit.or_else(|| tallow::hardware::available_bytes_on(device?));
-        match available.is_none() && !runs.iter().all(Run::is_planned) {
+        match available.is_none() && !runs.iter().all(is_planned) {
             true => Err(common::refusal(
                 "--memory-limit-gib",
                 "given",
@@ -156,27 +173,15 @@ impl Flags {
             false => Ok(available),
         }
     }
+}
 
-    fn question<'r>(
-        &'r self,
-        run: &'r Run,
-        device: Option<&Device>,
-        available_bytes: Option<u64>,
-    ) -> Question<'r> {
-        let target = device.map_or(Target::Cuda, Target::from);
-        let is_asked = !run.is_planned() || self.grid.memory_limit_gib.is_some();
-        Question {
-            config: &run.run.config,
-            workload: run.run.workload(target),
-            available_bytes: available_bytes.filter(|_| is_asked),
-            planned: run.is_planned().then_some((&self.step, target)),
-        }
-    }
+fn is_planned(run: &EndToEnd) -> bool {
+    run.execution == Execution::Planned
 }
 
 /// Returns the row of a run, and the terms of its peak.
-fn predicted(run: &Run, question: Question) -> Result<(Fields, MemoryBreakdown)> {
-    let mut row = run.labels().fields();
+fn predicted(question: Question) -> Result<(Fields, MemoryBreakdown)> {
+    let mut row = Labels::of(question.run).fields();
     let breakdown = question.add_to(&mut row)?;
     row.insert("peak_bytes", breakdown.peak_bytes())
         .insert("after_forward_bytes", breakdown.before_backward_bytes)

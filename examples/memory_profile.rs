@@ -15,7 +15,7 @@ use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, only};
 use common::models::describe;
 use common::modes::CompileFlag;
-use common::runs::{self, GridFlags, Run};
+use common::runs::{self, GridFlags};
 use common::{Common, Output, Sweep, labels, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -99,18 +99,20 @@ impl Flags {
         let mut kept = Ok(()); // the table is printed even if a file cannot be written
         let mut sweep = Sweep::new(runs.len())?;
         for (run, name) in runs.iter().zip(&names) {
-            let title = run.title();
+            let title = runs::title(run);
             if !sweep.begins(&title) {
                 break;
             }
             let path = |path: &Path| outputs::named(path, &title, runs.len());
             let mut row = Row {
-                labels: run.labels(),
+                labels: labels::Labels::of(run),
                 ..Default::default()
             };
-            let written = match run.is_planned() {
-                true => self.run_planned(run, name, &device, &mut row, &mut details, path),
-                false => match self.run_eager(&run.run, &device, &mut row)? {
+            let written = match run.execution {
+                Execution::Planned => {
+                    self.run_planned(run, name, &device, &mut row, &mut details, path)
+                }
+                Execution::Eager => match self.run_eager(run, &device, &mut row)? {
                     Some(profile) => {
                         details.add(name, run, &profile);
                         let own = profile.recording.notes().into_iter();
@@ -118,7 +120,7 @@ impl Flags {
                         self.write(&profile, &title, path)
                     }
                     None => {
-                        let estimate = run.run.estimate(&device)?;
+                        let estimate = run.estimate(&device)?;
                         details.add_predicted(name, run, &estimate.breakdown);
                         Ok(())
                     }
@@ -129,9 +131,9 @@ impl Flags {
         }
         let mut answers = answers::answers(&rows, &names);
         let rows = rows.iter().map(Fields::of).collect::<Result<_>>()?;
-        let tensors = runs.iter().map(|Run { size, run }| {
+        let tensors = runs.iter().map(|run| {
             let sides = [run.batch_size, run.sequence_length, run.config.d_model];
-            (format!("{size} "), sides)
+            (format!("{} ", run.size), sides)
         });
         let mut tensors: Vec<_> = tensors.collect();
         tensors.dedup();
@@ -217,14 +219,14 @@ impl Flags {
     /// Runs a planned step. Its timeline is the map of its arena.
     fn run_planned(
         &self,
-        run: &Run,
+        run: &EndToEnd,
         name: &str,
         device: &Device,
         row: &mut Row,
         details: &mut Details,
         path: impl Fn(&Path) -> PathBuf,
     ) -> Result<()> {
-        let measured = &run.run.run(device, |_, _| ())?[0];
+        let measured = &run.run(device, |_, _| ())?[0];
         row.status = measured.status;
         row.estimate_bytes = measured.estimate_bytes;
         row.available_bytes = measured.available_bytes;
@@ -236,7 +238,7 @@ impl Flags {
                 .into_iter()
                 .for_each(|bytes| row.measured(bytes));
         }
-        let plan = match run.run.plan(device) {
+        let (plan, _) = match run.plan(device) {
             Err(error) if error.is_out_of_memory() => return Ok(()),
             plan => plan?,
         };

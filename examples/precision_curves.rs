@@ -136,7 +136,7 @@ impl Flags {
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,
             attention: self.model.attention,
-            precision,
+            step: precision.into(),
             available_bytes: tallow::hardware::available_bytes_on(&device),
             ..Default::default()
         })

@@ -16,10 +16,10 @@ mod figures;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, names_gpu, only};
-use common::labels::label_columns;
+use common::labels::{Labels, label_columns};
 use common::models::describe;
 use common::outputs::named;
-use common::runs::{self, GridFlags, Run};
+use common::runs::{self, GridFlags, title};
 use common::{Common, Output, Sweep, ops, values, words, wrote};
 use figures::{Floors, Profiled};
 use std::path::PathBuf;
@@ -159,10 +159,10 @@ impl Flags {
         let mut answers = Vec::new();
         let mut sweep = Sweep::new(runs.len())?;
         for run in &runs {
-            if !sweep.begins(run.title()) {
+            if !sweep.begins(title(run)) {
                 break;
             }
-            let stopwatch = run.run.run(&device, |_, _| ())?;
+            let stopwatch = run.run(&device, |_, _| ())?;
             if stopwatch[0].status == Status::Ok {
                 let recording = self.record(run, &device)?;
                 kept = kept.and(self.save_pictures(run, &recording, runs.len()));
@@ -203,13 +203,13 @@ impl Flags {
     }
 
     /// Runs with a profiler, which starts once the warm-up is over.
-    fn record(&self, run: &Run, device: &Device) -> Result<Recording> {
+    fn record(&self, run: &EndToEnd, device: &Device) -> Result<Recording> {
         let start = || match self.no_kernels {
             true => Profiler::start_waiting_for(device),
             false => Profiler::start_on(device),
         };
         let mut profiler = (self.warmup_steps == 0).then(start);
-        run.run.run(device, |step: Step, _| {
+        run.run(device, |step: Step, _| {
             if step.warmup && step.index + 1 == step.count {
                 profiler = Some(start());
             }
@@ -221,7 +221,7 @@ impl Flags {
     fn add(
         &self,
         report: &mut Report,
-        run: &Run,
+        run: &EndToEnd,
         profiled: &Profiled,
         device: &Device,
     ) -> Result<Vec<Answer>> {
@@ -249,7 +249,7 @@ impl Flags {
             // One mode has no backward, another has.
             Err(Error::Data { .. }) => {
                 let phase = self.phase.as_deref().unwrap_or("a step");
-                let note = format!("{}: no op of {phase} was recorded.", run.title());
+                let note = format!("{}: no op of {phase} was recorded.", title(run));
                 report.notes.push(note);
                 return Ok(Vec::new());
             }
@@ -272,7 +272,7 @@ impl Flags {
         report.shown_rows.push(line);
         let (lines, inside) = ops::lines(&shown);
         report.details.push(Report {
-            title: run.title(),
+            title: title(run),
             columns: summary.table().columns,
             shown_rows: lines,
             notes: inside.into_iter().collect(),
@@ -281,8 +281,8 @@ impl Flags {
         Ok(own_answers)
     }
 
-    fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
-        let own = |path: &PathBuf| named(path, &run.title(), runs);
+    fn save_pictures(&self, run: &EndToEnd, recording: &Recording, runs: usize) -> Result<()> {
+        let own = |path: &PathBuf| named(path, &title(run), runs);
         if let Some(path) = self.trace.as_ref().map(own) {
             recording.save_trace(&path)?;
             wrote(&path);
@@ -324,8 +324,8 @@ fn shortened(summary: &ProfileReport) -> ProfileReport {
 }
 
 /// Returns a row of the run.
-fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
-    let mut row = run.labels().fields();
+fn labelled(run: &EndToEnd, status: &str, rest: Fields) -> Fields {
+    let mut row = Labels::of(run).fields();
     row.insert("status", status).merge(rest);
     row
 }

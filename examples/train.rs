@@ -43,7 +43,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
-use tallow::compile::{Batch, Step, StepConfig, StepRanks};
+use tallow::compile::{StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
 use tallow::model::{TransformerConfig, TransformerLM};
@@ -375,43 +375,24 @@ impl Flags {
         communicator: &Communicator,
     ) -> Result<()> {
         let device = communicator.device();
-        let run = EndToEnd {
+        let mut run = EndToEnd {
             config: model.clone(),
             attention: self.model.trained.attention,
             checkpointing: self.model.activation_checkpointing,
             batch_size: config.batch_size,
             sequence_length: config.sequence_length,
-            precision: config.precision,
-            optimizer: config.optimizer,
             execution: Execution::Planned,
+            step: StepConfig {
+                accumulation: config.accumulation.div_ceil(communicator.world_size()),
+                ranks: self.step_ranks(communicator),
+                ..config.step()
+            },
             ..Default::default()
         };
         // Before anything else, since it may change where blocks come from.
-        let Some(available_bytes) = common::memory::available_bytes(device, None, [&run])? else {
-            return Ok(());
-        };
-        let step = StepConfig {
-            accumulation: config.accumulation.div_ceil(communicator.world_size()),
-            ranks: self.step_ranks(communicator),
-            ..config.step()
-        };
-        let shape = [config.batch_size, config.sequence_length];
-        let (attention, checkpointing) = (
-            self.model.trained.attention,
-            self.model.activation_checkpointing,
-        );
-        let mut wanted_bytes =
-            Step::memory_lower_bound(model, attention, checkpointing, &step, shape)?;
-        if wanted_bytes <= available_bytes {
-            // Planning what cannot fit would take too long.
-            let rows = config.batch_size.saturating_mul(step.accumulation);
-            let batch = Batch::meta(rows, config.sequence_length)?;
-            let model = TransformerLM::meta(model)?.with_attention(attention)?;
-            let model = model.with_checkpointing(checkpointing);
-            let (plan, _) = Step::plan_for_model(device, &model, &step, batch)?;
-            wanted_bytes = plan.total_bytes();
-        }
-        common::memory::check("the training step", wanted_bytes, Some(available_bytes))
+        run.available_bytes = common::memory::available_bytes(device, None, [&run])?;
+        let wanted_bytes = run.estimate_bytes(device)?;
+        common::memory::check("the training step", wanted_bytes, run.available_bytes)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use tallow::attention::Algorithm;
-use tallow::bench::Execution;
+use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
@@ -22,6 +22,19 @@ pub struct Labels {
 }
 
 impl Labels {
+    pub fn of(run: &EndToEnd) -> Self {
+        Self {
+            size: run.size.clone(),
+            batch_size: run.batch_size,
+            context_length: run.sequence_length,
+            attention: run.attention,
+            checkpointing: run.checkpointing,
+            precision: run.step.precision,
+            execution: run.execution,
+            mode: run.mode,
+        }
+    }
+
     pub fn fields(&self) -> Fields {
         Fields::of(self).unwrap_or_default() // a struct always has fields
     }

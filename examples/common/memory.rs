@@ -31,7 +31,7 @@ pub fn available_bytes<'r>(
     let mut kinds: Vec<&EndToEnd> = Vec::new();
     if device.is_cpu() {
         for run in runs.into_iter().filter(|run| is_tight(run)) {
-            let kind = |run: &EndToEnd| (run.precision, run.execution, run.mode);
+            let kind = |run: &EndToEnd| (run.step.precision, run.execution, run.mode);
             if !kinds.iter().any(|other| kind(other) == kind(run)) {
                 kinds.push(run);
             }

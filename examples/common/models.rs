@@ -262,12 +262,3 @@ pub struct VariantFlags {
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "NAME")]
     pub checkpoint: Vec<Checkpointing>,
 }
-
-impl VariantFlags {
-    /// Returns each attention with each checkpointing.
-    pub fn variants(&self) -> impl Iterator<Item = (Algorithm, Checkpointing)> {
-        let strategies = || self.checkpoint.iter().copied();
-        let attentions = self.attention.iter();
-        attentions.flat_map(move |attention| strategies().map(|strategy| (*attention, strategy)))
-    }
-}

@@ -59,13 +59,6 @@ pub struct GridFlags {
     pub memory_limit_gib: Option<f64>,
 }
 
-/// A run, with the name of its model.
-#[derive(Clone)]
-pub struct Run {
-    pub size: String,
-    pub run: EndToEnd,
-}
-
 impl GridFlags {
     /// Returns what the flags' effects depend on.
     pub fn effects(&self) -> Vec<Effect> {
@@ -122,105 +115,95 @@ impl GridFlags {
     }
 
     /// Returns every combination of the flags' lists in these precisions, with the other settings of `base`.
-    pub fn runs(&self, models: &[Model], precisions: &[Precision], base: &EndToEnd) -> Vec<Run> {
+    pub fn runs(
+        &self,
+        models: &[Model],
+        precisions: &[Precision],
+        base: &EndToEnd,
+    ) -> Vec<EndToEnd> {
+        let runs = each(vec![base.clone()], models, |run, model| {
+            (run.size, run.config) = (model.name.clone(), model.config.clone());
+        });
+        let runs = each(runs, &self.batch_size, |run, b| run.batch_size = *b);
+        let runs = each(runs, &self.context_length, |run, t| {
+            run.sequence_length = *t
+        });
+        let runs = each(runs, &self.variants.attention, |run, own| {
+            run.attention = *own
+        });
+        let runs = each(runs, &self.variants.checkpoint, |run, own| {
+            run.checkpointing = *own
+        });
+        let runs = each(runs, precisions, |run, own| run.step.precision = *own);
+        let runs = each(runs, &self.modes(), |run, mode| run.mode = *mode);
+        let runs = runs.into_iter().flat_map(|run| {
+            let executions = executions(self.compile, run.step.precision);
+            each(vec![run], executions, |run, execution| {
+                run.execution = *execution
+            })
+        });
         let optimizer = self.optimizer.rule(base.seed);
-        let modes = self.modes();
-        let mut runs = Vec::new();
-        for Model { name, config } in models {
-            for &batch_size in &self.batch_size {
-                for &sequence_length in &self.context_length {
-                    for (attention, checkpointing) in self.variants.variants() {
-                        for &precision in precisions {
-                            let executions = executions(self.compile, precision);
-                            let all = modes
-                                .iter()
-                                .flat_map(|mode| executions.iter().map(|e| (*mode, *e)));
-                            runs.extend(all.map(|(mode, execution)| Run {
-                                size: name.clone(),
-                                run: EndToEnd {
-                                    config: config.clone(),
-                                    attention,
-                                    checkpointing,
-                                    batch_size,
-                                    sequence_length,
-                                    mode,
-                                    precision,
-                                    optimizer,
-                                    execution,
-                                    ..base.clone()
-                                },
-                            }));
-                        }
-                    }
-                }
+        let runs = runs.map(|mut run| {
+            if !run.execution.is_planned_step(run.mode) {
+                run.step = run.step.precision.into(); // without the settings of planned training steps
             }
-        }
-        runs
+            run.step.optimizer = optimizer;
+            run
+        });
+        runs.collect()
     }
 
     /// Sets the available memory of each run, and prepares the process if that is tight.
-    pub fn set_available_memory(&self, runs: &mut [Run], device: &Device) -> Result<()> {
-        let all = runs.iter().map(|run| &run.run);
-        let available_bytes = super::memory::available_bytes(device, self.memory_limit_gib, all)?;
-        for Run { run, .. } in runs {
-            run.available_bytes = available_bytes;
-        }
+    pub fn set_available_memory(&self, runs: &mut [EndToEnd], device: &Device) -> Result<()> {
+        let limit = self.memory_limit_gib;
+        let available_bytes = super::memory::available_bytes(device, limit, runs.iter())?;
+        runs.iter_mut()
+            .for_each(|run| run.available_bytes = available_bytes);
         Ok(())
     }
 }
 
-impl Run {
-    /// Returns the run's name in progress messages and file names.
-    pub fn title(&self) -> String {
-        let EndToEnd {
-            attention,
-            checkpointing,
-            batch_size: b,
-            sequence_length: t,
-            mode,
-            precision,
-            execution,
-            ..
-        } = &self.run;
-        let checkpointing = match checkpointing {
-            Checkpointing::None => String::new(),
-            strategy => format!("checkpointing {strategy}, "),
-        };
-        let (size, execution, mode) = (&self.size, execution.name(), mode.name());
-        format!("{size} B{b} T{t}, {attention}, {checkpointing}{precision}, {execution}, {mode}")
-    }
+/// Returns each of the runs with each of the values, which `set` sets.
+pub fn each<V>(
+    runs: Vec<EndToEnd>,
+    values: &[V],
+    set: impl Fn(&mut EndToEnd, &V),
+) -> Vec<EndToEnd> {
+    let with = |run: &EndToEnd, value: &V| {
+        let mut run = run.clone();
+        set(&mut run, value);
+        run
+    };
+    let all = runs
+        .iter()
+        .flat_map(|run| values.iter().map(|value| with(run, value)));
+    all.collect()
+}
 
-    pub fn labels(&self) -> Labels {
-        let run = &self.run;
-        Labels {
-            size: self.size.clone(),
-            batch_size: run.batch_size,
-            context_length: run.sequence_length,
-            attention: run.attention,
-            checkpointing: run.checkpointing,
-            precision: run.precision,
-            execution: run.execution,
-            mode: run.mode,
-        }
-    }
-
-    pub fn is_planned(&self) -> bool {
-        self.run.execution == Execution::Planned
-    }
+/// Returns a run's name in progress messages and file names.
+pub fn title(run: &EndToEnd) -> String {
+    let checkpointing = match run.checkpointing {
+        Checkpointing::None => String::new(),
+        strategy => format!("checkpointing {strategy}, "),
+    };
+    let (size, b, t) = (&run.size, run.batch_size, run.sequence_length);
+    let (attention, precision) = (run.attention, run.step.precision);
+    let (execution, mode) = (run.execution.name(), run.mode.name());
+    format!("{size} B{b} T{t}, {attention}, {checkpointing}{precision}, {execution}, {mode}")
 }
 
 /// Returns the names of runs: the values in which they differ, and their mode.
-pub fn names<'r>(runs: impl IntoIterator<Item = &'r Run>) -> Vec<String> {
+pub fn names<'r>(runs: impl IntoIterator<Item = &'r EndToEnd>) -> Vec<String> {
     let labels = runs.into_iter().map(|run| {
-        let mut labels = run.labels().fields();
-        labels.insert("phase", run.run.mode.name()); // names end in it
+        let mut labels = Labels::of(run).fields();
+        labels.insert("phase", run.mode.name()); // names end in it
         labels
     });
     words::names(&labels.collect::<Vec<_>>())
 }
 
 /// Appends the table of a run to that of all runs. Rows begin with the run's name, and their fields end with its labels.
-pub fn append(all: &mut Report, name: &str, run: &Run, own: Report) {
+pub fn append(all: &mut Report, name: &str, run: &EndToEnd, own: Report) {
     all.columns = [vec![Column::text("run", "Run")], own.columns].concat();
     for note in own.notes {
         if !all.notes.contains(&note) {
@@ -229,7 +212,7 @@ pub fn append(all: &mut Report, name: &str, run: &Run, own: Report) {
     }
     all.rows.extend(own.rows.into_iter().map(|row| {
         let mut named = Fields::from_iter([("run", name)]);
-        named.merge(row).merge(run.labels().fields());
+        named.merge(row).merge(Labels::of(run).fields());
         named
     }));
 }

@@ -28,7 +28,7 @@ impl Rank<'_> {
         // A first step allocates the memory that kernels keep until the process ends, which is no rank's.
         let first = EndToEnd {
             attention: self.flags.attention,
-            precision: self.step.precision,
+            step: self.step.precision.into(),
             execution: Execution::Planned,
             ..Default::default()
         };

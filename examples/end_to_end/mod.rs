@@ -9,9 +9,10 @@ mod table;
 mod warmup;
 
 use crate::common::effects::{self, Effect, only};
+use crate::common::labels::Labels;
 use crate::common::models::{Model, describe};
 use crate::common::modes::CompileFlag;
-use crate::common::runs::{GridFlags, Run};
+use crate::common::runs::{GridFlags, each, title};
 use crate::common::{self, Common, Output, Sweep, rates, values, words};
 use answers::{measured, of_runs, of_values};
 use clap::{CommandFactory, Parser, ValueEnum};
@@ -21,6 +22,7 @@ use std::process::ExitCode;
 use table::{By, Compared, Row};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, alternate};
+use tallow::compile::StepConfig;
 use tallow::memory::Mode;
 use tallow::model::flops;
 use tallow::precision::Precision;
@@ -173,7 +175,6 @@ impl Flags {
             self.grid.set_available_memory(&mut runs, &device)?;
         }
         if self.isolated_run.is_some() {
-            let runs: Vec<EndToEnd> = runs.into_iter().map(|run| run.run).collect();
             let rows = alternate(&runs, self.rounds, &device, |_, _, _| ())?;
             return isolated::answer(&rows.concat());
         }
@@ -191,8 +192,8 @@ impl Flags {
             let first = &runs[group[0]];
             if !sweep.begins(format_args!(
                 "{}, warm-up {}",
-                first.title(),
-                first.run.warmup_steps
+                title(first),
+                first.warmup_steps
             )) {
                 break;
             }
@@ -202,7 +203,7 @@ impl Flags {
                     .map(|&i| isolated::run(i))
                     .collect::<Result<_>>()?,
                 false => {
-                    let own: Vec<_> = group.iter().map(|&i| runs[i].run.clone()).collect();
+                    let own: Vec<_> = group.iter().map(|&i| runs[i].clone()).collect();
                     alternate(&own, self.rounds, &device, |_, _, _| ())?
                 }
             };
@@ -217,7 +218,7 @@ impl Flags {
                     .iter()
                     .find(|row| row.phase == "train step" && row.time.is_some());
                 if let Some(step) = step.filter(|_| program.counts && compared.is_any()) {
-                    counted.push((step.clone(), reasons::count(&runs[i].run, step, &device)?));
+                    counted.push((step.clone(), reasons::count(&runs[i], step, &device)?));
                 }
                 rows.extend(named);
             }
@@ -283,13 +284,13 @@ impl Flags {
         all
     }
 
-    fn compared(&self, runs: &[Run]) -> Compared {
+    fn compared(&self, runs: &[EndToEnd]) -> Compared {
         let distinct = |name: fn(&EndToEnd) -> &'static str| {
-            let groups = grouped(runs, |run| name(&run.run)).into_iter();
+            let groups = grouped(runs, |run| name(run)).into_iter();
             groups.map(|(name, _)| name).collect()
         };
         let executions = distinct(|run| run.execution.name());
-        let precisions = distinct(|run| run.precision.name());
+        let precisions = distinct(|run| run.step.precision.name());
         Compared::new(executions, precisions, self.view == View::Phases)
     }
 
@@ -351,7 +352,7 @@ impl Flags {
     }
 
     /// Returns the models, and every combination of the flags' lists.
-    fn runs(&self, precisions: &[Precision]) -> Result<(Vec<Model>, Vec<Run>)> {
+    fn runs(&self, precisions: &[Precision]) -> Result<(Vec<Model>, Vec<EndToEnd>)> {
         let mut models = match self.config.is_empty() || self.grid.models.names_a_preset() {
             true => self.grid.models()?,
             false => Vec::new(),
@@ -359,6 +360,12 @@ impl Flags {
         let base = EndToEnd {
             steps: self.steps,
             seed: self.common.seed,
+            step: StepConfig {
+                accumulation: self.accumulation,
+                optimizer_in_backward: self.optimizer_in_backward,
+                memory_budget_bytes: self.memory_budget_gib.map(common::gib_bytes),
+                ..Default::default()
+            },
             ..Default::default()
         };
         let mut runs = self.grid.runs(&models, precisions, &base);
@@ -376,27 +383,8 @@ impl Flags {
             });
             runs.extend(grid.runs(&models[models.len() - 1..], precisions, &base));
         }
-        let with_flags = |run: Run, warmup_steps: usize| {
-            let is_planned = run.run.execution.is_planned_step(run.run.mode);
-            let budget = self.memory_budget_gib.map(common::gib_bytes);
-            Run {
-                run: EndToEnd {
-                    warmup_steps,
-                    accumulation: if is_planned { self.accumulation } else { 1 },
-                    optimizer_in_backward: self.optimizer_in_backward && is_planned,
-                    memory_budget_bytes: budget.filter(|_| is_planned),
-                    ..run.run
-                },
-                ..run
-            }
-        };
-        let runs = runs.into_iter().flat_map(|run| {
-            let warmups = self.warmup_steps.iter();
-            warmups
-                .map(move |warmup| with_flags(run.clone(), *warmup))
-                .collect::<Vec<_>>()
-        });
-        Ok((models, runs.collect()))
+        let runs = each(runs, &self.warmup_steps, |run, n| run.warmup_steps = *n);
+        Ok((models, runs))
     }
 
     fn configuration(&self, models: &[Model]) -> Fields {
@@ -419,14 +407,14 @@ impl Flags {
 }
 
 /// Groups the indices of runs that differ only in the compared label.
-fn groups(runs: &[Run], compared: &Compared) -> Vec<Vec<usize>> {
+fn groups(runs: &[EndToEnd], compared: &Compared) -> Vec<Vec<usize>> {
     let groups = grouped(0..runs.len(), |i| {
-        let mut labels = runs[*i].labels();
+        let mut labels = Labels::of(&runs[*i]);
         match compared.by {
             By::Execution => labels.execution = Execution::Eager,
             By::Precision => labels.precision = Precision::F32,
         }
-        (labels, runs[*i].run.warmup_steps)
+        (labels, runs[*i].warmup_steps)
     });
     groups.into_iter().map(|(_, group)| group).collect()
 }

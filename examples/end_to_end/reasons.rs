@@ -131,7 +131,7 @@ pub fn count(run: &EndToEnd, row: &EndToEndRow, device: &Device) -> Result<Count
     let costs = ops().filter_map(Span::cost);
     counted.operand_bytes = costs.map(|cost| cost.bytes()).sum::<f64>() / PROFILED as f64;
     if run.execution == Execution::Planned {
-        let (plan, plan_ms) = time_once(device, || run.plan(device))?;
+        let ((plan, _), plan_ms) = time_once(device, || run.plan(device))?;
         counted.operand_bytes = plan.traffic_bytes();
         counted.plan_ms = Some(plan_ms);
     }

@@ -1,57 +1,52 @@
 //! The figures of one configuration, eager or planned, which its row and the answers use.
 
 use crate::answers::{self, Strategy};
-use crate::step::StepFlags;
 use crate::words;
 use std::num::NonZeroUsize;
 use tallow::Result;
+use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::Target;
 use tallow::memory::{
-    MemoryBreakdown, Mode, Workload, estimate, largest_batch_size, planned_breakdown, recommend,
+    MemoryBreakdown, Mode, largest_batch_size, largest_that_fits, planned_breakdown, recommend,
     smallest_sequence_not_fitting,
 };
-use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
 use tallow::report::{Answer, Column, Fields, Report};
 
+/// The largest number of tokens that is planned: the head runs some rows at a time, so its calls become many.
+const MOST_TOKENS: usize = 1 << 20;
+
 /// A configuration, and the memory that is available to it.
 pub struct Question<'a> {
-    pub config: &'a TransformerConfig,
-    pub workload: Workload,
+    pub run: &'a EndToEnd,
+    pub target: Target,
     /// `None` for a planned step without `--memory-limit-gib`, because each size that is tried needs a plan.
     pub available_bytes: Option<u64>,
-    /// The planned step and its device; `None` for an eager step.
-    pub planned: Option<(&'a StepFlags, Target)>,
 }
 
 impl Question<'_> {
     /// Returns the answers, and the table of checkpointing strategies if there is a backward.
     pub fn answers(&self) -> Result<(Vec<Answer>, Option<Report>)> {
-        let width = self.workload.precision.parameter_dtype().size_in_bytes();
-        let residual = self.residual_stream_bytes();
-        let Workload {
-            batch_size,
-            sequence_length,
-            ..
-        } = self.workload;
-        let sides = [batch_size, sequence_length, self.config.d_model];
+        let run = self.run;
+        let sides = [run.batch_size, run.sequence_length, run.config.d_model];
         let tensor = (String::new(), sides);
-        let mut answers = vec![words::residual_stream(width, &[tensor])];
+        let mut answers = vec![words::residual_stream(self.element_bytes(), &[tensor])];
         // A memory budget has already chosen the checkpointing of a planned step.
-        if self.workload.mode == Mode::Forward || self.has_budget() {
+        if run.mode == Mode::Forward || run.step.memory_budget_bytes.is_some() {
             return Ok((answers, None));
         }
-        let (layers, strategies) = (self.config.num_layers, self.strategies()?);
+        let (layers, strategies) = (run.config.num_layers, self.strategies()?);
         answers.extend(answers::checkpointing(&strategies, layers));
-        if self.planned.is_none() {
-            let whole = Workload {
+        if run.execution == Execution::Eager {
+            let whole = EndToEnd {
                 mode: Mode::ForwardKeepingGraph,
                 checkpointing: Checkpointing::None,
-                ..self.workload.clone()
+                ..run.clone()
             };
-            let activation_bytes = estimate(self.config, &whole)?.activation_bytes;
+            let activation_bytes = whole.estimate(self.target)?.activation_bytes;
             let graph_bytes = activation_bytes / layers.max(1) as u64;
-            answers.push(answers::nested(layers, residual, graph_bytes));
+            let residual_bytes = self.residual_stream_bytes();
+            answers.push(answers::nested(layers, residual_bytes, graph_bytes));
         }
         let table = Report {
             title: "Activation checkpointing".into(),
@@ -69,7 +64,7 @@ impl Question<'_> {
 
     /// Adds the sizes that fit to the run's row, and returns the terms of its peak.
     pub fn add_to(&self, row: &mut Fields) -> Result<MemoryBreakdown> {
-        let (breakdown, checkpointing) = self.breakdown(&self.workload)?;
+        let (breakdown, checkpointing) = self.breakdown(self.run)?;
         row.insert("checkpointing", checkpointing.to_string())
             .insert("available_bytes", self.available_bytes);
         if let Some(available_bytes) = self.available_bytes {
@@ -84,44 +79,61 @@ impl Question<'_> {
 
     /// Returns the size of a tensor of the residual stream, in bytes. Autocast leaves it in f32.
     pub fn residual_stream_bytes(&self) -> u64 {
-        let elements = self.workload.batch_size as f64 * self.workload.sequence_length as f64;
-        let width = self.workload.precision.parameter_dtype().size_in_bytes();
-        (elements * self.config.d_model as f64 * width as f64) as u64
+        let EndToEnd {
+            batch_size: b,
+            sequence_length: t,
+            config,
+            ..
+        } = self.run;
+        (*b as f64 * *t as f64 * config.d_model as f64 * self.element_bytes() as f64) as u64
     }
 
-    fn has_budget(&self) -> bool {
-        self.planned.is_some_and(|(step, _)| step.has_budget())
+    fn element_bytes(&self) -> usize {
+        self.run.step.precision.parameter_dtype().size_in_bytes()
     }
 
-    /// Returns the memory of a workload and its checkpointing, which a memory budget may have chosen.
-    fn breakdown(&self, workload: &Workload) -> Result<(MemoryBreakdown, Checkpointing)> {
-        match self.planned {
-            None => {
-                let estimate = estimate(self.config, workload)?;
-                Ok((estimate.breakdown, workload.checkpointing))
-            }
-            Some((step, target)) => {
-                let (plan, checkpointing) = step.plan(self.config, workload, target)?;
+    /// Returns the memory of a run and its checkpointing, which a memory budget may have chosen.
+    fn breakdown(&self, run: &EndToEnd) -> Result<(MemoryBreakdown, Checkpointing)> {
+        match run.execution {
+            Execution::Eager => Ok((run.estimate(self.target)?.breakdown, run.checkpointing)),
+            Execution::Planned => {
+                let (plan, checkpointing) = run.plan(self.target)?;
                 Ok((planned_breakdown(&plan), checkpointing))
             }
         }
     }
 
-    /// Returns the largest batch and the largest T that fit.
+    /// Returns the largest batch and the largest T that fit; of a planned step, with at most [`MOST_TOKENS`] tokens.
     fn largest(&self, available_bytes: u64) -> Result<(Option<usize>, Option<usize>)> {
-        let (config, workload) = (self.config, &self.workload);
-        if let Some((step, target)) = self.planned {
-            return step.largest(config, workload, target, available_bytes);
+        let (run, config) = (self.run, &self.run.config);
+        if run.execution == Execution::Eager {
+            let workload = run.workload(self.target);
+            let beyond = smallest_sequence_not_fitting(config, &workload, available_bytes)?;
+            let batch = largest_batch_size(config, &workload, available_bytes)?;
+            return Ok((batch, Some(beyond - 1).filter(|length| *length > 0)));
         }
-        let beyond = smallest_sequence_not_fitting(config, workload, available_bytes)?;
-        let batch = largest_batch_size(config, workload, available_bytes)?;
-        Ok((batch, Some(beyond - 1).filter(|length| *length > 0)))
+        let bytes = |batch_size: usize, sequence_length: usize| {
+            if batch_size.saturating_mul(sequence_length) > MOST_TOKENS {
+                return Ok(u64::MAX);
+            }
+            let mut run = run.clone();
+            (run.batch_size, run.sequence_length) = (batch_size, sequence_length);
+            run.config.context_length = run.config.context_length.max(sequence_length);
+            Ok(run.plan(self.target)?.0.total_bytes())
+        };
+        let (b, t) = (run.batch_size, run.sequence_length);
+        let batch = largest_that_fits(available_bytes, |batch_size| bytes(batch_size, t))?;
+        let length = largest_that_fits(available_bytes, |length| bytes(b, length))?;
+        Ok((batch, length))
     }
 
     /// Returns the strategy for an eager step that fits and recomputes the fewest blocks.
     fn recommended(&self) -> Result<Option<Checkpointing>> {
-        match (self.planned, self.available_bytes) {
-            (None, Some(bytes)) => recommend(self.config, &self.workload, bytes),
+        let run = self.run;
+        match (run.execution, self.available_bytes) {
+            (Execution::Eager, Some(bytes)) => {
+                recommend(&run.config, &run.workload(self.target), bytes)
+            }
             _ => Ok(None),
         }
     }
@@ -129,8 +141,9 @@ impl Question<'_> {
     /// Returns the predictions of all strategies: none, each block, longer and longer segments, and the recommended
     /// one.
     fn strategies(&self) -> Result<Vec<Strategy>> {
+        let layers = self.run.config.num_layers;
         let lengths = [2, 3, 4, 6, 8, 12].into_iter();
-        let lengths = lengths.filter(|length| *length < self.config.num_layers);
+        let lengths = lengths.filter(|length| *length < layers);
         let every =
             lengths.filter_map(|length| NonZeroUsize::new(length).map(Checkpointing::Every));
         let all = [Checkpointing::None, Checkpointing::Block].into_iter();
@@ -141,14 +154,14 @@ impl Question<'_> {
             if rows.iter().any(|row| row.name == name) {
                 continue;
             }
-            let workload = Workload {
+            let run = EndToEnd {
                 checkpointing,
-                ..self.workload.clone()
+                ..self.run.clone()
             };
-            let (breakdown, _) = self.breakdown(&workload)?;
+            let (breakdown, _) = self.breakdown(&run)?;
             rows.push(Strategy {
                 name,
-                recomputed_blocks: checkpointing.recomputed_blocks(self.config.num_layers),
+                recomputed_blocks: checkpointing.recomputed_blocks(layers),
                 after_forward_bytes: breakdown.before_backward_bytes,
                 peak_bytes: breakdown.peak_bytes(),
             });

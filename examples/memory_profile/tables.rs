@@ -2,9 +2,9 @@
 //! backward.
 
 use crate::common::labels::label_columns;
-use crate::common::runs::{Run, append};
+use crate::common::runs::append;
 use candle_core::Device;
-use tallow::bench::MemoryProfile;
+use tallow::bench::{EndToEnd, MemoryProfile};
 use tallow::memory::{MemoryBreakdown, MemoryKind};
 use tallow::report::{Column, Fields, Report, format_mib};
 
@@ -86,7 +86,7 @@ pub struct Details {
 
 impl Details {
     /// Adds the memory of a recorded run.
-    pub fn add(&mut self, name: &str, run: &Run, profile: &MemoryProfile) {
+    pub fn add(&mut self, name: &str, run: &EndToEnd, profile: &MemoryProfile) {
         let (recording, estimate) = (&profile.recording, &profile.estimate);
         let at_peak = recording.bytes_by_kind_at(recording.peak_event());
         let phases = ["forward", "backward", "optimizer"].map(|name| {
@@ -132,7 +132,7 @@ impl Details {
     }
 
     /// Adds the prediction for a run that does not fit, or is planned.
-    pub fn add_predicted(&mut self, name: &str, run: &Run, breakdown: &MemoryBreakdown) {
+    pub fn add_predicted(&mut self, name: &str, run: &EndToEnd, breakdown: &MemoryBreakdown) {
         let kinds = MemoryKind::ALL.map(|kind| (kind.name(), breakdown.bytes_of(kind)));
         let kinds = kinds.into_iter().filter(|(_, bytes)| *bytes > 0);
         let kinds = kinds.chain([("peak", breakdown.peak_bytes())]);

@@ -30,7 +30,7 @@ use candle_core::Device;
 ///     steps: 3,
 ///     ..Default::default()
 /// };
-/// let runs = [run.clone(), EndToEnd { precision: Precision::BF16, ..run }];
+/// let runs = [run.clone(), EndToEnd { step: Precision::BF16.into(), ..run }];
 /// let rows = alternate(&runs, 2, &tallow::device("cpu")?, |_, _, _| ())?;
 /// let [f32_rows, bf16_rows] = &rows[..] else { unreachable!() };
 /// assert_eq!(f32_rows[0].statistics().map(|times| times.n), Some(6));

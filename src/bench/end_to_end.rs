@@ -6,11 +6,10 @@ use super::stopwatch::settled_meter;
 use super::update::Update;
 use super::{EndToEndRow, Lap, LapTimings, Step, Stopwatch, Timing, alternate};
 use crate::attention::Algorithm;
+use crate::compile::{StepConfig, StepRanks};
 use crate::memory::{self, Estimate, Mode, Target, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::nn::{self, Checkpointing};
-use crate::optim::Rule;
-use crate::precision::Precision;
 use crate::{Error, Result, backward, no_grad, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
@@ -39,6 +38,8 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Debug)]
 pub struct EndToEnd {
+    /// The name of the model in rows, for example of its preset; it may be empty.
+    pub size: String,
     /// The model. Its `context_length` is an upper bound of `sequence_length`.
     pub config: TransformerConfig,
     /// The algorithm of attention.
@@ -49,30 +50,19 @@ pub struct EndToEnd {
     pub batch_size: usize,
     /// T, the number of tokens in a sequence.
     pub sequence_length: usize,
-    /// The number of micro-batches of `batch_size` sequences in a step
-    /// ([`StepConfig::accumulation`](crate::compile::StepConfig::accumulation)). Planned training steps only.
-    pub accumulation: usize,
     /// How much of a training step is run.
     pub mode: Mode,
-    /// The precision of forward and loss and, with [`Regime::Full`](crate::precision::Regime::Full), of the parameters.
-    /// The optimizer's state is f32.
-    pub precision: Precision,
+    /// Eager, or planned on the CPU or a CUDA GPU, in f32 or under autocast.
+    pub execution: Execution,
+    /// The settings of the step. Every run has the precision of forward and loss (with
+    /// [`Regime::Full`](crate::precision::Regime::Full) also of the parameters; the optimizer's state is f32), and every
+    /// training step the optimizer; in f16 its loss is scaled. Only a planned training step has the other settings. A
+    /// step of several [ranks](StepConfig::ranks) can be planned here, but not run.
+    pub step: StepConfig,
     /// The number of steps before the measured ones.
     pub warmup_steps: usize,
     /// The number of measured steps.
     pub steps: usize,
-    /// The optimizer of a training step.
-    pub optimizer: Rule,
-    /// Eager, or planned on the CPU or a CUDA GPU, in f32 or under autocast.
-    pub execution: Execution,
-    /// Whether each parameter is updated as soon as its gradient is computed
-    /// ([`StepConfig::optimizer_in_backward`](crate::compile::StepConfig::optimizer_in_backward)). Planned training
-    /// steps only.
-    pub optimizer_in_backward: bool,
-    /// The limit of the arena, in bytes
-    /// ([`StepConfig::memory_budget_bytes`](crate::compile::StepConfig::memory_budget_bytes)). Planned training steps
-    /// only.
-    pub memory_budget_bytes: Option<u64>,
     /// The seed of weights and tokens.
     pub seed: u64,
     /// The available memory in bytes. A step that needs more becomes a row `OOM`. `None` skips this check.
@@ -83,20 +73,17 @@ pub struct EndToEnd {
 impl Default for EndToEnd {
     fn default() -> Self {
         Self {
+            size: String::new(),
             config: TransformerConfig::default(),
             attention: Algorithm::default(),
             checkpointing: Checkpointing::default(),
             batch_size: 4,
             sequence_length: 256,
-            accumulation: 1,
             mode: Mode::TrainStep,
-            precision: Precision::F32,
+            execution: Execution::Eager,
+            step: StepConfig::default(),
             warmup_steps: 5,
             steps: 10,
-            optimizer: Rule::default(),
-            execution: Execution::Eager,
-            optimizer_in_backward: false,
-            memory_budget_bytes: None,
             seed: 0,
             available_bytes: None,
         }
@@ -123,8 +110,8 @@ impl Execution {
         }
     }
 
-    /// Returns whether `mode` in this execution is a planned training step. Only such a step supports the [optimizer in
-    /// backward](EndToEnd::optimizer_in_backward) and a [memory budget](EndToEnd::memory_budget_bytes).
+    /// Returns whether `mode` in this execution is a planned training step, which has all [settings of a
+    /// step](EndToEnd::step).
     pub fn is_planned_step(self, mode: Mode) -> bool {
         self == Self::Planned && mode == Mode::TrainStep
     }
@@ -211,10 +198,14 @@ impl EndToEnd {
             },
             batch_size: 1,
             sequence_length: 8,
-            accumulation: 1,
+            step: StepConfig {
+                accumulation: 1,
+                memory_budget_bytes: None,
+                ranks: StepRanks::Single,
+                ..self.step.clone()
+            },
             warmup_steps: 0,
             steps: 1,
-            memory_budget_bytes: None,
             available_bytes: None,
             ..self.clone()
         };
@@ -222,20 +213,24 @@ impl EndToEnd {
         Ok(())
     }
 
-    /// Returns the predicted peak, in bytes.
-    pub(super) fn estimate_bytes(&self, device: &Device) -> Result<u64> {
+    /// Returns the predicted memory of the run on `device` in bytes: of its [estimate](Self::estimate), or of its
+    /// [plan](Self::plan) with the batch. If a lower bound already exceeds the available bytes, it is that bound.
+    ///
+    /// # Errors
+    /// A configuration that is not valid.
+    pub fn estimate_bytes(&self, device: &Device) -> Result<u64> {
         match self.execution {
             Execution::Eager => Ok(self.estimate(device)?.peak_bytes),
             Execution::Planned => self.planned_bytes(device),
         }
     }
 
-    /// Estimates the memory of the eager run on `device`, without allocating anything.
+    /// Estimates the memory of the eager run on `kernels`, without allocating anything.
     ///
     /// # Errors
     /// Those of [`memory::estimate`].
-    pub fn estimate(&self, device: &Device) -> Result<Estimate> {
-        memory::estimate(&self.config, &self.workload(device))
+    pub fn estimate(&self, kernels: impl Into<Target>) -> Result<Estimate> {
+        memory::estimate(&self.config, &self.workload(kernels))
     }
 
     /// Returns the workload of the eager run on `kernels`, for predictions of its memory.
@@ -245,10 +240,10 @@ impl EndToEnd {
             sequence_length: self.sequence_length,
             mode: self.mode,
             attention: self.attention,
-            precision: self.precision,
+            precision: self.step.precision,
             checkpointing: self.checkpointing,
             kernels: kernels.into(),
-            optimizer: self.optimizer,
+            optimizer: self.step.optimizer,
         }
     }
 
@@ -341,7 +336,7 @@ impl EndToEnd {
         mut on_step: impl FnMut(Step, f64),
     ) -> Result<Measured> {
         self.check_execution(device)?;
-        let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
+        let meter = settled_meter(device, self.step.precision.dtype() != DType::F32)?;
         let before = meter.current_bytes();
         let model = self.model(device)?;
         // Initializing the weights needs more memory than they do, and is not part of a step.
@@ -394,8 +389,7 @@ impl EndToEnd {
     /// Returns optimizer and loss scale of a training step; `None` in other modes.
     pub(super) fn update(&self, model: &TransformerLM) -> Result<Option<Update>> {
         let is_step = self.mode == Mode::TrainStep;
-        let update =
-            is_step.then(|| Update::new(self.optimizer, model.parameters(), self.precision));
+        let update = is_step.then(|| Update::new(&self.step_config(), model.parameters()));
         update.transpose()
     }
 
@@ -407,7 +401,7 @@ impl EndToEnd {
         [tokens, targets]: [&Tensor; 2],
         update: Option<&mut Update>,
     ) -> Result<Left> {
-        let precision = self.precision;
+        let precision = self.step.precision;
         let forward = || precision.run(|| model.forward(tokens));
         let loss = || precision.run(|| model.loss(tokens, targets));
         match (self.mode, update) {
@@ -429,7 +423,7 @@ impl EndToEnd {
 
     /// Creates the model, with parameters in the dtype of the precision.
     pub(super) fn model(&self, device: &Device) -> Result<TransformerLM> {
-        let model = match self.precision.parameter_dtype() {
+        let model = match self.step.precision.parameter_dtype() {
             DType::F32 => TransformerLM::new(&self.config, self.seed, device)?,
             dtype => {
                 let weights = nn::seeded(self.seed, dtype, device);
@@ -447,7 +441,7 @@ impl EndToEnd {
 
     /// Returns the shape of a step's tokens: (accumulation B, T).
     pub(super) fn step_shape(&self) -> [usize; 2] {
-        let rows = self.batch_size.saturating_mul(self.accumulation);
+        let rows = self.batch_size.saturating_mul(self.step.accumulation);
         [rows, self.sequence_length]
     }
 
@@ -467,8 +461,9 @@ impl EndToEnd {
 
     /// Returns a row with the labels of this run and without measurements.
     fn row(&self, estimate_bytes: u64, phase: &str) -> EndToEndRow {
-        let config = &self.config;
+        let (config, step) = (&self.config, &self.step);
         EndToEndRow {
+            size: self.size.clone(),
             d_model: config.d_model,
             d_ff: config.d_ff,
             num_layers: config.num_layers,
@@ -477,13 +472,13 @@ impl EndToEnd {
             parameters: config.num_parameters(),
             batch_size: self.batch_size,
             context_length: self.sequence_length,
-            accumulation: self.accumulation,
+            accumulation: step.accumulation,
             attention: self.attention,
-            precision: self.precision,
+            precision: step.precision,
             checkpointing: self.checkpointing,
             execution: self.execution,
-            optimizer_in_backward: self.optimizer_in_backward,
-            memory_budget_bytes: self.memory_budget_bytes,
+            optimizer_in_backward: step.optimizer_in_backward,
+            memory_budget_bytes: step.memory_budget_bytes,
             weight_cast_bytes: self.weight_cast_bytes(),
             warmup_steps: self.warmup_steps,
             mode: self.mode,
@@ -497,12 +492,13 @@ impl EndToEnd {
     /// Returns the size of the autocast region's copies of weights, which does not depend on the batch. `None` if no
     /// copies are kept.
     fn weight_cast_bytes(&self) -> Option<u64> {
-        let keeps = self.precision.policy().is_some() && !self.precision.drops_casts();
+        let precision = self.step.precision;
+        let keeps = precision.policy().is_some() && !precision.drops_casts();
         let workload = Workload {
             batch_size: 1,
             sequence_length: 1,
             mode: Mode::ForwardKeepingGraph,
-            precision: self.precision,
+            precision,
             ..Default::default()
         };
         let estimate = keeps.then(|| memory::estimate(&self.config, &workload))?;

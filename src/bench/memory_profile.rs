@@ -51,9 +51,9 @@ impl EndToEnd {
         self.check_execution(device)?;
         let estimate = self.estimate(device)?;
         let saved = memory::saved_tensors(&self.workload(device).trace(&self.config)?);
-        let meter = settled_meter(device, self.precision.dtype() != DType::F32)?;
+        let meter = settled_meter(device, self.step.precision.dtype() != DType::F32)?;
         let baseline_bytes = meter.current_bytes().unwrap_or_default();
-        let weights = VarBuilder::zeros(self.precision.parameter_dtype(), device);
+        let weights = VarBuilder::zeros(self.step.precision.parameter_dtype(), device);
         let model = self.with_variant(TransformerLM::from_var_builder(&self.config, weights)?)?;
         let tokens = self.random_tokens(0, device)?; // (B, T)
         let targets = self.random_tokens(1, device)?; // (B, T)

@@ -3,10 +3,13 @@
 use super::row::LossScaling;
 use super::update::Update;
 use super::{EndToEnd, Execution, LapTimings, Stopwatch};
-use crate::compile::{Batch, Plan, PlanKind, Step, StepConfig, forward_lower_bound};
+use crate::compile::{
+    Batch, Plan, PlanKind, Step, StepConfig, StepRanks, Target, forward_lower_bound,
+};
 use crate::hardware::device_name;
 use crate::memory::Mode;
 use crate::model::TransformerLM;
+use crate::nn::Checkpointing;
 use crate::{Error, Result, graph};
 use candle_core::{DType, Device, Tensor};
 
@@ -14,6 +17,13 @@ impl EndToEnd {
     /// Refuses runs that cannot be planned, and settings that would be ignored.
     pub(super) fn check_execution(&self, device: &Device) -> Result<()> {
         self.check_step_settings()?;
+        if self.step.ranks != StepRanks::Single {
+            let got = Error::config("bench::EndToEnd", "ranks", "several");
+            return Err(got.must_be(
+                "StepRanks::Single in a run",
+                "only its plan may have several; compile::Step runs them",
+            ));
+        }
         if self.execution == Execution::Eager {
             return Ok(());
         }
@@ -33,38 +43,48 @@ impl EndToEnd {
             .must_be(format!("eager, where {expected}"), hint))
     }
 
-    /// Refuses settings that only a planned training step uses.
+    /// Refuses settings that only a planned training step has.
     fn check_step_settings(&self) -> Result<()> {
-        if self.execution.is_planned_step(self.mode) {
-            return Ok(());
+        let step = &self.step;
+        let settings = [
+            ("accumulation", step.accumulation != 1),
+            ("clip_norm", step.clip_norm.is_some()),
+            ("clip_value", step.clip_value.is_some()),
+            ("dropout_seed", step.dropout_seed.is_some()),
+            ("memory_budget_bytes", step.memory_budget_bytes.is_some()),
+            ("optimizer_in_backward", step.optimizer_in_backward),
+            ("retrace_every", step.retrace_every.is_some()),
+            ("ranks", step.ranks != StepRanks::Single),
+            (
+                "loss_scaling",
+                step.loss_scaling && self.mode != Mode::TrainStep,
+            ),
+        ];
+        let given = settings.into_iter().find(|(_, is_given)| *is_given);
+        match given {
+            Some((field, _)) if !self.execution.is_planned_step(self.mode) => {
+                let (execution, mode) = (self.execution.name(), self.mode.name());
+                let got = Error::config(
+                    "bench::EndToEnd",
+                    field,
+                    format!("set, with {execution} {mode}"),
+                );
+                Err(got.must_be(
+                    "left at its default, but for a training step that is planned",
+                    "run it with Execution::Planned and Mode::TrainStep (--compile, --mode train-step)",
+                ))
+            }
+            _ => Ok(()),
         }
-        let (field, expected, got) = if self.optimizer_in_backward {
-            ("optimizer_in_backward", "false", "true".into())
-        } else if let Some(bytes) = self.memory_budget_bytes {
-            ("memory_budget_bytes", "None", format!("{bytes} bytes"))
-        } else if self.accumulation != 1 {
-            ("accumulation", "1", self.accumulation.to_string())
-        } else {
-            return Ok(());
-        };
-        let mode = self.mode.name();
-        Err(Error::Config {
-            config: "bench::EndToEnd",
-            field,
-            expected: format!("{expected}, but for a training step that is planned"),
-            got: format!("{got}, with {} {mode}", self.execution.name()),
-            hint:
-                "run it with Execution::Planned and Mode::TrainStep (--compile, --mode train-step)"
-                    .into(),
-        })
     }
 
-    /// Plans this run on `device`, whatever its execution; [`Execution::Planned`] executes this plan.
+    /// Plans this run on a device, whatever its execution; [`Execution::Planned`] executes this plan. Also returns the
+    /// checkpointing of the blocks, which a memory budget may have chosen.
     ///
     /// # Errors
     /// A configuration that is not valid. [`Error::OutOfMemory`] if a lower bound already exceeds the available bytes;
     /// nothing is planned then, because planning takes long at such sizes.
-    pub fn plan(&self, device: &Device) -> Result<Plan> {
+    pub fn plan(&self, target: impl Into<Target>) -> Result<(Plan, Checkpointing)> {
         self.config.check_attention(self.attention)?;
         let least_bytes = self.least_planned_bytes()?;
         match self.available_bytes {
@@ -79,16 +99,15 @@ impl EndToEnd {
                 let tokens = graph::input("tokens", (self.batch_size, length), DType::U32)?;
                 let (kind, config) = (PlanKind::Forward, self.step_config());
                 let batch = [("tokens", &tokens)];
-                Step::plan_for(device, kind, &config, batch, |inputs| {
+                let plan = Step::plan_for(target, kind, &config, batch, |inputs| {
                     model.forward(&inputs.get("tokens")?)
-                })
+                })?;
+                Ok((plan, self.checkpointing))
             }
             _ => {
                 let [rows, length] = self.step_shape();
                 let batch = Batch::meta(rows, length)?;
-                let (model, config) = (self.meta_model()?, self.step_config());
-                let (plan, _) = Step::plan_for_model(device, &model, &config, batch)?;
-                Ok(plan)
+                Step::plan_for_model(target, &self.meta_model()?, &self.step_config(), batch)
             }
         }
     }
@@ -100,7 +119,7 @@ impl EndToEnd {
     pub(super) fn least_planned_bytes(&self) -> Result<u64> {
         let (config, tokens) = (&self.config, self.tokens());
         match self.is_forward() {
-            true => forward_lower_bound(config, tokens, self.precision),
+            true => forward_lower_bound(config, tokens, self.step.precision),
             false => Step::memory_lower_bound(
                 config,
                 self.attention,
@@ -124,7 +143,7 @@ impl EndToEnd {
     pub(super) fn planned_bytes(&self, device: &Device) -> Result<u64> {
         let planned_bytes = match self.plan(device) {
             Err(Error::OutOfMemory { wanted_bytes, .. }) => wanted_bytes,
-            plan => plan?.total_bytes(),
+            plan => plan?.0.total_bytes(),
         };
         // Tokens, targets, and the model's rotary cosines and sines.
         let [rows, length] = self.step_shape();
@@ -137,15 +156,12 @@ impl EndToEnd {
         Ok(planned_bytes.saturating_add(beside))
     }
 
-    fn step_config(&self) -> StepConfig {
+    /// Returns the settings of the step: a training step in f16 scales its loss.
+    pub(super) fn step_config(&self) -> StepConfig {
+        let in_f16 = self.mode == Mode::TrainStep && self.step.precision.dtype() == DType::F16;
         StepConfig {
-            precision: self.precision,
-            loss_scaling: self.mode == Mode::TrainStep && self.precision.dtype() == DType::F16,
-            accumulation: self.accumulation,
-            optimizer_in_backward: self.optimizer_in_backward,
-            memory_budget_bytes: self.memory_budget_bytes,
-            optimizer: self.optimizer,
-            ..Default::default()
+            loss_scaling: self.step.loss_scaling || in_f16,
+            ..self.step.clone()
         }
     }
 
@@ -168,8 +184,9 @@ impl EndToEnd {
             });
             return Ok((timings?, None));
         }
-        let mut update = Update::new(self.optimizer, model.parameters(), self.precision)?;
-        let mut step = Step::for_model(model, &update.optimizer, &self.step_config())?;
+        let config = self.step_config();
+        let mut update = Update::new(&config, model.parameters())?;
+        let mut step = Step::for_model(model, &update.optimizer, &config)?;
         step.time_phases(true);
         let batch = (tokens, targets);
         let timings = stopwatch.measure_phases(self.steps, |lap| {
@@ -185,7 +202,6 @@ impl EndToEnd {
             lap.add_phases(step.phase_times()?);
             Ok(())
         })?;
-        let scaling = update.loss_scaling();
-        Ok((timings, scaling.filter(|_| self.mode == Mode::TrainStep)))
+        Ok((timings, update.loss_scaling()))
     }
 }

@@ -16,6 +16,8 @@ use serde::{Deserialize, Serialize};
 /// and those that were not measured are absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EndToEndRow {
+    /// The name of the model.
+    pub size: String,
     /// D, the width of the residual stream.
     pub d_model: usize,
     /// Width of the feed-forward network.

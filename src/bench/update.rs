@@ -2,30 +2,29 @@
 
 use super::row::LossScaling;
 use crate::Result;
-use crate::optim::{GradScaler, GradScalerConfig, Optimizer, Rule, usual_groups};
-use crate::precision::Precision;
+use crate::compile::StepConfig;
+use crate::optim::{GradScaler, GradScalerConfig, Optimizer, usual_groups};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 
 /// Optimizer and loss scale of a measured run.
 pub(super) struct Update {
     pub optimizer: Optimizer,
-    /// The gradient scaler; disabled if the dtype has the range of f32.
+    /// The gradient scaler; disabled unless the step scales its loss.
     pub scaler: GradScaler,
     scales: bool,
     skipped_steps: usize,
 }
 
 impl Update {
-    pub fn new(rule: Rule, parameters: Vec<(String, Var)>, precision: Precision) -> Result<Self> {
-        let scales = precision.dtype() == DType::F16;
+    pub fn new(config: &StepConfig, parameters: Vec<(String, Var)>) -> Result<Self> {
         Ok(Self {
-            optimizer: Optimizer::with_groups(usual_groups(parameters, rule))?,
+            optimizer: Optimizer::with_groups(usual_groups(parameters, config.optimizer))?,
             scaler: GradScaler::new(GradScalerConfig {
-                enabled: scales,
+                enabled: config.loss_scaling,
                 ..Default::default()
             })?,
-            scales,
+            scales: config.loss_scaling,
             skipped_steps: 0,
         })
     }

@@ -184,6 +184,16 @@ impl Default for StepConfig {
     }
 }
 
+/// One micro-batch in this precision, all options off.
+impl From<Precision> for StepConfig {
+    fn from(precision: Precision) -> Self {
+        Self {
+            precision,
+            ..Self::default()
+        }
+    }
+}
+
 impl StepConfig {
     /// Returns the settings that apply to a kind of plan. A plan without an update drops the update's settings. A
     /// forward pass has one micro-batch and exchanges only sharded weights.

@@ -11,7 +11,6 @@ use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
-use tallow::precision::Precision;
 use tallow::report::Fields;
 
 #[global_allocator]
@@ -27,6 +26,7 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
         false => (24, 512),
     };
     EndToEnd {
+        size: String::new(),
         config: TransformerConfig {
             context_length: 512,
             ..Default::default()
@@ -34,16 +34,12 @@ fn step(execution: Execution, fits: bool, available_bytes: Option<u64>) -> EndTo
         attention: Algorithm::Naive,
         checkpointing: Checkpointing::None,
         batch_size,
-        accumulation: 1,
         sequence_length,
         mode: Mode::TrainStep,
-        precision: Precision::F32,
         warmup_steps: 0,
         steps: 2,
-        optimizer: Default::default(),
         execution,
-        optimizer_in_backward: false,
-        memory_budget_bytes: None,
+        step: Default::default(),
         seed: 1,
         available_bytes,
     }

@@ -15,6 +15,7 @@ use tallow::report::Fields;
 
 pub fn run(mode: Mode) -> EndToEnd {
     EndToEnd {
+        size: "small".into(),
         config: TransformerConfig {
             vocab_size: 61,
             context_length: 16,
@@ -28,15 +29,11 @@ pub fn run(mode: Mode) -> EndToEnd {
         checkpointing: Checkpointing::None,
         batch_size: 3,
         sequence_length: 9,
-        accumulation: 1,
         mode,
-        precision: Precision::F32,
         warmup_steps: 2,
         steps: 4,
-        optimizer: Default::default(),
         execution: Execution::Eager,
-        optimizer_in_backward: false,
-        memory_budget_bytes: None,
+        step: Default::default(),
         seed: 1,
         available_bytes: Some(1 << 30),
     }
@@ -248,7 +245,7 @@ fn checkpointing_is_timed_and_named() {
 fn precision_is_timed_and_named() {
     for precision in Precision::ALL {
         let mut run = run(Mode::TrainStep);
-        run.precision = precision;
+        run.step.precision = precision;
         let workload = Workload {
             batch_size: run.batch_size,
             sequence_length: run.sequence_length,

@@ -21,6 +21,7 @@ use candle_core::Device;
 use rstest::rstest;
 use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution, Status};
+use tallow::compile::StepConfig;
 use tallow::memory::{Mode, Workload, estimate, system, tracker};
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
@@ -208,7 +209,10 @@ fn estimates_with_muon_are_near_the_measured_peak() {
             let run = EndToEnd {
                 attention: Algorithm::Flash,
                 execution,
-                optimizer,
+                step: StepConfig {
+                    optimizer,
+                    ..Default::default()
+                },
                 sequence_length: 16,
                 ..run(&config(256, 1024, 2, 300), 1, Mode::TrainStep)
             };

@@ -3,9 +3,28 @@
 use super::{number, rows, run, text};
 use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution, UPDATE};
+use tallow::compile::{StepConfig, StepRanks};
+use tallow::distributed::Shard;
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
+
+/// Sets a field of a step's settings.
+type Set = fn(&mut StepConfig);
+
+/// The settings that only a planned training step has, by field.
+const SETTINGS: [(&str, Set); 6] = [
+    ("optimizer_in_backward", |step| {
+        step.optimizer_in_backward = true
+    }),
+    ("accumulation", |step| step.accumulation = 2),
+    ("memory_budget_bytes", |step| {
+        step.memory_budget_bytes = Some(1 << 30)
+    }),
+    ("clip_norm", |step| step.clip_norm = Some(1.0)),
+    ("clip_value", |step| step.clip_value = Some(1.0)),
+    ("dropout_seed", |step| step.dropout_seed = Some(0)),
+];
 
 /// A planned run has the phases of an eager one, and its memory estimate is exact.
 #[test]
@@ -31,7 +50,10 @@ fn planned_runs_have_rows_too() {
     for (mode, optimizer_in_backward, phases) in expected {
         let run = EndToEnd {
             execution: Execution::Planned,
-            optimizer_in_backward,
+            step: StepConfig {
+                optimizer_in_backward,
+                ..Default::default()
+            },
             ..run(mode)
         };
         let rows = rows(&run);
@@ -67,7 +89,7 @@ fn planned_runs_have_rows_too() {
     for (precision, scales) in [(Precision::BF16, false), (Precision::F16, true)] {
         let run = EndToEnd {
             execution: Execution::Planned,
-            precision,
+            step: precision.into(),
             ..run(Mode::TrainStep)
         };
         let rows = rows(&run);
@@ -79,7 +101,10 @@ fn planned_runs_have_rows_too() {
     let planned_step = |optimizer_in_backward| {
         let run = EndToEnd {
             execution: Execution::Planned,
-            optimizer_in_backward,
+            step: StepConfig {
+                optimizer_in_backward,
+                ..Default::default()
+            },
             ..run(Mode::TrainStep)
         };
         let rows = rows(&run);
@@ -112,45 +137,48 @@ fn planned_runs_have_rows_too() {
     ];
     for run in not_planned_steps {
         let execution = run.execution.name();
-        let text = refused(EndToEnd {
-            optimizer_in_backward: true,
-            ..run.clone()
-        });
-        for words in [
-            "optimizer_in_backward must be false",
-            execution,
-            "--compile",
-        ] {
-            assert!(text.contains(words), "no {words:?} in {text:?}");
-        }
-        let text = refused(EndToEnd {
-            accumulation: 2,
-            ..run.clone()
-        });
-        assert!(text.contains("accumulation must be 1"), "{text}");
-        let text = refused(EndToEnd {
-            memory_budget_bytes: Some(1 << 30),
-            ..run
-        });
-        for words in [
-            "memory_budget_bytes must be None",
-            "1073741824 bytes",
-            execution,
-            "--compile",
-        ] {
-            assert!(text.contains(words), "no {words:?} in {text:?}");
+        for (field, set) in SETTINGS {
+            let mut run = run.clone();
+            set(&mut run.step);
+            let text = refused(run);
+            let words = [
+                &format!("{field} must be left at its default"),
+                execution,
+                "--compile",
+            ];
+            for words in words {
+                assert!(text.contains(words), "no {words:?} in {text:?}");
+            }
         }
     }
     // Also where every block is recorded.
     let budgeted = EndToEnd {
-        memory_budget_bytes: Some(1 << 30),
+        step: StepConfig {
+            memory_budget_bytes: Some(1 << 30),
+            ..Default::default()
+        },
         ..run(Mode::TrainStep)
     };
     let recorded = budgeted.profile_memory(&Device::Cpu, Default::default());
     let text = recorded.unwrap_err().to_string();
-    assert!(text.contains("memory_budget_bytes must be None"), "{text}");
+    assert!(text.contains("memory_budget_bytes must be"), "{text}");
+    // A step of several ranks can be planned, but not run.
+    let shard = Shard {
+        rank: 0,
+        world_size: 2,
+    };
+    let sharded = EndToEnd {
+        step: StepConfig {
+            ranks: StepRanks::FullySharded(Default::default(), shard),
+            ..Default::default()
+        },
+        ..planned(Mode::TrainStep)
+    };
+    assert!(sharded.plan(&Device::Cpu).is_ok());
+    let text = refused(sharded);
+    assert!(text.contains("StepRanks::Single"), "{text}");
     let text = refused(EndToEnd {
-        precision: Precision::BF16.with_regime(Regime::Full),
+        step: Precision::BF16.with_regime(Regime::Full).into(),
         ..planned(Mode::TrainStep)
     });
     assert!(
@@ -165,7 +193,10 @@ fn a_step_of_several_micro_batches() {
     let of = |accumulation| {
         let run = EndToEnd {
             execution: Execution::Planned,
-            accumulation,
+            step: StepConfig {
+                accumulation,
+                ..Default::default()
+            },
             ..run(Mode::TrainStep)
         };
         let rows = rows(&run);

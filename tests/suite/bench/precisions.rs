@@ -30,7 +30,7 @@ fn every_regime_runs_every_mode(
         for drops in [false, true] {
             let precision = dtype.with_regime(regime).with_dropped_casts(drops);
             let run = EndToEnd {
-                precision,
+                step: precision.into(),
                 ..run(mode)
             };
             for row in rows(&run) {
@@ -47,7 +47,7 @@ fn every_regime_runs_every_mode(
 #[test]
 fn f16_scales_its_loss() {
     let run = EndToEnd {
-        precision: Precision::F16,
+        step: Precision::F16.into(),
         ..run(Mode::TrainStep)
     };
     let rows = rows(&run);
@@ -61,9 +61,9 @@ fn f16_scales_its_loss() {
 /// A region that caches casts adds 2 bytes per element of a linear weight.
 #[test]
 fn kept_copies_of_weights_are_counted() {
-    let of = |precision| {
+    let of = |precision: Precision| {
         let run = EndToEnd {
-            precision,
+            step: precision.into(),
             ..run(Mode::Forward)
         };
         let rows = rows(&run);
@@ -82,7 +82,7 @@ fn kept_copies_of_weights_are_counted() {
     assert_eq!(of(Precision::BF16.with_regime(Regime::Full)), None);
     // Fewer heads of k and v, and a head that multiplies the token embeddings; the run does not fit and is not run.
     let mut grouped = EndToEnd {
-        precision: Precision::BF16,
+        step: Precision::BF16.into(),
         available_bytes: Some(1),
         ..run(Mode::Forward)
     };
@@ -101,7 +101,7 @@ fn turns_are_taken_and_their_samples_joined() {
     let runs = [
         fits.clone(),
         EndToEnd {
-            precision: Precision::F16,
+            step: Precision::F16.into(),
             ..fits.clone()
         },
         EndToEnd {

@@ -268,10 +268,10 @@ fn no_plan_takes_less_than_the_lower_bound(
                     checkpointing,
                     batch_size: sizes[0],
                     sequence_length: sizes[1],
-                    precision,
+                    step: precision.into(),
                     ..crate::bench::run(Mode::Forward)
                 };
-                let plan = forward.plan(&CPU).unwrap();
+                let (plan, _) = forward.plan(&CPU).unwrap();
                 let none = EndToEnd {
                     available_bytes: Some(0),
                     ..forward

@@ -102,7 +102,7 @@ fn a_steps_blocks_are_the_pools() {
             let base = run(&config(128, 352, 3, 1000), 16, mode);
             let step = EndToEnd {
                 attention,
-                precision,
+                step: precision.into(),
                 ..base
             };
             let profile = step.profile_memory(&gpu, Default::default()).unwrap();

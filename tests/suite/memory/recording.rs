@@ -232,7 +232,7 @@ fn a_steps_memory_is_where_the_account_has_it() {
             let base = run(&config(128, 352, 3, 1000), 16, mode);
             let step = EndToEnd {
                 attention,
-                precision,
+                step: precision.into(),
                 // The buffers that kernels keep exist before the recorded step.
                 warmup_steps: match attention {
                     Algorithm::Naive => 0,
