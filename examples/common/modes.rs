@@ -95,9 +95,5 @@ pub fn executions(flag: Option<CompileFlag>, precision: Precision) -> &'static [
 
 /// Returns whether steps can be planned in this precision.
 pub fn can_plan(precision: Precision) -> bool {
-    let plan = StepConfig {
-        precision,
-        ..Default::default()
-    };
-    plan.validate().is_ok()
+    StepConfig::from(precision).validate().is_ok()
 }
