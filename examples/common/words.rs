@@ -1,7 +1,7 @@
 //! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
-use tallow::report::{Answer, Column, Fields, Speedup, Verdict, format_mib, list_in_note};
+use tallow::report::{Answer, Fields, Speedup, Verdict, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -110,15 +110,14 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
             .filter_map(|(key, before)| Some(format!("{before}{}", text(row.get(key)?)?)))
             .collect();
         let [mode, phase] = ["mode", "phase"].map(|key| row.get(key).and_then(text));
-        if row.get("status").is_some_and(|status| *status != "ok") {
-            parts.extend(mode.filter(|_| has_modes)); // no phase of it was measured
+        let mode = mode.filter(|_| has_modes);
+        let Some(phase) = phase else {
+            parts.extend(mode);
             return parts.join(" ");
-        }
-        let is_part = ["forward", "backward", "optimizer"]
-            .iter()
-            .any(|part| phase.as_deref() == Some(part));
-        let of_mode = mode.filter(|mode| is_part && has_modes && phase.as_ref() != Some(mode));
-        parts.extend(phase);
+        };
+        let is_part = ["forward", "backward", "optimizer"].contains(&phase.as_str());
+        let of_mode = mode.filter(|mode| is_part && *mode != phase);
+        parts.push(phase);
         parts.extend(of_mode.map(|mode| format!("of {mode}")));
         parts.join(" ")
     };
@@ -126,25 +125,33 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
     rows.iter().map(|row| or_all(name(row))).collect()
 }
 
+/// Returns the rows' names without some of the fields.
+pub fn names_without(keys: &[&str], rows: &[Fields]) -> Vec<String> {
+    let rows = rows.iter().cloned().map(|mut row| {
+        let nulls = keys.iter().map(|key| (*key, Value::Null));
+        row.merge(nulls.collect());
+        row
+    });
+    names(&rows.collect::<Vec<_>>())
+}
+
 /// Returns a note on the rows that ran out of memory, with the bytes that each needs.
 pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
-    let named = rows.iter().zip(names(rows));
+    let named = rows.iter().zip(names_without(&["phase"], rows));
     let refused = named.filter(|(row, _)| row.get("status") == Some(&"OOM".into()));
-    let (rows, wanted): (Vec<&Fields>, Vec<String>) = refused
+    let (rows, needed): (Vec<&Fields>, Vec<String>) = refused
         .map(|(row, name)| {
-            let wanted = bytes(row, "estimate_bytes").unwrap_or_else(|| "unknown".into());
-            (row, format!("{name} {wanted}"))
+            let needed = bytes(row, "estimate_bytes").unwrap_or_else(|| "unknown".into());
+            (row, format!("{name} {needed}"))
         })
         .unzip();
-    let there = bytes(rows.first()?, "available_bytes");
-    let there = there.map_or(String::new(), |there| {
-        format!(", where {there} are available")
+    let available = bytes(rows.first()?, "available_bytes");
+    let available = available.map_or(String::new(), |bytes| {
+        format!(", where {bytes} are available")
     });
-    Some(list_in_note(
-        &format!("Out of memory{there}, each with what it would take"),
-        &wanted,
-    ))
+    let start = format!("Out of memory{available}, each with what it would take");
+    Some(list_in_note(&start, &needed))
 }
 
 fn text(value: &Value) -> Option<String> {
@@ -209,9 +216,4 @@ pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>)
         )
     });
     format!("Peak of {name}: {items}.{why}")
-}
-
-/// Formats a time in ms as a table cell, without the unit.
-pub fn ms(ms: f64) -> String {
-    Column::ms("", "").cell(Some(&ms.into()))
 }
