@@ -16,12 +16,10 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
-        Verdict::Equal => {
-            format!(
-                "no difference between {name} and {other} is shown ({speedup} ± {:.2})",
-                speedup.error
-            )
-        }
+        Verdict::Equal => format!(
+            "no difference between {name} and {other} is shown ({speedup} ± {:.2})",
+            speedup.error
+        ),
         Verdict::Unclear => format!(
             "these figures do not decide whether {name} is faster than {other} ({speedup}): more steps on a quiet \
              machine would"
@@ -42,10 +40,11 @@ pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
 /// Returns the geometric mean of speed-ups, `1.24x`; `unclear` if more than half of them are not clear.
 pub fn mean_speedup(speedups: &[Speedup]) -> String {
     let clear = || speedups.iter().filter(|speedup| speedup.is_clear());
-    let (count, of) = (clear().count(), speedups.len());
+    let of = speedups.len();
+    let unclear = of - clear().count();
     match geometric_mean(clear().map(|speedup| speedup.ratio)) {
-        Some(mean) if count == of => format!("{mean:.2}x"),
-        Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
+        Some(mean) if unclear == 0 => format!("{mean:.2}x"),
+        Some(mean) if 2 * unclear <= of => format!("{mean:.2}x ({unclear} of {of} unclear)"),
         _ => "unclear".into(),
     }
 }
@@ -104,25 +103,27 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
         .filter(|(key, _)| differs(key) && !(is_sized && *key == "d_model"))
         .collect();
     let has_modes = differs("mode");
+    let is_part = |phase: &str| ["forward", "backward", "optimizer"].contains(&phase);
     let name = |row: &Fields| {
-        let mut parts: Vec<String> = labels
-            .iter()
-            .filter_map(|(key, before)| Some(format!("{before}{}", text(row.get(key)?)?)))
-            .collect();
-        let [mode, phase] = ["mode", "phase"].map(|key| row.get(key).and_then(text));
-        let mode = mode.filter(|_| has_modes);
-        let Some(phase) = phase else {
-            parts.extend(mode);
-            return parts.join(" ");
+        let text = |key: &str| {
+            let value = row.get(key).filter(|value| !value.is_null())?;
+            Some(value.as_str().map_or(value.to_string(), str::to_string))
         };
-        let is_part = ["forward", "backward", "optimizer"].contains(&phase.as_str());
-        let of_mode = mode.filter(|mode| is_part && *mode != phase);
-        parts.push(phase);
-        parts.extend(of_mode.map(|mode| format!("of {mode}")));
-        parts.join(" ")
+        let labels = labels.iter();
+        let labels = labels.filter_map(|(key, before)| Some(format!("{before}{}", text(key)?)));
+        let mut parts: Vec<String> = labels.collect();
+        match (text("phase"), text("mode").filter(|_| has_modes)) {
+            (Some(phase), Some(mode)) if is_part(&phase) && phase != mode => {
+                parts.push(format!("{phase} of {mode}"));
+            }
+            (phase, mode) => parts.extend(phase.or(mode)),
+        }
+        match parts.is_empty() {
+            true => "all".into(),
+            false => parts.join(" "),
+        }
     };
-    let or_all = |name: String| if name.is_empty() { "all".into() } else { name };
-    rows.iter().map(|row| or_all(name(row))).collect()
+    rows.iter().map(name).collect()
 }
 
 /// Returns the rows' names without some of the fields.
@@ -140,26 +141,17 @@ pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
     let named = rows.iter().zip(names_without(&["phase"], rows));
     let refused = named.filter(|(row, _)| row.get("status") == Some(&"OOM".into()));
-    let (rows, needed): (Vec<&Fields>, Vec<String>) = refused
-        .map(|(row, name)| {
-            let needed = bytes(row, "estimate_bytes").unwrap_or_else(|| "unknown".into());
-            (row, format!("{name} {needed}"))
-        })
-        .unzip();
-    let available = bytes(rows.first()?, "available_bytes");
+    let refused: Vec<_> = refused.collect();
+    let available = bytes(refused.first()?.0, "available_bytes");
     let available = available.map_or(String::new(), |bytes| {
         format!(", where {bytes} are available")
     });
+    let needed = refused.iter().map(|(row, name)| {
+        let needed = bytes(row, "estimate_bytes").unwrap_or("unknown".into());
+        format!("{name} {needed}")
+    });
     let start = format!("Out of memory{available}, each with what it would take");
-    Some(list_in_note(&start, &needed))
-}
-
-fn text(value: &Value) -> Option<String> {
-    match value {
-        Value::Null => None,
-        Value::String(text) => Some(text.clone()),
-        other => Some(other.to_string()),
-    }
+    Some(list_in_note(&start, &needed.collect::<Vec<_>>()))
 }
 
 /// Returns `12.5% more`, `30.0% less` or `same`.

@@ -1,5 +1,4 @@
-//! Answers from the measured times. Their verdicts follow from figures alone, so that tests can call them with made-up
-//! ones.
+//! Answers from the rows, which tests call with made-up figures.
 
 use super::reasons::reasons;
 use super::table::{By, Compared, Comparison, Row, named};
@@ -35,12 +34,7 @@ fn durations(rows: &[&Row]) -> Option<String> {
                 let forward = of("forward").find(|row| row.mode == backward.mode)?;
                 let (forward, backward) = (forward.statistics()?, backward.statistics()?);
                 let ratio = match Speedup::new(backward, forward) {
-                    Some(ratio) if ratio.is_clear() => {
-                        format!("backward takes {ratio} as long as forward")
-                    }
-                    Some(ratio) => {
-                        format!("how many times as long backward takes is unclear ({ratio})")
-                    }
+                    Some(ratio) => format!("backward takes {ratio} as long as forward"),
                     None => "one step has no spread to compare by".into(),
                 };
                 format!("forward with loss {forward} ms, backward {backward} ms; {ratio}")
@@ -95,37 +89,30 @@ pub fn of_values(all: &[Comparison], compared: &Compared) -> Vec<Answer> {
     let mut answers = Vec::new();
     for value in others {
         let speedups = speedups(all, first, value);
-        let memory = memory(&whole, first, value, compared.by);
-        let memory = (
-            format!("Does {value} use less memory than {first}?"),
-            memory,
-        );
-        answers.extend(answered(match compared.by {
-            By::Execution => [
-                (
-                    format!("How does {value} change forward, backward and the full step?"),
-                    speedups,
-                ),
-                memory,
-                (
-                    "What are the reasons for the difference?".into(),
-                    reasons(all),
-                ),
-            ],
-            By::Precision => {
-                let few = "A trend needs three sizes of model (--size tiny small medium).";
-                let trends = trends(&whole, first, value).or(Some(few.into()));
-                let trends = trends.filter(|_| speedups.is_some());
-                [
-                    (format!("Is {value} faster than {first}?"), speedups),
-                    (
-                        format!("How does the speed-up of {value} change with the model's size?"),
-                        trends,
-                    ),
-                    memory,
-                ]
+        let few = "A trend needs three sizes of model (--size tiny small medium).";
+        let trends = trends(&whole, first, value).or(Some(few.into()));
+        let trends = trends.filter(|_| compared.by == By::Precision && speedups.is_some());
+        let faster = match compared.by {
+            By::Execution => {
+                format!("How does {value} change forward, backward and the full step?")
             }
-        }));
+            By::Precision => format!("Is {value} faster than {first}?"),
+        };
+        answers.extend(answered([
+            (faster, speedups),
+            (
+                format!("How does the speed-up of {value} change with the model's size?"),
+                trends,
+            ),
+            (
+                format!("Does {value} use less memory than {first}?"),
+                memory(&whole, first, value, compared.by),
+            ),
+            (
+                "What are the reasons for the difference?".into(),
+                reasons(all),
+            ),
+        ]));
     }
     let refused = whole.iter().filter(|own| own.outcome() != "ok").map(|own| {
         let rows = own.rows.iter().filter(|row| row.time.is_none());
@@ -169,8 +156,8 @@ fn speedups(all: &[Comparison], before: &str, after: &str) -> Option<String> {
     let sentences = phases.map(|(phase, pairs)| match pairs[..] {
         [(own, speedup)] => {
             let unclear = if speedup.is_clear() { "" } else { "unclear, " };
-            let [old, new] = [before, after].map(|value| own.of(value).map(Row::time_cell));
-            let (old, new) = (old.unwrap_or_default(), new.unwrap_or_default());
+            let time = |value| own.of(value).map_or(String::new(), Row::time_cell);
+            let (new, old) = (time(after), time(before));
             format!(" {phase}: {unclear}{speedup} ({new} against {old} ms).")
         }
         _ => {
@@ -185,7 +172,7 @@ fn speedups(all: &[Comparison], before: &str, after: &str) -> Option<String> {
         text += words::UNCLEAR;
     }
     let start = format!(
-        "Speed-ups of {after} over {before}: ratios of mean times, and their geometric mean for several configurations."
+        "Speed-ups of {after} over {before}: ratios of mean times, for several configurations their geometric mean."
     );
     (!text.is_empty()).then(|| start + &text)
 }

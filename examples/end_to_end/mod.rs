@@ -180,7 +180,7 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models),
-            columns: compared.columns(models.len() > 1),
+            columns: compared.columns(),
             ..Default::default()
         };
         let groups = groups(&runs, &compared);
@@ -248,7 +248,7 @@ impl Flags {
             report.answers.extend(answers);
         }
         report.answers.extend(of_values(&comparisons, &compared));
-        report.details.extend(reasons::table(&device, &comparisons));
+        report.details.extend(reasons::table(&comparisons));
         self.output.publish(&report)
     }
 

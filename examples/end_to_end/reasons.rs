@@ -18,12 +18,7 @@ pub struct Counted {
 }
 
 /// Returns the table of counts, a row for each execution of a model; `None` if nothing was counted.
-pub fn table(device: &Device, all: &[Comparison]) -> Option<Report> {
-    // The memory of the process, which includes more than tensors; on a GPU, that of its pool.
-    let held = match device.is_cpu() {
-        true => Column::mib("resident_peak_bytes", "Resident peak"),
-        false => Column::mib("reserved_peak_bytes", "Reserved peak"),
-    };
+pub fn table(all: &[Comparison]) -> Option<Report> {
     let columns = vec![
         Column::text("configuration", "Run"),
         Column::text("execution", "Step"),
@@ -32,22 +27,19 @@ pub fn table(device: &Device, all: &[Comparison]) -> Option<Report> {
         Column::mib("peak_bytes", "Peak"),
         Column::ms("plan_ms", "Plan"),
         Column::mib("estimate_bytes", "Predicted"),
-        held,
+        Column::mib("resident_peak_bytes", "Resident peak"),
+        Column::mib("reserved_peak_bytes", "Reserved peak"),
     ];
-    let of = |own: &Comparison| -> Vec<Fields> {
-        let name = own.name.trim_end_matches("train step").trim_end(); // all are training steps
-        let rows = own.rows.iter().filter_map(|row| {
-            let mut fields = row.fields();
-            fields.merge(Fields::of(row.counted.as_ref()?).ok()?);
-            fields.insert("configuration", name);
-            let cells = columns
-                .iter()
-                .map(|Column { key, .. }| (key, fields.get(key)));
-            Some(cells.map(|(key, cell)| (key, cell.cloned())).collect())
-        });
-        rows.collect()
-    };
-    let rows: Vec<Fields> = all.iter().flat_map(of).collect();
+    let named = |own| own.rows.iter().map(|row| (&own.name, row));
+    let rows = all.iter().flat_map(named).filter_map(|(name, row)| {
+        let mut fields = row.fields();
+        fields.merge(Fields::of(row.counted.as_ref()?).ok()?);
+        let name = name.trim_end_matches("train step").trim_end(); // all are training steps
+        fields.insert("configuration", name);
+        let keys = columns.iter().map(|column| column.key.as_str());
+        Some(keys.map(|key| (key, fields.get(key).cloned())).collect())
+    });
+    let rows: Vec<Fields> = rows.collect();
     (!rows.is_empty()).then(|| Report {
         title: "What a training step does".into(),
         columns,

@@ -37,8 +37,8 @@ impl Row {
 
     /// Returns mean and standard deviation, or `OOM` for a run without times.
     pub fn time_cell(&self) -> String {
-        self.statistics()
-            .map_or("OOM".into(), |own| own.to_string())
+        let times = self.statistics();
+        times.map_or("OOM".into(), |times| times.to_string())
     }
 
     /// Returns the phase, with its mode unless it is a whole step: `step: backward`.
@@ -65,28 +65,6 @@ pub fn named<'r>(
         .map(|(name, rows)| (name, rows.into_iter().map(|(_, row)| row).collect()))
         .collect()
 }
-
-/// The labels that distinguish configurations.
-const LABELS: [(&str, &str); 8] = [
-    ("size", "Model"),
-    ("batch_size", "B"),
-    ("context_length", "T"),
-    ("attention", "Attention"),
-    ("checkpointing", "Checkpointing"),
-    ("warmup_steps", "Warm-up"),
-    ("precision", "Precision"),
-    ("execution", "Execution"),
-];
-
-/// The times in a configuration's line, each with its phase.
-const TIMES: [(&str, &str); 6] = [
-    ("Forward", "forward"),
-    ("F+B", "forward+backward"),
-    ("Step", "train step"),
-    ("Backward", "backward"),
-    ("Optimizer", "optimizer"),
-    ("B+O", UPDATE),
-];
 
 /// The label by which runs are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,13 +197,18 @@ impl Compared {
         line
     }
 
-    /// Returns the columns. Models' sizes are included if there are several models.
-    pub fn columns(&self, has_several_models: bool) -> Vec<Column> {
-        let is_compared = |key| self.is_any() && key == self.by.key();
-        let labels = LABELS.into_iter().filter(|(key, _)| !is_compared(*key));
-        let mut columns: Vec<Column> = labels
-            .map(|(key, title)| Column::text(key, title))
-            .collect();
+    pub fn columns(&self) -> Vec<Column> {
+        let mut columns = vec![
+            Column::text("size", "Model"),
+            Column::text("batch_size", "B"),
+            Column::text("context_length", "T"),
+            Column::text("attention", "Attention"),
+            Column::text("checkpointing", "Checkpointing"),
+            Column::text("warmup_steps", "Warm-up"),
+            Column::text("precision", "Precision"),
+            Column::text("execution", "Execution"),
+        ];
+        columns.retain(|column| !self.is_any() || column.key != self.by.key());
         if self.by_phase {
             columns.push(Column::text("part", "Phase"));
         }
@@ -234,11 +217,6 @@ impl Compared {
             (false, true) => phase_columns(&key("Time", self.values[0])),
             (false, false) => wide_columns(),
         });
-        if has_several_models {
-            columns.push(Column::count("parameters", "Parameters"));
-            let sizes = "d_model d_ff num_layers num_heads".split(' ');
-            columns.extend(sizes.map(|key| Column::text(key, key)));
-        }
         columns.push(Column::text("device", "Device"));
         columns
     }
@@ -333,39 +311,37 @@ fn phase_columns(time: &str) -> Vec<Column> {
 
 /// Returns the columns of a configuration's times and memory.
 fn wide_columns() -> Vec<Column> {
-    let mut columns = Vec::new();
-    for (title, _) in TIMES {
-        columns.push(Column::ms(title, title));
-        match title {
-            "F+B" => columns.push(Column::number("Ratio", "Ratio", "", 2)),
-            "Optimizer" => columns.push(Column::mib("peak_bytes", "Peak")),
-            _ => {}
-        }
-    }
-    columns.extend([
+    vec![
+        Column::ms("forward", "Forward"),
+        Column::ms("forward+backward", "F+B"),
+        Column::number("ratio", "Ratio", "", 2),
+        Column::ms("train step", "Step"),
+        Column::ms("backward", "Backward"),
+        Column::ms("optimizer", "Optimizer"),
+        Column::mib("peak_bytes", "Peak"),
+        Column::ms(UPDATE, "B+O"),
         Column::ms("first_step_ms", "First step"),
         Column::mib("reserved_peak_bytes", "Reserved"),
         Column::count("tokens_per_s", "Tokens/s"),
         Column::number("mfu_percent", "MFU", "%", 1),
         Column::mib("allocated_bytes", "After the step"),
-    ]);
-    columns
+    ]
 }
 
-/// Returns the line of a configuration. A time is that of the shortest mode with its phase; everything else belongs to
-/// the longest mode.
+/// Returns the line of a configuration. The time of a phase is that of the shortest mode with this phase; everything else
+/// belongs to the longest mode.
 fn wide_line(mut rows: Vec<&Row>) -> Fields {
     rows.sort_by_key(|row| row.mode as u8); // from forward to the training step
     let of = |phase: &str| rows.iter().find(|row| row.phase == phase);
     let longest = rows.iter().rfind(|row| row.is_whole_step());
     let mut line = longest.unwrap_or(&rows[0]).fields();
-    for (title, phase) in TIMES {
-        line.insert(title, of(phase).map(|row| row.time_cell()));
+    for row in rows.iter().rev() {
+        line.insert(row.phase.as_str(), row.time_cell());
     }
     let forward = of("forward").filter(|row| row.mode == Mode::Forward);
     let ratio = of("forward+backward")
         .zip(forward)
         .and_then(|(both, forward)| Speedup::new(both.statistics()?, forward.statistics()?));
-    line.insert("Ratio", speedup_cell(ratio));
+    line.insert("ratio", speedup_cell(ratio));
     line
 }

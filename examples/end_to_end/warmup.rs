@@ -109,17 +109,17 @@ pub fn after_few(runs: &[&Row]) -> Option<String> {
     let time = longest.time.as_ref()?;
     let limit_ms = limit_ms(&time.statistics);
     let early = time.warmup_ms.get(1..3)?.iter().zip(2..);
-    let slow = early.filter(|(ms, _)| **ms > limit_ms);
-    let slow = slow.map(|(ms, step)| format!("step {step} took {ms:.2} ms"));
-    let steps = match slow.collect::<Vec<_>>().join(" and ") {
-        none if none.is_empty() => "neither step 2 nor step 3 is slower".into(),
-        slow => slow,
-    };
+    let early = early.map(|(ms, step)| {
+        let kind = if *ms > limit_ms { "slow" } else { "usual" };
+        format!("step {step} took {ms:.2} ms ({kind})")
+    });
+    let early: Vec<String> = early.collect();
     Some(format!(
         "One step need not be enough: the allocator's free blocks, caches and the clock frequency can take further steps \
-         to settle. In the run with {} warm-up steps, {steps}, where mean plus two standard deviations of the measured \
-         steps is {limit_ms:.2} ms.",
-        longest.warmup_steps
+         to settle. In the run with {} warm-up steps, {}. Slow is over mean plus two standard deviations of the measured \
+         steps, {limit_ms:.2} ms.",
+        longest.warmup_steps,
+        early.join(" and ")
     ))
 }
 
@@ -133,29 +133,25 @@ pub fn enough(runs: &[&Row]) -> Option<String> {
         Some((run.warmup_steps, ratio))
     });
     let ratios = ratios.collect::<Option<Vec<_>>>()?;
-    let is_equal = |(_, ratio): &(usize, Speedup)| ratio.verdict() == Verdict::Equal;
-    let agreeing = ratios.iter().rev().take_while(|own| is_equal(own)).count();
-    let (differing, agreeing) = ratios.split_at(ratios.len() - agreeing);
-    let differing_words = differing.iter();
-    let fewer = differing_words.map(|(steps, ratio)| format!("after {steps} {ratio} as long"));
-    let fewer = fewer.collect::<Vec<_>>().join(", ");
     let (nearest, ratio) = ratios.last()?;
-    let verdict = match agreeing.first() {
-        Some((fewest, _)) if differing.is_empty() => {
+    // Whatever agrees with the longest warm-up comes last.
+    let differs = |(_, ratio): &(usize, Speedup)| ratio.verdict() != Verdict::Equal;
+    let differing = ratios.iter().rposition(differs).map_or(0, |last| last + 1);
+    let verdict = match ratios.get(differing) {
+        Some((fewest, _)) => {
             format!("{fewest}, of those tried: the means do not differ from that after {most}.")
         }
-        Some((fewest, _)) => format!(
-            "{fewest}, of those tried: from there on the means agree with that after {most}. Before: {fewer}."
-        ),
-        None if ratio.verdict() == Verdict::Unclear => format!(
-            "These figures do not decide: {fewer}, compared with {most}. More --steps and a quiet machine would."
-        ),
+        None if ratio.verdict() == Verdict::Unclear => {
+            "These figures do not decide. More --steps and a quiet machine would.".into()
+        }
         None => format!(
-            "More than {nearest}: {fewer}, compared with {most}. Whether {most} are enough only a longer warm-up can \
-             show."
+            "More than {nearest}. Whether {most} are enough only a longer warm-up can show."
         ),
     };
+    let before = ratios[..differing].iter();
+    let before = before.map(|(steps, ratio)| format!(" After {steps}: {ratio} as long."));
     Some(format!(
-        "{verdict} Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it."
+        "{verdict}{} Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.",
+        before.collect::<String>()
     ))
 }

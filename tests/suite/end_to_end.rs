@@ -95,7 +95,7 @@ fn rows(executions: &[Execution]) -> Vec<Row> {
 pub fn report(executions: &[Execution]) -> Report {
     let compared = compared(executions);
     let mut report = Report {
-        columns: compared.columns(false),
+        columns: compared.columns(),
         ..Default::default()
     };
     compared.show(&rows(executions), &mut report);
@@ -174,9 +174,9 @@ fn what_did_not_run_says_so_in_its_place() {
     rows.push(refused);
     let lines = compared(&[Execution::Eager]).shown_rows(&rows);
     assert_eq!(lines.len(), 2);
-    assert_eq!(lines[1].get("Forward"), Some(&json!("OOM")));
-    assert_eq!(lines[1].get("Ratio"), Some(&json!(null)));
-    assert_eq!(lines[0].get("Ratio"), Some(&json!(3.0)));
+    assert_eq!(lines[1].get("forward"), Some(&json!("OOM")));
+    assert_eq!(lines[1].get("ratio"), Some(&json!(null)));
+    assert_eq!(lines[0].get("ratio"), Some(&json!(3.0)));
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn durations_and_variability_follow_from_the_times() {
     let said = of_runs(&rows(&BOTH));
     // The table and the answer have one backward.
     let lines = compared(&[Execution::Eager]).shown_rows(&rows(&[Execution::Eager]));
-    assert_eq!(lines[0].get("Backward"), Some(&json!("24.32 ± 0.67")));
+    assert_eq!(lines[0].get("backward"), Some(&json!("24.32 ± 0.67")));
     for (i, words) in [
         (
             0,
@@ -243,11 +243,14 @@ fn warm_up_is_judged_by_spread() {
         "{why}"
     );
     let few = warmup::after_few(&runs).unwrap();
-    assert!(few.contains("step 2 took 14.00 ms"), "{few}");
+    assert!(
+        few.contains("step 2 took 14.00 ms (slow) and step 3 took 10.00 ms (usual)"),
+        "{few}"
+    );
     let enough = |runs: &[&Row]| warmup::enough(runs).unwrap();
     let decided = enough(&runs);
     assert!(
-        decided.starts_with("2, of those tried") && decided.contains("after 1 1.20x as long"),
+        decided.starts_with("2, of those tried") && decided.contains("After 1: 1.20x as long."),
         "{decided}"
     );
     let alike = enough(&[&steps(0, &[], &steady), &longest]);
@@ -263,7 +266,11 @@ fn warm_up_is_judged_by_spread() {
             .starts_with("These figures do not decide")
     );
     let slower = steps(2, &[90.0; 2], &[15.0, 15.1, 14.9]);
-    assert!(enough(&[&slower, &longest]).starts_with("More than 2: after 2 1.50x as long"));
+    let slower = enough(&[&slower, &longest]);
+    assert!(
+        slower.starts_with("More than 2. ") && slower.contains("After 2: 1.50x as long."),
+        "{slower}"
+    );
     let warm = steps(0, &[], &[10.0, 10.1, 9.9, 10.0]);
     assert!(
         warmup::without(&[&warm], false)
@@ -527,7 +534,7 @@ fn phases_are_compared_by_configuration() {
     assert_says(
         &speedups(&several).unwrap().answer,
         &[
-            "their geometric mean for several configurations.",
+            "for several configurations their geometric mean.",
             " forward: 1.00x in 2 configurations.",
             " train step: unclear in 2 configurations.",
         ],
