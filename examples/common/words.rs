@@ -1,7 +1,7 @@
 //! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
-use tallow::report::{Answer, Column, Fields, Speedup, Verdict, format_mib, list_in_note};
+use tallow::report::{Answer, Fields, Speedup, Verdict, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -16,12 +16,10 @@ pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
 pub fn compared(name: &str, other: &str, speedup: Speedup) -> String {
     match speedup.verdict() {
         Verdict::Faster | Verdict::Slower => format!("{name} is {speedup} as fast as {other}"),
-        Verdict::Equal => {
-            format!(
-                "no difference between {name} and {other} is shown ({speedup} ± {:.2})",
-                speedup.error
-            )
-        }
+        Verdict::Equal => format!(
+            "no difference between {name} and {other} is shown ({speedup} ± {:.2})",
+            speedup.error
+        ),
         Verdict::Unclear => format!(
             "these figures do not decide whether {name} is faster than {other} ({speedup}): more steps on a quiet \
              machine would"
@@ -42,10 +40,11 @@ pub fn geometric_mean(ratios: impl Iterator<Item = f64>) -> Option<f64> {
 /// Returns the geometric mean of speed-ups, `1.24x`; `unclear` if more than half of them are not clear.
 pub fn mean_speedup(speedups: &[Speedup]) -> String {
     let clear = || speedups.iter().filter(|speedup| speedup.is_clear());
-    let (count, of) = (clear().count(), speedups.len());
+    let of = speedups.len();
+    let unclear = of - clear().count();
     match geometric_mean(clear().map(|speedup| speedup.ratio)) {
-        Some(mean) if count == of => format!("{mean:.2}x"),
-        Some(mean) if of - count <= count => format!("{mean:.2}x ({} of {of} unclear)", of - count),
+        Some(mean) if unclear == 0 => format!("{mean:.2}x"),
+        Some(mean) if 2 * unclear <= of => format!("{mean:.2}x ({unclear} of {of} unclear)"),
         _ => "unclear".into(),
     }
 }
@@ -104,55 +103,55 @@ pub fn names(rows: &[Fields]) -> Vec<String> {
         .filter(|(key, _)| differs(key) && !(is_sized && *key == "d_model"))
         .collect();
     let has_modes = differs("mode");
+    let is_part = |phase: &str| ["forward", "backward", "optimizer"].contains(&phase);
     let name = |row: &Fields| {
-        let mut parts: Vec<String> = labels
-            .iter()
-            .filter_map(|(key, before)| Some(format!("{before}{}", text(row.get(key)?)?)))
-            .collect();
-        let [mode, phase] = ["mode", "phase"].map(|key| row.get(key).and_then(text));
-        if row.get("status").is_some_and(|status| *status != "ok") {
-            parts.extend(mode.filter(|_| has_modes)); // no phase of it was measured
-            return parts.join(" ");
+        let text = |key: &str| {
+            let value = row.get(key).filter(|value| !value.is_null())?;
+            Some(value.as_str().map_or(value.to_string(), str::to_string))
+        };
+        let labels = labels.iter();
+        let labels = labels.filter_map(|(key, before)| Some(format!("{before}{}", text(key)?)));
+        let mut parts: Vec<String> = labels.collect();
+        match (text("phase"), text("mode").filter(|_| has_modes)) {
+            (Some(phase), Some(mode)) if is_part(&phase) && phase != mode => {
+                parts.push(format!("{phase} of {mode}"));
+            }
+            (phase, mode) => parts.extend(phase.or(mode)),
         }
-        let is_part = ["forward", "backward", "optimizer"]
-            .iter()
-            .any(|part| phase.as_deref() == Some(part));
-        let of_mode = mode.filter(|mode| is_part && has_modes && phase.as_ref() != Some(mode));
-        parts.extend(phase);
-        parts.extend(of_mode.map(|mode| format!("of {mode}")));
-        parts.join(" ")
+        match parts.is_empty() {
+            true => "all".into(),
+            false => parts.join(" "),
+        }
     };
-    let or_all = |name: String| if name.is_empty() { "all".into() } else { name };
-    rows.iter().map(|row| or_all(name(row))).collect()
+    rows.iter().map(name).collect()
+}
+
+/// Returns the rows' names without some of the fields.
+pub fn names_without(keys: &[&str], rows: &[Fields]) -> Vec<String> {
+    let rows = rows.iter().cloned().map(|mut row| {
+        let nulls = keys.iter().map(|key| (*key, Value::Null));
+        row.merge(nulls.collect());
+        row
+    });
+    names(&rows.collect::<Vec<_>>())
 }
 
 /// Returns a note on the rows that ran out of memory, with the bytes that each needs.
 pub fn out_of_memory(rows: &[Fields]) -> Option<String> {
     let bytes = |row: &Fields, key: &str| row.get(key).and_then(Value::as_u64).map(format_mib);
-    let named = rows.iter().zip(names(rows));
+    let named = rows.iter().zip(names_without(&["phase"], rows));
     let refused = named.filter(|(row, _)| row.get("status") == Some(&"OOM".into()));
-    let (rows, wanted): (Vec<&Fields>, Vec<String>) = refused
-        .map(|(row, name)| {
-            let wanted = bytes(row, "estimate_bytes").unwrap_or_else(|| "unknown".into());
-            (row, format!("{name} {wanted}"))
-        })
-        .unzip();
-    let there = bytes(rows.first()?, "available_bytes");
-    let there = there.map_or(String::new(), |there| {
-        format!(", where {there} are available")
+    let refused: Vec<_> = refused.collect();
+    let available = bytes(refused.first()?.0, "available_bytes");
+    let available = available.map_or(String::new(), |bytes| {
+        format!(", where {bytes} are available")
     });
-    Some(list_in_note(
-        &format!("Out of memory{there}, each with what it would take"),
-        &wanted,
-    ))
-}
-
-fn text(value: &Value) -> Option<String> {
-    match value {
-        Value::Null => None,
-        Value::String(text) => Some(text.clone()),
-        other => Some(other.to_string()),
-    }
+    let needed = refused.iter().map(|(row, name)| {
+        let needed = bytes(row, "estimate_bytes").unwrap_or("unknown".into());
+        format!("{name} {needed}")
+    });
+    let start = format!("Out of memory{available}, each with what it would take");
+    Some(list_in_note(&start, &needed.collect::<Vec<_>>()))
 }
 
 /// Returns `12.5% more`, `30.0% less` or `same`.
@@ -209,9 +208,4 @@ pub fn memory(name: &str, reference: &str, peaks: &[Peaks], copies: Option<u64>)
         )
     });
     format!("Peak of {name}: {items}.{why}")
-}
-
-/// Formats a time in ms as a table cell, without the unit.
-pub fn ms(ms: f64) -> String {
-    Column::ms("", "").cell(Some(&ms.into()))
 }

@@ -14,10 +14,9 @@ use crate::common::models::{Model, describe};
 use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, each, title};
 use crate::common::{self, Common, Output, Sweep, rates, values, words};
-use answers::{measured, of_runs, of_values};
+use answers::{of_runs, of_values};
 use clap::{CommandFactory, Parser, ValueEnum};
 use configuration::Configuration;
-use reasons::Counted;
 use std::process::ExitCode;
 use table::{By, Compared, Row};
 use tallow::Result;
@@ -103,7 +102,7 @@ pub struct Program {
     pub models: &'static [&'static str],
     /// Whether f32 is always measured, and kept casts in addition to dropped casts.
     pub compares_precisions: bool,
-    /// Whether calls, memory traffic and allocations of training steps are counted.
+    /// Whether calls and memory traffic of training steps are counted.
     pub counts: bool,
 }
 
@@ -182,12 +181,12 @@ impl Flags {
         let mut report = Report {
             environment: self.common.environment(&device),
             configuration: self.configuration(&models),
-            columns: compared.columns(models.len() > 1),
+            columns: compared.columns(),
             ..Default::default()
         };
         let groups = groups(&runs, &compared);
         let mut sweep = Sweep::new(groups.len())?;
-        let (mut rows, mut counted): (Vec<Row>, Vec<(Row, Counted)>) = Default::default();
+        let mut rows: Vec<Row> = Vec::new();
         for group in &groups {
             let first = &runs[group[0]];
             if !sweep.begins(format_args!(
@@ -208,19 +207,14 @@ impl Flags {
                 }
             };
             for (&i, own) in group.iter().zip(measured) {
-                let named = own.into_iter().map(|row| Row {
-                    size: runs[i].size.clone(),
-                    device: self.common.device.clone(),
-                    row,
-                });
-                let named: Vec<Row> = named.collect();
-                let step = named
-                    .iter()
-                    .find(|row| row.phase == "train step" && row.time.is_some());
-                if let Some(step) = step.filter(|_| program.counts && compared.is_any()) {
-                    counted.push((step.clone(), reasons::count(&runs[i], step, &device)?));
+                for row in own {
+                    let is_step = row.phase == "train step" && row.time.is_some();
+                    let counted = match is_step && program.counts && compared.is_any() {
+                        true => reasons::count(&runs[i], &device)?,
+                        false => None,
+                    };
+                    rows.push(Row { row, counted });
                 }
-                rows.extend(named);
             }
             if self.output.output.is_some() {
                 compared.show(&rows, &mut report);
@@ -243,22 +237,13 @@ impl Flags {
         report.notes = self.notes(&precisions, &rows, &report.rows);
         report.notes.extend(sweep.note());
         let comparisons = compared.comparisons(&rows);
-        let counted = counted.into_iter().map(|(row, counted)| Counted {
-            configuration: compared.name_of(&row, &comparisons),
-            ..counted
-        });
-        let counted: Vec<Counted> = counted.collect();
-        let measured = measured(&rows, &compared);
-        report.answers = of_runs(&measured);
+        report.answers = of_runs(&rows);
         if self.is_about_warmup() {
-            let answers = warmup::answers(&measured, self.isolate);
+            let answers = warmup::answers(&rows, self.isolate);
             report.answers.extend(answers);
         }
-        let of_values = of_values(&comparisons, &compared.values, compared.by, &counted);
-        report.answers.extend(of_values);
-        if !counted.is_empty() {
-            report.details.push(reasons::table(&device, &counted)?);
-        }
+        report.answers.extend(of_values(&comparisons, &compared));
+        report.details.extend(reasons::table(&comparisons));
         self.output.publish(&report)
     }
 

@@ -1,17 +1,20 @@
 //! The effect of warm-up: answers from runs of one configuration with different numbers of warm-up steps.
 
-use super::answers::{Measured, ms};
-use super::words::grouped;
-use tallow::report::{Answer, Statistics, Verdict, counted, group_digits};
+use super::table::{Row, named};
+use super::words::answered;
+use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
-pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
-    let name = |run: &Measured| format!("{}{}", run.title, run.row.phase);
-    let whole = all.iter().filter(|own| own.row.is_whole_step()).cloned();
-    let groups = grouped(whole, name);
+pub fn answers(rows: &[Row], is_isolated: bool) -> Vec<Answer> {
+    let groups = named(rows, &["warmup_steps"]).into_iter();
+    let groups = groups.filter_map(|(name, mut runs)| {
+        runs.retain(|run| run.is_whole_step() && run.time.is_some());
+        runs.sort_by_key(|run| run.warmup_steps);
+        (!runs.is_empty()).then_some((name, runs))
+    });
+    let groups: Vec<_> = groups.collect();
     let is_one = groups.len() == 1;
-    let answers = groups.into_iter().flat_map(|(name, mut runs)| {
-        runs.sort_by_key(|run| run.row.warmup_steps);
+    let answers = groups.into_iter().flat_map(|(name, runs)| {
         let all = [
             ("What changes without warm-up?", without(&runs, is_isolated)),
             ("Why does the first step take longer?", why(&runs)),
@@ -21,175 +24,134 @@ pub fn answers(all: &[Measured], is_isolated: bool) -> Vec<Answer> {
             ),
             ("How many warm-up steps are enough?", enough(&runs)),
         ];
-        let named = move |question: &str| match is_one {
-            true => question.to_string(),
-            false => format!("{question} ({name})"),
-        };
-        let all = all.into_iter();
-        all.filter_map(move |(question, answer)| Some(Answer::new(named(question), answer?)))
+        answered(all.map(|(question, answer)| match is_one {
+            true => (question.to_string(), answer),
+            false => (format!("{question} ({name})"), answer),
+        }))
     });
     answers.collect()
 }
 
-/// Returns the time of the first step, warm-up or not.
-fn first_ms(run: &Measured) -> Option<f64> {
-    run.warmup_ms()
-        .first()
-        .or(run.samples_ms().first())
-        .copied()
+/// Returns the time of the first step, warm-up or not, and the statistics of the measured steps after it.
+fn first_and_later(run: &Row) -> Option<(f64, Statistics)> {
+    let time = run.time.as_ref()?;
+    let steps = [&time.warmup_ms[..], &time.samples_ms].concat();
+    let later = steps.get(time.warmup_ms.len().max(1)..)?;
+    Some((steps[0], Statistics::new(later).ok()?))
 }
 
-/// Returns the times of the measured steps, except the run's first step.
-fn later_ms(run: &Measured) -> &[f64] {
-    match run.row.warmup_steps {
-        0 => run
-            .samples_ms()
-            .split_first()
-            .map_or(&[], |(_, later)| later),
-        _ => run.samples_ms(),
-    }
-}
-
-/// Returns the mean plus two standard deviations, the limit of a usual step.
-fn usual_ms(samples_ms: &[f64]) -> Option<f64> {
-    let own = Statistics::new(samples_ms).ok()?;
-    Some(own.mean_ms + 2.0 * own.std_ms.unwrap_or(0.0))
+/// Returns the limit of a usual step: the mean plus two standard deviations.
+fn limit_ms(steps: &Statistics) -> f64 {
+    steps.mean_ms + 2.0 * steps.std_ms.unwrap_or(0.0)
 }
 
 /// Describes how measuring the first step changes mean and standard deviation.
-pub fn without(runs: &[Measured], is_isolated: bool) -> Option<String> {
-    let cold = runs.first().filter(|run| run.row.warmup_steps == 0)?;
-    let (first_ms, others) = (first_ms(cold)?, later_ms(cold));
-    let mean_ms = Statistics::new(others).ok()?.mean_ms;
-    if first_ms <= usual_ms(others)? {
-        let why = match is_isolated {
-            true => "So it has no cost that stands out here",
-            false => "This process was warm already: --isolate gives each run a new one",
-        };
+pub fn without(runs: &[&Row], is_isolated: bool) -> Option<String> {
+    let cold = runs.first().filter(|run| run.warmup_steps == 0)?;
+    let (first_ms, others) = first_and_later(cold)?;
+    if first_ms > limit_ms(&others) {
         return Some(format!(
-            "Nothing that these figures show: the first step took {first_ms:.2} ms, the others {}. {why}.",
-            ms(others)
+            "The first step is measured too. It took {first_ms:.2} ms, {:.1} times the mean of the others, and turns \
+             {others} ms into {} ms. Among n steps it adds (first - mean of the others) / n to the mean.",
+            first_ms / others.mean_ms,
+            cold.statistics()?
         ));
     }
+    let why = match is_isolated {
+        true => "So it has no cost that stands out here",
+        false => "This process was warm already: --isolate gives each run a new one",
+    };
     Some(format!(
-        "The first step is measured too. It took {first_ms:.2} ms, {:.1} times the mean of the others, and turns {} into \
-         {}. Among n steps it adds (first - mean of the others) / n to the mean.",
-        first_ms / mean_ms,
-        ms(others),
-        ms(cold.samples_ms())
+        "Nothing that these figures show: the first step took {first_ms:.2} ms, the others {others} ms. {why}."
     ))
 }
 
 /// Describes what the slowest first step did that later steps did not.
-pub fn why(runs: &[Measured]) -> Option<String> {
-    let slowest = |a: &&Measured, b: &&Measured| {
-        first_ms(a)
-            .partial_cmp(&first_ms(b))
-            .unwrap_or(std::cmp::Ordering::Equal)
-    };
-    let run = runs.iter().max_by(slowest)?;
-    let (first_ms, later) = (first_ms(run)?, later_ms(run));
-    let usual_ms = usual_ms(later)?;
-    let took = format!(
-        "The slowest first step took {first_ms:.2} ms, the measured steps after it {}.",
-        ms(later)
-    );
-    let first = &run.row.first_step;
-    let mut work = Vec::new();
-    if let Some((pages, later)) = first
-        .first_step_page_faults
-        .zip(first.later_step_page_faults)
-        && pages as f64 > later
-    {
-        work.push(format!(
-            "touched {} new memory pages ({later:.0} in a later step)",
-            group_digits(pages)
-        ));
-    }
+pub fn why(runs: &[&Row]) -> Option<String> {
+    let runs = runs
+        .iter()
+        .filter_map(|run| Some((run, first_and_later(run)?)));
+    let slowest = runs.max_by(|(_, (a_ms, _)), (_, (b_ms, _))| a_ms.total_cmp(b_ms));
+    let (run, (first_ms, later)) = slowest?;
+    let of = &run.first_step;
+    let pages = of.first_step_page_faults.zip(of.later_step_page_faults);
+    let pages = pages.filter(|(pages, later)| *pages as f64 > *later);
+    let pages = pages.map(|(pages, later)| {
+        let pages = group_digits(pages);
+        format!("touched {pages} new memory pages ({later:.0} in a later step)")
+    });
     let counts = [
-        ("started", first.first_step_threads, "thread"),
-        (
-            "compiled",
-            first.first_step_kernels_compiled,
-            "kernel source",
-        ),
-        ("loaded", first.first_step_kernels_loaded, "kernel module"),
+        ("started", of.first_step_threads, "thread"),
+        ("compiled", of.first_step_kernels_compiled, "kernel source"),
+        ("loaded", of.first_step_kernels_loaded, "kernel module"),
     ];
-    work.extend(counts.into_iter().filter_map(|(did, count, noun)| {
+    let counts = counts.into_iter().filter_map(|(did, count, noun)| {
         let count = count.filter(|count| *count > 0)?;
         Some(format!("{did} {}", counted(count as usize, noun)))
-    }));
-    Some(match (first_ms > usual_ms, work.is_empty()) {
-        (false, _) => format!("{took} It did not take longer."),
-        (true, true) => {
-            format!("{took} The counts of pages, threads and kernels do not explain it.")
-        }
-        (true, false) => format!(
-            "{took} It {}, which later steps need not do. The counts do not say what each costs.",
-            work.join(", ")
-        ),
-    })
+    });
+    let work: Vec<String> = pages.into_iter().chain(counts).collect();
+    let cause = if first_ms <= limit_ms(&later) {
+        "It did not take longer.".into()
+    } else if work.is_empty() {
+        "The counts of pages, threads and kernels do not explain it.".into()
+    } else {
+        let work = work.join(", ");
+        format!("It {work}, which later steps need not do. The counts do not say what each costs.")
+    };
+    Some(format!(
+        "The slowest first step took {first_ms:.2} ms, the measured steps after it {later} ms. {cause}"
+    ))
 }
 
 /// Describes steps 2 and 3 of the run with the longest warm-up.
-pub fn after_few(runs: &[Measured]) -> Option<String> {
-    let longest = runs.last().filter(|run| run.row.warmup_steps > 2)?;
-    let usual_ms = usual_ms(longest.samples_ms())?;
-    let early = longest.warmup_ms().get(1..3)?.iter().zip(2..);
-    let slow = early.filter(|(ms, _)| **ms > usual_ms);
-    let slow: Vec<String> = slow
-        .map(|(ms, step)| format!("step {step} took {ms:.2} ms"))
-        .collect();
-    let steps = match slow.is_empty() {
-        true => "neither step 2 nor step 3 is slower".into(),
-        false => slow.join(" and "),
-    };
+pub fn after_few(runs: &[&Row]) -> Option<String> {
+    let longest = runs.last().filter(|run| run.warmup_steps > 2)?;
+    let time = longest.time.as_ref()?;
+    let limit_ms = limit_ms(&time.statistics);
+    let early = time.warmup_ms.get(1..3)?.iter().zip(2..);
+    let early = early.map(|(ms, step)| {
+        let kind = if *ms > limit_ms { "slow" } else { "usual" };
+        format!("step {step} took {ms:.2} ms ({kind})")
+    });
+    let early: Vec<String> = early.collect();
     Some(format!(
         "One step need not be enough: the allocator's free blocks, caches and the clock frequency can take further steps \
-         to settle. In the run with {} warm-up steps, {steps}, where mean plus two standard deviations of the measured \
-         steps is {usual_ms:.2} ms.",
-        longest.row.warmup_steps
+         to settle. In the run with {} warm-up steps, {}. Slow is over mean plus two standard deviations of the measured \
+         steps, {limit_ms:.2} ms.",
+        longest.warmup_steps,
+        early.join(" and ")
     ))
 }
 
 /// Describes how many warm-up steps are enough for means that agree with those after the longest warm-up.
-pub fn enough(runs: &[Measured]) -> Option<String> {
+pub fn enough(runs: &[&Row]) -> Option<String> {
     let longest = runs.last()?;
-    let most = longest.row.warmup_steps;
-    let others = runs.iter().filter(|run| run.row.warmup_steps < most);
-    let others = others.map(|run| Some((run.row.warmup_steps, run.over(longest)?)));
-    let others = others.collect::<Option<Vec<_>>>()?;
-    let agrees = others
-        .iter()
-        .rev()
-        .take_while(|(_, ratio)| ratio.verdict() == Verdict::Equal);
-    let (differing, agreeing) = others.split_at(others.len() - agrees.count());
-    let words = differing
-        .iter()
-        .map(|(steps, ratio)| match ratio.verdict() {
-            Verdict::Unclear => format!("after {steps} undecided ({ratio})"),
-            _ => format!("after {steps} {ratio} as long"),
-        });
-    let fewer = words.collect::<Vec<_>>().join(", ");
-    let rule = "Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.";
-    let nearest = others.last()?;
-    Some(match (agreeing.first(), nearest.1.verdict()) {
-        (Some((fewest, _)), _) if fewer.is_empty() => {
-            format!(
-                "{fewest}, of those tried: the means do not differ from that after {most}. {rule}"
-            )
+    let most = longest.warmup_steps;
+    let fewer = runs.iter().filter(|run| run.warmup_steps < most);
+    let ratios = fewer.map(|run| {
+        let ratio = Speedup::new(run.statistics()?, longest.statistics()?)?;
+        Some((run.warmup_steps, ratio))
+    });
+    let ratios = ratios.collect::<Option<Vec<_>>>()?;
+    let (nearest, ratio) = ratios.last()?;
+    // Whatever agrees with the longest warm-up comes last.
+    let differs = |(_, ratio): &(usize, Speedup)| ratio.verdict() != Verdict::Equal;
+    let differing = ratios.iter().rposition(differs).map_or(0, |last| last + 1);
+    let verdict = match ratios.get(differing) {
+        Some((fewest, _)) => {
+            format!("{fewest}, of those tried: the means do not differ from that after {most}.")
         }
-        (Some((fewest, _)), _) => {
-            format!(
-                "{fewest}, of those tried: from there on the means agree with that after {most}. Before: {fewer}. {rule}"
-            )
+        None if ratio.verdict() == Verdict::Unclear => {
+            "These figures do not decide. More --steps and a quiet machine would.".into()
         }
-        (None, Verdict::Unclear) => format!(
-            "These figures do not decide: {fewer}, compared with {most}. More --steps and a quiet machine would. {rule}"
+        None => format!(
+            "More than {nearest}. Whether {most} are enough only a longer warm-up can show."
         ),
-        (None, _) => format!(
-            "More than {}: {fewer}, compared with {most}. Whether {most} are enough only a longer warm-up can show. {rule}",
-            nearest.0
-        ),
-    })
+    };
+    let before = ratios[..differing].iter();
+    let before = before.map(|(steps, ratio)| format!(" After {steps}: {ratio} as long."));
+    Some(format!(
+        "{verdict}{} Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.",
+        before.collect::<String>()
+    ))
 }

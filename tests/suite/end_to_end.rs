@@ -12,10 +12,11 @@ mod table;
 mod warmup;
 
 use crate::words;
-use answers::{Measured, Pair, of_runs, of_values};
+use answers::{of_runs, of_values};
+use reasons::{Counted, reasons};
 use rstest::rstest;
 use serde_json::json;
-use table::{By, Compared, Row};
+use table::{Compared, Row};
 use tallow::bench::{EndToEndRow, Execution, FirstStep, PhaseTime, Status, StepMemory, UPDATE};
 use tallow::memory::Mode;
 use tallow::precision::Precision;
@@ -53,9 +54,9 @@ fn measured(length: usize, execution: Execution, ms: f64) -> Vec<Row> {
         let samples = [-1.0, 1.0].iter().cycle().take(10);
         let samples: Vec<f64> = samples.map(|d| ms * (times + d / 20.0)).collect();
         Row {
-            size: "tiny".into(),
-            device: "cpu".into(),
+            counted: None,
             row: EndToEndRow {
+                size: "tiny".into(),
                 batch_size: 4,
                 context_length: length,
                 execution,
@@ -93,7 +94,7 @@ fn rows(executions: &[Execution]) -> Vec<Row> {
 pub fn report(executions: &[Execution]) -> Report {
     let compared = compared(executions);
     let mut report = Report {
-        columns: compared.columns(false),
+        columns: compared.columns(),
         ..Default::default()
     };
     compared.show(&rows(executions), &mut report);
@@ -106,7 +107,7 @@ pub const BOTH: [Execution; 2] = [Execution::Eager, Execution::Planned];
 fn the_summary_in_80_characters() {
     let expected = "\
 Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5;
-  precision f32; execution eager; device cpu
+  precision f32; execution eager
 
    T  Forward (ms)      F+B (ms)  Ratio     Step (ms)  Backward (ms)
 ────  ────────────  ────────────  ─────  ────────────  ─────────────
@@ -138,7 +139,7 @@ fn the_summary_in_160_characters() {
 fn what_is_compared_stands_together_with_its_speedup() {
     let expected = "\
 Configuration: model tiny; B 4; attention naive; checkpointing none; warm-up 5; precision f32;
-  status ok; device cpu
+  status ok
 
                                 Time (ms) ──────────────────────────  Peak (MiB) ─────
    T  Phase                            eager       planned  speed-up    eager  planned
@@ -172,18 +173,17 @@ fn what_did_not_run_says_so_in_its_place() {
     rows.push(refused);
     let lines = compared(&[Execution::Eager]).shown_rows(&rows);
     assert_eq!(lines.len(), 2);
-    assert_eq!(lines[1].get("Forward"), Some(&json!("OOM")));
-    assert_eq!(lines[1].get("Ratio"), Some(&json!(null)));
-    assert_eq!(lines[0].get("Ratio"), Some(&json!(3.0)));
+    assert_eq!(lines[1].get("forward"), Some(&json!("OOM")));
+    assert_eq!(lines[1].get("ratio"), Some(&json!(null)));
+    assert_eq!(lines[0].get("ratio"), Some(&json!(3.0)));
 }
 
 #[test]
 fn durations_and_variability_follow_from_the_times() {
-    let compared = compared(&BOTH);
-    let said = of_runs(&answers::measured(&rows(&BOTH), &compared));
+    let said = of_runs(&rows(&BOTH));
     // The table and the answer have one backward.
-    let lines = self::compared(&[Execution::Eager]).shown_rows(&rows(&[Execution::Eager]));
-    assert_eq!(lines[0].get("Backward"), Some(&json!("24.32 ± 0.67")));
+    let lines = compared(&[Execution::Eager]).shown_rows(&rows(&[Execution::Eager]));
+    assert_eq!(lines[0].get("backward"), Some(&json!("24.32 ± 0.67")));
     for (i, words) in [
         (
             0,
@@ -191,20 +191,20 @@ fn durations_and_variability_follow_from_the_times() {
         ),
         (
             1,
-            "is 1.5% to 10.5% of the mean (most: T 1024 eager: optimizer of train-step): over 5% in 8 of 36 times.",
+            "is 1.5% to 10.5% of the mean (most: T 1024 eager optimizer of train-step): over 5% in 8 of 36 times.",
         ),
     ] {
         let answer = &said[i].answer;
         assert!(answer.contains(words), "{words} in {answer}");
     }
     let steady = steps(5, &[], &[10.0, 10.1, 9.9]);
-    let variability = answers::variability(&[&steady]).unwrap();
-    assert!(variability.contains("small, at most 5%"), "{variability}");
+    let said = of_runs(&[steady]);
+    assert!(said[0].answer.contains("small, at most 5%"), "{said:?}");
 }
 
 /// Training steps after some warm-up.
-fn steps(warmup_steps: usize, warmup_ms: &[f64], samples_ms: &[f64]) -> Measured {
-    Measured {
+fn steps(warmup_steps: usize, warmup_ms: &[f64], samples_ms: &[f64]) -> Row {
+    Row {
         row: EndToEndRow {
             phase: "train step".into(),
             warmup_steps,
@@ -228,7 +228,7 @@ fn warm_up_is_judged_by_spread() {
     };
     let one = steps(1, &[90.0], &[12.0, 12.1, 11.9, 12.0]);
     let two = steps(2, &[90.0, 12.0], &steady);
-    let runs = [cold.clone(), one, two, longest.clone()];
+    let runs = [&cold, &one, &two, &longest];
     let without = warmup::without(&runs, true).unwrap();
     for words in [
         "It took 100.00 ms, 10.0 times the mean of the others",
@@ -242,14 +242,17 @@ fn warm_up_is_judged_by_spread() {
         "{why}"
     );
     let few = warmup::after_few(&runs).unwrap();
-    assert!(few.contains("step 2 took 14.00 ms"), "{few}");
-    let enough = |runs: &[Measured]| warmup::enough(runs).unwrap();
+    assert!(
+        few.contains("step 2 took 14.00 ms (slow) and step 3 took 10.00 ms (usual)"),
+        "{few}"
+    );
+    let enough = |runs: &[&Row]| warmup::enough(runs).unwrap();
     let decided = enough(&runs);
     assert!(
-        decided.starts_with("2, of those tried") && decided.contains("after 1 1.20x as long"),
+        decided.starts_with("2, of those tried") && decided.contains("After 1: 1.20x as long."),
         "{decided}"
     );
-    let alike = enough(&[steps(0, &[], &steady), longest.clone()]);
+    let alike = enough(&[&steps(0, &[], &steady), &longest]);
     assert!(
         alike.starts_with("0, of those tried: the means do not differ"),
         "{alike}"
@@ -258,18 +261,22 @@ fn warm_up_is_judged_by_spread() {
     // One outlier decides nothing; a clear difference leaves open whether the longest is enough.
     let outlier = steps(5, &[90.0; 5], &[10.0, 10.0, 10.0, 80.0]);
     assert!(
-        enough(&[steps(2, &[90.0; 2], &steady), outlier])
+        enough(&[&steps(2, &[90.0; 2], &steady), &outlier])
             .starts_with("These figures do not decide")
     );
     let slower = steps(2, &[90.0; 2], &[15.0, 15.1, 14.9]);
-    assert!(enough(&[slower, longest]).starts_with("More than 2: after 2 1.50x as long"));
+    let slower = enough(&[&slower, &longest]);
+    assert!(
+        slower.starts_with("More than 2. ") && slower.contains("After 2: 1.50x as long."),
+        "{slower}"
+    );
     let warm = steps(0, &[], &[10.0, 10.1, 9.9, 10.0]);
     assert!(
-        warmup::without(&[warm], false)
+        warmup::without(&[&warm], false)
             .unwrap()
             .contains("--isolate")
     );
-    let unexplained = warmup::why(&[steps(0, &[], &[100.0, 10.0, 10.0])]).unwrap();
+    let unexplained = warmup::why(&[&steps(0, &[], &[100.0, 10.0, 10.0])]).unwrap();
     assert!(unexplained.contains("do not explain it"), "{unexplained}");
     // Each mode has its own answers.
     let mut forward = cold.clone();
@@ -294,8 +301,7 @@ fn warm_up_is_answered_once_for_each_configuration() {
             }
             rows
         });
-        let measured = answers::measured(&all.collect::<Vec<_>>(), &compared(executions));
-        let answers = warmup::answers(&measured, true).into_iter();
+        let answers = warmup::answers(&all.collect::<Vec<_>>(), true).into_iter();
         answers.map(|own| own.question).collect()
     };
     let all = [
@@ -305,7 +311,7 @@ fn warm_up_is_answered_once_for_each_configuration() {
         "How many warm-up steps are enough?",
     ];
     assert_eq!(questions(&[Execution::Eager]), all);
-    let named = BOTH.map(|own| all.map(|one| format!("{one} ({}: train step)", own.name())));
+    let named = BOTH.map(|own| all.map(|one| format!("{one} ({} train step)", own.name())));
     assert_eq!(questions(&BOTH), named.concat());
 }
 
@@ -317,9 +323,9 @@ fn row(precision: Precision, mode: Mode, ms: Option<f64>, bytes: u64) -> Row {
     };
     let samples = |ms: f64| time(&[], &[ms * (1.0 - QUIET), ms, ms * (1.0 + QUIET)]);
     Row {
-        size: "tiny".into(),
-        device: "cpu".into(),
+        counted: None,
         row: EndToEndRow {
+            size: "tiny".into(),
             batch_size: 4,
             context_length: 64,
             precision,
@@ -348,12 +354,7 @@ fn answers_of(rows: &[Row]) -> Vec<Answer> {
         .map(Precision::name)
         .collect();
     let compared = Compared::new(vec!["eager"], values, false);
-    of_values(
-        &compared.comparisons(rows),
-        &compared.values,
-        By::Precision,
-        &[],
-    )
+    of_values(&compared.comparisons(rows), &compared)
 }
 
 #[test]
@@ -398,8 +399,9 @@ fn precisions_are_compared_with_f32() {
     );
     let answers = answers_of(&rows);
     for expected in [
-        "Speed-ups of bf16 over f32, as ratios of mean times. forward: 0.75x (40.00 against 30.00 ms). \
-         forward+backward: 1.50x (60.00 against 90.00 ms).",
+        "Speed-ups of bf16 over f32: ratios of mean times",
+        " forward: 0.75x (40.00 ± 0.40 against 30.00 ± 0.30 ms). \
+         forward+backward: 1.50x (60.00 ± 0.60 against 90.00 ± 0.90 ms).",
         "Peak of bf16: forward 12.5% more (450.0 MiB, f32 400.0 MiB); forward+backward 30.0% less (700.0 MiB, f32 \
          1,000.0 MiB).",
         "adds a copy of each linear weight, at most 100.0 MiB here",
@@ -415,7 +417,7 @@ fn a_trend_is_stated_where_a_power_law_fits_clear_ratios() {
     let clear = |ratio| Speedup { ratio, error: 0.02 };
     let trend = |ratios: &[Speedup]| {
         let sizes = [1e6, 4e6, 16e6, 64e6].into_iter();
-        answers::trend(&sizes.zip(ratios.iter().copied()).collect::<Vec<_>>())
+        answers::trend(sizes.zip(ratios.iter().copied()).collect())
     };
     assert_eq!(
         trend(&[clear(1.0), clear(2.0), clear(4.0)]).unwrap(),
@@ -468,21 +470,33 @@ fn rows_without_f32_are_shown_and_not_compared() {
     let line = &Compared::new(vec!["eager"], vec!["f32", "bf16"], false).shown_rows(&rows)[0];
     assert_eq!(line.get("change bf16"), Some(&json!(null)));
     assert!(answers_of(&rows).is_empty());
-    assert!(of_values(&[], &[], By::Precision, &[]).is_empty());
+    assert!(of_values(&[], &Compared::new(vec!["eager"], vec![], false)).is_empty());
 }
 
-fn pair(name: &str, phase: &str, before_ms: f64, after_ms: f64, spread: f64) -> Pair {
-    let statistics = |ms: f64| {
-        let samples = [ms * (1.0 - spread), ms, ms * (1.0 + spread)];
-        Statistics::new(&samples).unwrap()
+/// One phase of a model in eager and in planned execution.
+fn pair(model: &str, phase: &str, [eager_ms, planned_ms]: [f64; 2], spread: f64) -> [Row; 2] {
+    let row = |execution: Execution, ms: f64| Row {
+        counted: Some(Counted {
+            plan_ms: (execution == Execution::Planned).then_some(10.0),
+            ..Default::default()
+        }),
+        row: EndToEndRow {
+            size: model.into(),
+            execution,
+            mode: match phase {
+                "forward" => Mode::Forward,
+                _ => Mode::TrainStep,
+            },
+            phase: phase.into(),
+            time: time(&[], &[ms * (1.0 - spread), ms, ms * (1.0 + spread)]),
+            ..Default::default()
+        },
+        ..Default::default()
     };
-    Pair {
-        name: name.into(),
-        phase: phase.into(),
-        before_ms,
-        after_ms,
-        speedup: Speedup::new(&statistics(before_ms), &statistics(after_ms)),
-    }
+    [
+        row(Execution::Eager, eager_ms),
+        row(Execution::Planned, planned_ms),
+    ]
 }
 
 #[track_caller]
@@ -494,59 +508,65 @@ fn assert_says(text: &str, sentences: &[&str]) {
 
 #[test]
 fn phases_are_compared_by_configuration() {
-    let speedups = |all: &[Pair]| answers::speedups("eager", "planned", all);
+    let speedups = |pairs: &[[Row; 2]]| {
+        let compared = compared(&BOTH);
+        let answers = of_values(&compared.comparisons(&pairs.concat()), &compared);
+        let mut answers = answers.into_iter();
+        answers.find(|own| own.question.starts_with("How does planned change"))
+    };
     let one = [
-        pair("a", "forward", 9.0, 4.5, QUIET),
-        pair("a", "train step", 9.0, 4.5, 0.9),
+        pair("a", "forward", [9.0, 4.5], QUIET),
+        pair("a", "train step", [9.0, 4.5], 0.9),
     ];
     assert_says(
-        &speedups(&one).unwrap(),
+        &speedups(&one).unwrap().answer,
         &[
-            "forward: 2.00x (4.50 against 9.00 ms).",
+            "forward: 2.00x (4.50 ± 0.05 against 9.00 ± 0.09 ms).",
             "train step: unclear, between ",
             "more steps on a quiet machine would decide",
         ],
     );
     let mut several = one.to_vec();
-    several.push(pair("b", "forward", 8.0, 16.0, QUIET));
-    several.push(pair("b", "train step", 8.0, 16.0, 0.9));
+    several.push(pair("b", "forward", [8.0, 16.0], QUIET));
+    several.push(pair("b", "train step", [8.0, 16.0], 0.9));
     assert_says(
-        &speedups(&several).unwrap(),
+        &speedups(&several).unwrap().answer,
         &[
-            "forward: 1.00x, the geometric mean of 2 configurations.",
-            "train step: unclear in 2 configurations.",
+            "for several configurations their geometric mean.",
+            " forward: 1.00x in 2 configurations.",
+            " train step: unclear in 2 configurations.",
         ],
     );
     assert_eq!(speedups(&[]), None);
-    let alike = speedups(&[pair("a", "forward", 10.0, 10.0, QUIET)]).unwrap();
-    assert_says(&alike, &["forward: 1.00x"]);
+    let alike = speedups(&[pair("a", "forward", [10.0, 10.0], QUIET)]).unwrap();
+    assert_says(&alike.answer, &["forward: 1.00x"]);
 }
 
 #[test]
 fn reasons_are_given_for_a_step_that_is_faster() {
-    let reasons = |before_ms: f64, after_ms: f64, spread: f64| {
-        let step = pair("a", "train step", before_ms, after_ms, spread);
-        reasons::reasons(Some(10.0), &step).unwrap()
+    let reasons = |times_ms: [f64; 2], spread: f64| {
+        let shorter = pair("b", "train step", [1.0, 9.0], spread);
+        let rows = [pair("a", "train step", times_ms, spread), shorter].concat();
+        reasons(&compared(&BOTH).comparisons(&rows)).unwrap()
     };
     assert_says(
-        &reasons(8.0, 4.0, QUIET),
+        &reasons([8.0, 4.0], QUIET),
         &[
-            "a: a planned step is 2.00x as fast as an eager one.",
+            "a train step: a planned step is 2.00x as fast as an eager one.",
             "fused kernels in one arena",
             "Planning took 10.00 ms: the gain of 3 steps.",
         ],
     );
-    for (before_ms, after_ms, spread, verdict) in [
-        (4.0, 8.0, QUIET, "a planned step is 0.50x as fast"),
-        (4.0, 3.0, 0.9, "these figures do not decide"),
+    for (times_ms, spread, verdict) in [
+        ([4.0, 8.0], QUIET, "a planned step is 0.50x as fast"),
+        ([4.0, 3.0], 0.9, "these figures do not decide"),
         (
-            4.4,
-            4.0,
+            [4.4, 4.0],
             0.1,
             "no difference between a planned step and an eager one is shown (1.10x ± 0.18)",
         ),
     ] {
-        let text = reasons(before_ms, after_ms, spread);
+        let text = reasons(times_ms, spread);
         assert_says(&text, &[verdict]);
         assert!(
             !text.contains("kernels") && !text.contains("Planning"),
