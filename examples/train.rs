@@ -4,14 +4,6 @@
 //! of 12, 2000 steps), on this crate's own sources. Its feed-forward network has three matrices of width 320 in place
 //! of two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
 //!
-//! ```text
-//! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
-//! cargo run --example train -- --data my.txt --clip 0 --optimizer-in-backward
-//! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
-//! cargo run --example train --features cuda -- --data my.txt --size small --precision bf16 --gpus 2
-//! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
-//! ```
-//!
 //! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; ignored under `nohup`) end it after the current step, with a
 //! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129. A second one ends it at once.
 
@@ -22,6 +14,8 @@ mod common;
 mod family;
 #[path = "train/flags.rs"]
 mod flags;
+#[path = "train/setup.rs"]
+mod setup;
 #[path = "train/signals.rs"]
 mod signals;
 
@@ -34,9 +28,7 @@ use common::ranks::{ExchangeFlags, RankFlags};
 use common::ways::Way;
 use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
-use flags::{
-    DataFlags, FileFlags, LOSS_CSV, LOSS_SVG, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags,
-};
+use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags};
 use indicatif::{ProgressBar, ProgressStyle};
 use signals::{Signal, Signals};
 use std::process::ExitCode;
@@ -46,16 +38,17 @@ use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{Batch, Step, StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
+use tallow::hf;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{self, Layer};
+use tallow::nn;
 use tallow::report::{Fields, Format, Report, group_digits, plot};
-use tallow::train::{StepReport, TrainConfig, Trainer};
+use tallow::train::{TrainConfig, Trainer};
 
 const EXAMPLES: &str = "\
 Examples:
   train --data input.txt --steps 2000 --checkpoint run.safetensors --out curves
   train --data input.txt --checkpoint run.safetensors --resume --steps 4000
-  train --family HuggingFaceTB/SmolLM2-135M --data input.txt --save-family tuned";
+  train --family HuggingFaceTB/SmolLM2-135M --data input.txt --lr 5e-5 --save-family tuned";
 
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
@@ -134,8 +127,13 @@ impl Flags {
                 &["ignore-config-key", "random-weights", "save-family"],
             ),
             only(
-                "on a sample: not with --sample 0",
-                self.sample.sample > 0,
+                "where ids have a text: not with --tokens",
+                self.data.tokens.is_none(),
+                &["sample"],
+            ),
+            only(
+                "on a sample: not with --sample 0 or --tokens",
+                self.samples(),
                 &["temperature", "top-k", "top-p", "prompt"],
             ),
             only(
@@ -145,6 +143,11 @@ impl Flags {
             ),
         ]);
         effects
+    }
+
+    /// Whether a sample is written. The ids of a token file have no text.
+    fn samples(&self) -> bool {
+        self.sample.sample > 0 && self.data.tokens.is_none()
     }
 
     /// Trains and writes a sample. Returns the signal that ended it, if one did.
@@ -157,25 +160,27 @@ impl Flags {
         if communicator.rank() == 0 {
             self.files.check()?;
         }
-        let (family, vocabulary) = self.family.open(&self.model, &self.data)?;
-        let data = self.data.open(&vocabulary)?;
+        let family = self.family.open(&self.model)?;
+        let tokenizer = match (&self.data.tokens, &family) {
+            (None, Some(family)) => Some(family.tokenizer()?),
+            _ => None,
+        };
+        let data = self.data.open(tokenizer.as_ref())?;
         let (train, validation) = data.split(self.data.validation_fraction)?;
-        let prompt = vocabulary.prompt(&self.sample, &validation)?;
+        let prompt = match self.samples() {
+            true => self.sample.prompt(tokenizer.as_ref())?,
+            false => Vec::new(),
+        };
         let model = match &family {
             Some(family) => family.config.clone(),
             None => self.model.config(train.vocab_size())?,
         };
-        let unit = vocabulary.unit();
-        let [train_len, validation_len] =
-            [&train, &validation].map(|tokens| group_digits(tokens.len() as u64));
-        let path = self
-            .data
-            .tokens
-            .as_ref()
-            .unwrap_or(&self.data.data)
-            .display();
-        let data =
-            format!("{train_len} to train, {validation_len} to evaluate ({unit}s of {path})");
+        let (unit, path) = match (&self.data.tokens, &tokenizer) {
+            (Some(path), _) => ("token", path),
+            (None, Some(_)) => ("token", &self.data.data),
+            (None, None) => ("byte", &self.data.data),
+        };
+        let data = setup::data(&train, &validation, unit, path);
         let trainer = self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
         let header = Report {
             environment: self.common.environment(communicator.device()),
@@ -212,19 +217,19 @@ impl Flags {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
         let folder = self.family.save_family.as_ref();
-        if folder.is_none() && self.sample.sample == 0 {
+        if folder.is_none() && !self.samples() {
             return Ok(None);
         }
         let Some(model) = trainer.gather_model()? else {
             return Ok(None); // rank 0 has it
         };
         if let (Some(family), Some(folder)) = (&family, folder) {
-            family.save(&model, folder)?;
+            hf::save_with(&model, folder, &family.save_options())?;
             self.say(format!("the trained model is in {}", folder.display()))?;
         }
-        if self.sample.sample > 0 {
+        if self.samples() {
             let written = model.generate(&prompt, &sampling)?;
-            let text = vocabulary.text(&[prompt, written].concat());
+            let text = flags::text(tokenizer.as_ref(), &[prompt, written].concat());
             self.say(format!("\n{}", stdout::for_terminal(&text)))?;
         }
         Ok(None)
@@ -279,8 +284,10 @@ impl Flags {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
         };
-        let seeded = || nn::seeded(self.common.seed, DType::F32, device);
-        let loaded = |device| family.map_or(Ok(None), |family| family.load(device));
+        let weights = |host| -> Result<VarBuilder> {
+            let loaded = family.map_or(Ok(None), |family| family.load(host))?;
+            Ok(loaded.unwrap_or_else(|| nn::seeded(self.common.seed, DType::F32, device)))
+        };
         let resumed = self.files.checkpoint.as_ref().filter(|_| self.files.resume);
         let mut trainer = match (resumed, &sharded) {
             (Some(path), None) => Trainer::resume(path, model, config, train, validation, device),
@@ -288,21 +295,12 @@ impl Flags {
                 Trainer::resume_fully_sharded(path, model, sharded, config, train, validation)
             }
             (None, None) => {
-                let model = match loaded(device)? {
-                    Some(loaded) => loaded,
-                    None => TransformerLM::from_var_builder(model, seeded())?,
-                };
+                let model = TransformerLM::from_var_builder(model, weights(device)?)?;
                 Trainer::new(model, config, train, validation)
             }
             (None, Some(sharded)) => {
-                let weights = match loaded(&Device::Cpu)? {
-                    Some(loaded) => {
-                        let weights = loaded.weights().into_iter().collect();
-                        VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)
-                    }
-                    None => seeded(),
-                };
-                let model = TransformerLM::from_var_builder(model, sharded.builder(weights))?;
+                let builder = sharded.builder(weights(&Device::Cpu)?);
+                let model = TransformerLM::from_var_builder(model, builder)?;
                 Trainer::fully_sharded(model, sharded, config, train, validation)
             }
         }?;
@@ -318,47 +316,19 @@ impl Flags {
 
     /// Describes the run for the header.
     fn configuration(&self, data: String, family: Option<&Family>, trainer: &Trainer) -> Fields {
-        let (model, config) = (trainer.model().config(), trainer.config());
-        let TrainConfig {
-            accumulation,
-            batch_size,
-            sequence_length,
-            optimizer,
-            ..
-        } = config;
-        let [tokens, steps] =
-            [config.tokens_per_step(), config.steps].map(|n| group_digits(n as u64));
+        let config = trainer.config();
         let ranks = trainer.communicator().map(|ranks| {
             let (count, way) = (ranks.world_size(), Way::new(self.step_ranks(ranks)));
             let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
             format!("{count}, {way}, gradients averaged in {dtype}")
         });
-        let place = ["", ", in backward"][usize::from(config.optimizer_in_backward)];
-        let clipped = match (config.max_grad_norm, config.max_grad_value) {
-            (None, None) => "not clipped".into(),
-            (Some(norm), None) => format!("clipped at norm {norm}"),
-            (None, Some(value)) => format!("clipped at {value}"),
-            (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
-        };
-        let optimizer = format!("{optimizer}{place}, gradients {clipped}");
-        let step =
-            format!("{accumulation} x {batch_size} windows of {sequence_length}: {tokens} tokens");
-        let mut fields = Fields::from_iter([("data", data)]);
+        let mut fields = setup::configuration(data, trainer.model().config(), config);
+        let checkpointing = self.model.activation_checkpointing.to_string();
         fields
-            .insert("model", common::models::sizes(model))
-            .insert("longest context", model.context_length)
-            .insert("family", family.map(Family::name))
-            .insert("attention", self.model.trained.attention.name())
-            .insert(
-                "checkpointing",
-                self.model.activation_checkpointing.to_string(),
-            )
+            .insert("family", family.map(|family| family.name.as_str()))
+            .insert("checkpointing", checkpointing)
             .insert("precision", config.precision.name())
-            .insert("ranks", ranks)
-            .insert("step", step)
-            .insert("steps", steps)
-            .insert("schedule", config.schedule.to_string())
-            .insert("optimizer", optimizer);
+            .insert("ranks", ranks);
         fields
     }
 
@@ -420,8 +390,8 @@ struct Run<'f> {
     flags: &'f Flags,
     trainer: Trainer,
     bar: ProgressBar,
-    /// Tokens of the steps so far, and their time.
-    tokens: usize,
+    /// Steps of this process, and their time.
+    steps: usize,
     time: Duration,
     /// The floor of a step at the device's rates, in seconds; `None` if memory is too short to measure them.
     floor_seconds: Option<f64>,
@@ -433,20 +403,18 @@ impl<'f> Run<'f> {
         let plan = trainer.plan()?;
         let rates = rates::measure(&device, &plan.matmul_dtypes())?;
         let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
-        let floor_seconds =
-            floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum::<f64>());
-        let bar = ProgressBar::new(trainer.config().steps as u64);
         let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.set_position(trainer.steps_taken() as u64);
+        let bar = ProgressBar::new(trainer.config().steps as u64)
+            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+            .with_position(trainer.steps_taken() as u64);
         bar.reset_eta();
         Ok(Self {
             flags,
             trainer,
             bar,
-            tokens: 0,
+            steps: 0,
             time: Duration::ZERO,
-            floor_seconds,
+            floor_seconds: floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum()),
         })
     }
 
@@ -454,7 +422,7 @@ impl<'f> Run<'f> {
     fn train(&mut self) -> Result<Option<Signal>> {
         let signals = Signals::listen()?;
         if self.trainer.history().evaluations.is_empty() || self.trainer.is_done() {
-            self.evaluate(None)?;
+            self.evaluate("")?;
         }
         let save_every = self.flags.files.checkpoint_every;
         let save_every = save_every.map_or(self.flags.training.evaluate_every, usize::from);
@@ -468,23 +436,17 @@ impl<'f> Run<'f> {
             let Some(report) = self.trainer.step()? else {
                 return Ok(None);
             };
-            self.tokens += self.trainer.config().tokens_per_step();
+            self.steps += 1;
             self.time += begun.elapsed();
             if report.tokens == 0 {
                 let line = format!("step {:>6}  skipped: no target counts", report.step);
                 self.bar.suspend(|| self.flags.say(line))?;
             }
-            let validation = self.trainer.history().evaluations.last();
+            let progress = self.progress(report.learning_rate);
             self.bar.inc(1);
-            self.bar.set_message(format!(
-                "loss {:.3}  validation {}  lr {:.2e}  {}",
-                self.recent_loss(),
-                validation.map_or("n/a".into(), |last| format!("{:.3}", last.loss)),
-                report.learning_rate,
-                self.speed()
-            ));
+            self.bar.set_message(progress.clone());
             if self.trainer.evaluation_is_due() {
-                self.evaluate(Some(&report))?;
+                self.evaluate(&progress)?;
             }
             if self.trainer.is_done() || report.step.is_multiple_of(save_every) {
                 self.save()?;
@@ -493,26 +455,16 @@ impl<'f> Run<'f> {
     }
 
     /// Evaluates, prints a line, and draws the curve so far.
-    fn evaluate(&mut self, report: Option<&StepReport>) -> Result<()> {
-        let loss = self.trainer.evaluate()?;
-        let trainer = &self.trainer;
-        let history = trainer.history();
-        let mut line = format!(
-            "step {:>6}  validation loss {loss:.4}",
-            trainer.steps_taken()
-        );
-        if let Some(report) = report {
-            let (recent, lr, speed) = (self.recent_loss(), report.learning_rate, self.speed());
-            line += &format!("  loss {recent:.4}  lr {lr:.2e}  {speed}");
-            if let Some(scale) = trainer.loss_scale() {
-                line += &format!("  scale {scale}  skipped {}", history.skipped.len());
-            }
-        }
-        self.bar.suspend(|| self.flags.say(line))?;
-        let is_first = trainer.communicator().is_none_or(|ranks| ranks.rank() == 0);
-        if let (Some(folder), true) = (&self.flags.files.out, is_first) {
-            plot::save(&[history.chart()], folder.join(LOSS_SVG))?;
-            history.report().save(Format::Csv, folder.join(LOSS_CSV))?;
+    fn evaluate(&mut self, progress: &str) -> Result<()> {
+        let (loss, step) = (self.trainer.evaluate()?, self.trainer.steps_taken());
+        let line = format!("step {step:>6}  validation loss {loss:.4}  {progress}");
+        self.bar.suspend(|| self.flags.say(line.trim_end()))?;
+        let (ranks, history) = (self.trainer.communicator(), self.trainer.history());
+        if let [Some(svg), Some(csv)] = self.flags.files.curves()
+            && ranks.is_none_or(|ranks| ranks.rank() == 0)
+        {
+            plot::save(&[history.chart()], svg)?;
+            history.report().save(Format::Csv, csv)?;
         }
         Ok(())
     }
@@ -522,29 +474,27 @@ impl<'f> Run<'f> {
         path.map_or(Ok(()), |path| self.trainer.save(path))
     }
 
-    /// Returns the mean loss of as many of the last steps as there are between evaluations.
-    fn recent_loss(&self) -> f64 {
-        let steps = self.trainer.config().evaluate_every;
-        self.trainer
-            .history()
-            .recent_loss(steps)
-            .unwrap_or(f64::NAN)
+    /// Describes the last steps. The loss is the mean since the last evaluation.
+    fn progress(&self, learning_rate: f64) -> String {
+        let (history, config) = (self.trainer.history(), self.trainer.config());
+        let loss = history.recent_loss(config.evaluate_every);
+        let (loss, speed) = (loss.unwrap_or(f64::NAN), self.speed());
+        let scale = self.trainer.loss_scale().map_or(String::new(), |scale| {
+            format!("  scale {scale}  skipped {}", history.skipped.len())
+        });
+        format!("loss {loss:.4}  lr {learning_rate:.2e}  {speed}{scale}")
     }
 
     /// Returns the tokens a second, and the floor of a step in percent of its time.
     fn speed(&self) -> String {
-        if self.tokens == 0 {
+        if self.steps == 0 {
             return "n/a tokens/s".into();
         }
-        let seconds = self.time.as_secs_f64();
-        let speed = group_digits((self.tokens as f64 / seconds) as u64);
-        let steps = self.tokens as f64 / self.trainer.config().tokens_per_step() as f64;
-        match self.floor_seconds {
-            Some(floor) => format!(
-                "{speed} tokens/s, {:.0}% of floor",
-                100.0 * floor * steps / seconds
-            ),
-            None => format!("{speed} tokens/s"),
-        }
+        let steps_a_second = self.steps as f64 / self.time.as_secs_f64();
+        let tokens = self.trainer.config().tokens_per_step() as f64 * steps_a_second;
+        let floor = self.floor_seconds.map_or(String::new(), |floor| {
+            format!(", {:.0}% of floor", 100.0 * floor * steps_a_second)
+        });
+        format!("{} tokens/s{floor}", group_digits(tokens as u64))
     }
 }

@@ -1,10 +1,9 @@
 //! Ctrl-C, SIGTERM and SIGHUP (a closed terminal): the first asks the program to end, the second ends it.
 
 use candle_core::Tensor;
-#[cfg(unix)]
-use signal_hook::consts::SIGHUP;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
+use signal_hook::low_level::signal_name;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,17 +23,13 @@ impl Signal {
 
 impl fmt::Display for Signal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0 {
-            SIGINT => "Ctrl-C",
-            #[cfg(unix)]
-            SIGHUP => "SIGHUP",
-            _ => "SIGTERM",
-        })
+        f.write_str(signal_name(self.0).unwrap_or("a signal"))
     }
 }
 
 /// While it is alive, the first signal is only noted. Any other ends the process with its exit status, and so does
 /// every signal afterwards.
+#[derive(Default)]
 pub struct Signals {
     /// 0 is none.
     received: Arc<AtomicUsize>,
@@ -45,23 +40,19 @@ impl Signals {
     /// # Errors
     /// [`Error::Io`] if the system refuses.
     pub fn listen() -> Result<Self> {
-        let (received, ends_at_once) =
-            (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
+        let all = Self::default();
         let mut listened = vec![SIGINT, SIGTERM];
         #[cfg(unix)]
-        listened.extend(Some(SIGHUP).filter(|signal| !is_ignored(*signal)));
+        listened.extend(Some(libc::SIGHUP).filter(|signal| !is_ignored(*signal)));
         for signal in listened {
             let status = Signal(signal).exit_status().into();
             // A signal's actions run in this order: for the first signal, the process does not end.
-            flag::register_conditional_shutdown(signal, status, ends_at_once.clone())
-                .and_then(|_| flag::register(signal, ends_at_once.clone()))
-                .and_then(|_| flag::register_usize(signal, received.clone(), signal as usize))
-                .map_err(|e| Error::io("listen to", format!("signal {signal}"), e))?;
+            flag::register_conditional_shutdown(signal, status, all.ends_at_once.clone())
+                .and_then(|_| flag::register(signal, all.ends_at_once.clone()))
+                .and_then(|_| flag::register_usize(signal, all.received.clone(), signal as usize))
+                .map_err(|e| Error::io("listen to", Signal(signal).to_string(), e))?;
         }
-        Ok(Self {
-            received,
-            ends_at_once,
-        })
+        Ok(all)
     }
 
     /// Returns the signal that any of the ranks received: they all have to stop after the same step.
