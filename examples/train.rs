@@ -42,7 +42,7 @@ use tallow::hf;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::report::{Fields, Format, Report, group_digits, plot};
-use tallow::train::{TrainConfig, Trainer};
+use tallow::train::{StepReport, TrainConfig, Trainer};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -167,21 +167,15 @@ impl Flags {
         };
         let data = self.data.open(tokenizer.as_ref())?;
         let (train, validation) = data.split(self.data.validation_fraction)?;
-        let prompt = match self.samples() {
-            true => self.sample.prompt(tokenizer.as_ref())?,
-            false => Vec::new(),
-        };
+        let prompt = self.sample.prompt(tokenizer.as_ref())?;
         let model = match &family {
             Some(family) => family.config.clone(),
             None => self.model.config(train.vocab_size())?,
         };
-        let (unit, path) = match (&self.data.tokens, &tokenizer) {
-            (Some(path), _) => ("token", path),
-            (None, Some(_)) => ("token", &self.data.data),
-            (None, None) => ("byte", &self.data.data),
-        };
-        let data = setup::data(&train, &validation, unit, path);
-        let trainer = self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
+        let path = self.data.tokens.as_ref().unwrap_or(&self.data.data);
+        let data = setup::data(&train, &validation, path);
+        let mut trainer =
+            self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
         let header = Report {
             environment: self.common.environment(communicator.device()),
             configuration: self.configuration(data, family.as_ref(), &trainer),
@@ -190,11 +184,7 @@ impl Flags {
         let header = header.to_text(Some(common::outputs::terminal_width()));
         self.say(format!("{}\n", header.trim_end()))?;
 
-        let mut run = Run::new(self, trainer)?;
-        run.save()?;
-        let signal = run.train()?;
-        run.bar.finish_and_clear();
-        let trainer = &run.trainer;
+        let signal = self.train(&mut trainer)?;
         let (step, steps) = (trainer.steps_taken(), trainer.config().steps);
         if let Some(signal) = signal {
             let kept = match &self.files.checkpoint {
@@ -208,10 +198,9 @@ impl Flags {
         }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
+        let seconds = started.elapsed().as_secs_f64();
         self.say(format!(
-            "\nvalidation loss {last:.4} nats a {unit}, after {step} steps; {:.1} s in all, {} in training",
-            started.elapsed().as_secs_f64(),
-            run.speed(),
+            "\nvalidation loss {last:.4} nats a token, after {step} steps; {seconds:.1} s in all"
         ))?;
         if common::fallbacks() != "none" {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
@@ -332,6 +321,70 @@ impl Flags {
         fields
     }
 
+    /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
+    fn train(&self, trainer: &mut Trainer) -> Result<Option<Signal>> {
+        let signals = Signals::listen()?;
+        let device = trainer.model().device().clone();
+        let plan = trainer.plan()?;
+        let rates = rates::measure(&device, &plan.matmul_dtypes())?;
+        let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
+        let floor_seconds = floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum());
+        let first_step = trainer.steps_taken();
+        let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
+        let bar = ProgressBar::new(trainer.config().steps as u64)
+            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+            .with_position(first_step as u64);
+        bar.reset_eta();
+        self.save(trainer)?;
+        if trainer.history().evaluations.is_empty() || trainer.is_done() {
+            self.evaluate(trainer, &bar, "")?;
+        }
+        let save_every = self.files.checkpoint_every;
+        let save_every = save_every.map_or(self.training.evaluate_every, usize::from);
+        let mut time = Duration::ZERO;
+        loop {
+            let signal = signals.received(trainer.communicator())?;
+            if signal.is_some() {
+                self.save(trainer)?;
+                return Ok(signal);
+            }
+            let begun = Instant::now();
+            let Some(report) = trainer.step()? else {
+                return Ok(None);
+            };
+            time += begun.elapsed();
+            let step_seconds = time.as_secs_f64() / (report.step - first_step) as f64;
+            let progress = progress(trainer, &report, step_seconds, floor_seconds);
+            bar.inc(1);
+            bar.set_message(progress.clone());
+            if trainer.evaluation_is_due() {
+                self.evaluate(trainer, &bar, &progress)?;
+            }
+            if trainer.is_done() || report.step.is_multiple_of(save_every) {
+                self.save(trainer)?;
+            }
+        }
+    }
+
+    /// Evaluates, prints a line, and draws the curve so far.
+    fn evaluate(&self, trainer: &mut Trainer, bar: &ProgressBar, progress: &str) -> Result<()> {
+        let (loss, step) = (trainer.evaluate()?, trainer.steps_taken());
+        let line = format!("step {step:>6}  validation loss {loss:.4}  {progress}");
+        bar.suspend(|| self.say(line.trim_end()))?;
+        if let [Some(svg), Some(csv)] = self.files.curves()
+            && trainer.communicator().is_none_or(|ranks| ranks.rank() == 0)
+        {
+            plot::save(&[trainer.history().chart()], svg)?;
+            trainer.history().report().save(Format::Csv, csv)?;
+        }
+        Ok(())
+    }
+
+    fn save(&self, trainer: &Trainer) -> Result<()> {
+        let path = self.files.checkpoint.as_ref();
+        path.map_or(Ok(()), |path| trainer.save(path))
+    }
+
     /// Prints a line. A closed stdout (`| head`) does not stop a training that leaves files.
     fn say(&self, line: impl std::fmt::Display) -> Result<()> {
         stdout::or_files(stdout::line(line), self.files.is_any_given())
@@ -385,116 +438,25 @@ impl Flags {
     }
 }
 
-/// A training under way.
-struct Run<'f> {
-    flags: &'f Flags,
-    trainer: Trainer,
-    bar: ProgressBar,
-    /// Steps of this process, and their time.
-    steps: usize,
-    time: Duration,
-    /// The floor of a step at the device's rates, in seconds; `None` if memory is too short to measure them.
+/// Describes the steps since the last evaluation by their mean loss, and this process's steps by their mean time:
+/// tokens a second, and the floor of a step in percent of it (`None` if memory is too short to measure rates).
+fn progress(
+    trainer: &Trainer,
+    report: &StepReport,
+    step_seconds: f64,
     floor_seconds: Option<f64>,
-}
-
-impl<'f> Run<'f> {
-    fn new(flags: &'f Flags, mut trainer: Trainer) -> Result<Self> {
-        let device = trainer.model().device().clone();
-        let plan = trainer.plan()?;
-        let rates = rates::measure(&device, &plan.matmul_dtypes())?;
-        let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
-        let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
-        let bar = ProgressBar::new(trainer.config().steps as u64)
-            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
-            .with_position(trainer.steps_taken() as u64);
-        bar.reset_eta();
-        Ok(Self {
-            flags,
-            trainer,
-            bar,
-            steps: 0,
-            time: Duration::ZERO,
-            floor_seconds: floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum()),
-        })
+) -> String {
+    let (history, config) = (trainer.history(), trainer.config());
+    let loss = history.recent_loss(config.evaluate_every);
+    let loss = loss.unwrap_or(f64::NAN);
+    let speed = group_digits((config.tokens_per_step() as f64 / step_seconds) as u64);
+    let lr = report.learning_rate;
+    let mut text = format!("loss {loss:.4}  lr {lr:.2e}  {speed} tokens/s");
+    if let Some(floor) = floor_seconds {
+        text += &format!(", {:.0}% of floor", 100.0 * floor / step_seconds);
     }
-
-    /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
-    fn train(&mut self) -> Result<Option<Signal>> {
-        let signals = Signals::listen()?;
-        if self.trainer.history().evaluations.is_empty() || self.trainer.is_done() {
-            self.evaluate("")?;
-        }
-        let save_every = self.flags.files.checkpoint_every;
-        let save_every = save_every.map_or(self.flags.training.evaluate_every, usize::from);
-        loop {
-            let signal = signals.received(self.trainer.communicator())?;
-            if signal.is_some() {
-                self.save()?;
-                return Ok(signal);
-            }
-            let begun = Instant::now();
-            let Some(report) = self.trainer.step()? else {
-                return Ok(None);
-            };
-            self.steps += 1;
-            self.time += begun.elapsed();
-            if report.tokens == 0 {
-                let line = format!("step {:>6}  skipped: no target counts", report.step);
-                self.bar.suspend(|| self.flags.say(line))?;
-            }
-            let progress = self.progress(report.learning_rate);
-            self.bar.inc(1);
-            self.bar.set_message(progress.clone());
-            if self.trainer.evaluation_is_due() {
-                self.evaluate(&progress)?;
-            }
-            if self.trainer.is_done() || report.step.is_multiple_of(save_every) {
-                self.save()?;
-            }
-        }
+    if let Some(scale) = trainer.loss_scale() {
+        text += &format!("  scale {scale}  skipped {}", history.skipped.len());
     }
-
-    /// Evaluates, prints a line, and draws the curve so far.
-    fn evaluate(&mut self, progress: &str) -> Result<()> {
-        let (loss, step) = (self.trainer.evaluate()?, self.trainer.steps_taken());
-        let line = format!("step {step:>6}  validation loss {loss:.4}  {progress}");
-        self.bar.suspend(|| self.flags.say(line.trim_end()))?;
-        let (ranks, history) = (self.trainer.communicator(), self.trainer.history());
-        if let [Some(svg), Some(csv)] = self.flags.files.curves()
-            && ranks.is_none_or(|ranks| ranks.rank() == 0)
-        {
-            plot::save(&[history.chart()], svg)?;
-            history.report().save(Format::Csv, csv)?;
-        }
-        Ok(())
-    }
-
-    fn save(&self) -> Result<()> {
-        let path = self.flags.files.checkpoint.as_ref();
-        path.map_or(Ok(()), |path| self.trainer.save(path))
-    }
-
-    /// Describes the last steps. The loss is the mean since the last evaluation.
-    fn progress(&self, learning_rate: f64) -> String {
-        let (history, config) = (self.trainer.history(), self.trainer.config());
-        let loss = history.recent_loss(config.evaluate_every);
-        let (loss, speed) = (loss.unwrap_or(f64::NAN), self.speed());
-        let scale = self.trainer.loss_scale().map_or(String::new(), |scale| {
-            format!("  scale {scale}  skipped {}", history.skipped.len())
-        });
-        format!("loss {loss:.4}  lr {learning_rate:.2e}  {speed}{scale}")
-    }
-
-    /// Returns the tokens a second, and the floor of a step in percent of its time.
-    fn speed(&self) -> String {
-        if self.steps == 0 {
-            return "n/a tokens/s".into();
-        }
-        let steps_a_second = self.steps as f64 / self.time.as_secs_f64();
-        let tokens = self.trainer.config().tokens_per_step() as f64 * steps_a_second;
-        let floor = self.floor_seconds.map_or(String::new(), |floor| {
-            format!(", {:.0}% of floor", 100.0 * floor * steps_a_second)
-        });
-        format!("{} tokens/s{floor}", group_digits(tokens as u64))
-    }
+    text
 }

@@ -328,7 +328,7 @@ impl SampleFlags {
             Some(tokenizer) => tokenizer.encode(prompt)?,
             None => prompt.bytes().map(u32::from).collect(),
         };
-        match ids.is_empty() {
+        match ids.is_empty() && self.sample > 0 {
             false => Ok(ids),
             true => Err(refusal(
                 "--prompt",

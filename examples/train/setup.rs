@@ -20,11 +20,13 @@ pub fn read(path: &Path) -> Result<Tokens> {
     }
 }
 
-/// Describes the data; `unit` is what an id stands for.
-pub fn data(train: &Tokens, validation: &Tokens, unit: &str, path: &Path) -> String {
+/// Describes the data.
+pub fn data(train: &Tokens, validation: &Tokens, path: &Path) -> String {
     let [train, validation] = [train, validation].map(|tokens| group_digits(tokens.len() as u64));
-    let path = path.display();
-    format!("{train} to train, {validation} to evaluate ({unit}s of {path})")
+    format!(
+        "{train} tokens to train, {validation} to evaluate ({})",
+        path.display()
+    )
 }
 
 /// Describes the run. Its precision is left to the caller.
