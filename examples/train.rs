@@ -30,7 +30,8 @@ use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
 use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags};
 use indicatif::{ProgressBar, ProgressStyle};
-use signals::{Signal, Signals};
+use signal_hook::low_level::signal_name;
+use signals::Signals;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::Result;
@@ -87,7 +88,7 @@ fn main() -> ExitCode {
         stopped = flags.common.around(|| flags.run())?;
         Ok(())
     });
-    stopped.map_or(code, |signal: Signal| ExitCode::from(signal.exit_status()))
+    stopped.map_or(code, |signal| signals::exit_status(signal).into())
 }
 
 impl Flags {
@@ -151,7 +152,7 @@ impl Flags {
     }
 
     /// Trains and writes a sample. Returns the signal that ended it, if one did.
-    fn run(&self) -> Result<Option<Signal>> {
+    fn run(&self) -> Result<Option<i32>> {
         let started = Instant::now();
         // Whatever can be refused is refused before the first step, not after the last.
         let sampling = self.sample.config(self.common.seed);
@@ -161,16 +162,16 @@ impl Flags {
             self.files.check()?;
         }
         let family = self.family.open(&self.model)?;
-        let tokenizer = match (&self.data.tokens, &family) {
-            (None, Some(family)) => Some(family.tokenizer()?),
-            _ => None,
-        };
+        let named = family.as_ref().filter(|_| self.data.tokens.is_none());
+        let tokenizer = named.map(Family::tokenizer).transpose()?;
         let data = self.data.open(tokenizer.as_ref())?;
         let (train, validation) = data.split(self.data.validation_fraction)?;
         let prompt = self.sample.prompt(tokenizer.as_ref())?;
         let model = match &family {
             Some(family) => family.config.clone(),
-            None => self.model.config(train.vocab_size())?,
+            None => self
+                .model
+                .applied(self.model.trained.config(train.vocab_size())?)?,
         };
         let path = self.data.tokens.as_ref().unwrap_or(&self.data.data);
         let data = setup::data(&train, &validation, path);
@@ -191,8 +192,9 @@ impl Flags {
                 Some(path) => format!("the run is in {}, --resume goes on", path.display()),
                 None => "without --checkpoint nothing is kept of it".into(),
             };
+            let name = signal_name(signal).unwrap_or("a signal");
             self.say(format!(
-                "\n{signal}: stopped after step {step} of {steps}; {kept}"
+                "\n{name}: stopped after step {step} of {steps}; {kept}"
             ))?;
             return Ok(Some(signal));
         }
@@ -314,7 +316,7 @@ impl Flags {
         let mut fields = setup::configuration(data, trainer.model().config(), config);
         let checkpointing = self.model.activation_checkpointing.to_string();
         fields
-            .insert("family", family.map(|family| family.name.as_str()))
+            .insert("family", family.map(Family::name))
             .insert("checkpointing", checkpointing)
             .insert("precision", config.precision.name())
             .insert("ranks", ranks);
@@ -322,7 +324,7 @@ impl Flags {
     }
 
     /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
-    fn train(&self, trainer: &mut Trainer) -> Result<Option<Signal>> {
+    fn train(&self, trainer: &mut Trainer) -> Result<Option<i32>> {
         let signals = Signals::listen()?;
         let device = trainer.model().device().clone();
         let plan = trainer.plan()?;

@@ -52,8 +52,6 @@ pub struct Family<'f> {
     flags: &'f FamilyFlags,
     folder: PathBuf,
     pub config: TransformerConfig,
-    /// Describes the model for the header.
-    pub name: String,
 }
 
 impl FamilyFlags {
@@ -63,24 +61,14 @@ impl FamilyFlags {
             return Ok(None);
         };
         let folder = hf::find(name)?;
-        let saved = hf::config_with(&folder, &self.load_options())?;
-        let is_tied = saved.tie_embeddings;
         let config = match self.random_weights {
-            true => saved,
+            true => hf::config_with(&folder, &self.load_options())?,
             false => hf::loaded_config(&folder, &self.load_options()).map_err(or_random)?,
-        };
-        let note = match self.random_weights {
-            true => ", begun with random weights",
-            false if config.tie_embeddings == is_tied => "",
-            false => {
-                ", whose head differs from the embedding and is kept (config.json has tie_word_embeddings)"
-            }
         };
         let family = Family {
             flags: self,
-            config: model.applied(config)?,
-            name: format!("{}{note}", folder.display()),
             folder,
+            config: model.applied(config)?,
         };
         if let Some(written) = &self.save_family {
             if fs::canonicalize(written).ok() == fs::canonicalize(&family.folder).ok() {
@@ -113,6 +101,12 @@ fn or_random(mut error: Error) -> Error {
 }
 
 impl Family<'_> {
+    /// Describes the model for the header.
+    pub fn name(&self) -> String {
+        let begun = ["", ", begun with random weights"][usize::from(self.flags.random_weights)];
+        format!("{}{begun}", self.folder.display())
+    }
+
     /// Loads the weights; `None` with --random-weights.
     pub fn load(&self, device: &Device) -> Result<Option<VarBuilder<'static>>> {
         if self.flags.random_weights {

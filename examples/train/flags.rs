@@ -135,9 +135,7 @@ pub struct TrainingFlags {
 pub enum ScheduleFlag {
     Cosine,
     Linear,
-    /// Warm-up, stable, decay
     Wsd,
-    /// Cosines, again and again
     Restarts,
     Constant,
 }
@@ -247,10 +245,6 @@ pub fn text(tokenizer: Option<&Tokenizer>, ids: &[u32]) -> String {
 }
 
 impl ModelFlags {
-    pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        self.applied(self.trained.config(vocab_size)?)
-    }
-
     /// Returns `base` with the flags that hold for every model.
     pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
         let config = TransformerConfig {

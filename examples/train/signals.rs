@@ -3,28 +3,14 @@
 use candle_core::Tensor;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
-use signal_hook::low_level::signal_name;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use tallow::distributed::{Communicator, Reduce};
 use tallow::{Error, Result};
 
-/// A signal that asks a program to end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Signal(i32);
-
-impl Signal {
-    /// Returns the status that shells give a program that it ended: 130, 143 or 129.
-    pub fn exit_status(self) -> u8 {
-        128 + self.0 as u8
-    }
-}
-
-impl fmt::Display for Signal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(signal_name(self.0).unwrap_or("a signal"))
-    }
+/// Returns the status that shells give a program that this signal ended: 130, 143 or 129.
+pub fn exit_status(signal: i32) -> u8 {
+    128 + signal as u8
 }
 
 /// While it is alive, the first signal is only noted. Any other ends the process with its exit status, and so does
@@ -45,18 +31,18 @@ impl Signals {
         #[cfg(unix)]
         listened.extend(Some(libc::SIGHUP).filter(|signal| !is_ignored(*signal)));
         for signal in listened {
-            let status = Signal(signal).exit_status().into();
+            let status = exit_status(signal).into();
             // A signal's actions run in this order: for the first signal, the process does not end.
             flag::register_conditional_shutdown(signal, status, all.ends_at_once.clone())
                 .and_then(|_| flag::register(signal, all.ends_at_once.clone()))
                 .and_then(|_| flag::register_usize(signal, all.received.clone(), signal as usize))
-                .map_err(|e| Error::io("listen to", Signal(signal).to_string(), e))?;
+                .map_err(|e| Error::io("listen to", format!("signal {signal}"), e))?;
         }
         Ok(all)
     }
 
     /// Returns the signal that any of the ranks received: they all have to stop after the same step.
-    pub fn received(&self, ranks: Option<&Communicator>) -> Result<Option<Signal>> {
+    pub fn received(&self, ranks: Option<&Communicator>) -> Result<Option<i32>> {
         let mut received = self.received.load(Ordering::SeqCst);
         if let Some(ranks) = ranks {
             let largest = Tensor::new(&[received as f64], ranks.device())?;
@@ -64,7 +50,7 @@ impl Signals {
             received = largest.to_vec1::<f64>()?[0] as usize;
             ranks.check()?;
         }
-        Ok((received != 0).then_some(Signal(received as i32)))
+        Ok((received != 0).then_some(received as i32))
     }
 }
 
