@@ -126,10 +126,10 @@ fn compared(run: &Run, exact: &Run) -> String {
         n => format!(" {n} steps overflowed at their loss scale and made no update."),
     };
     let [own, f32] = [run, exact].map(|run| run.validation_loss().unwrap_or(f64::NAN));
-    let validation = percent(own, f32);
+    let (difference, validation) = (signed(difference), signed(percent(own, f32)));
     format!(
-        "{}: over the last {n} steps the loss differs from f32's by {difference:+.3}% ± {error:.3}% (two standard errors): \
-         {verdict}. The validation loss differs by {validation:+.3}%.{skipped}",
+        "{}: over the last {n} steps the loss differs from f32's by {difference} ± {error:.3}% (two standard errors): \
+         {verdict}. The validation loss differs by {validation}.{skipped}",
         run.precision
     )
 }
@@ -137,4 +137,11 @@ fn compared(run: &Run, exact: &Run) -> String {
 /// Returns how far a loss is above f32's, in percent.
 fn percent(own: f64, exact: f64) -> f64 {
     100.0 * (own / exact - 1.0)
+}
+
+fn signed(percent: f64) -> String {
+    match percent.abs() < 0.0005 {
+        true => "0.000%".into(),
+        false => format!("{percent:+.3}%"),
+    }
 }
