@@ -61,7 +61,7 @@ fn sum<A: FloatDType, T: FloatDType>(terms: &'static str, term: T) -> Sum {
     }
 }
 
-/// What the exercise asks, and the answers. Their figures are those of [`rows`], which never change.
+/// The questions of the exercise with their answers. Their figures are those of [`rows`], which never change.
 pub const ANSWERS: [(&str, &str); 2] = [
     (
         "How accurate are the four sums of the exercise?",

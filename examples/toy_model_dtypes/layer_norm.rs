@@ -101,7 +101,7 @@ fn normal(mean: f64, std: f64) -> Vec<f64> {
     values.collect()
 }
 
-/// What the exercise asks about layer norm, and the answers. Their figures are those of [`rows`], which never change.
+/// The questions of the exercise with their answers. Their figures are those of [`rows`], which never change.
 pub const ANSWERS: [(&str, &str); 2] = [
     (
         "Which parts of layer norm are sensitive to mixed precision?",

@@ -48,7 +48,7 @@ pub fn configuration(data: String, model: &TransformerConfig, config: &TrainConf
         .insert("steps", steps)
         .insert("schedule", config.schedule.to_string())
         .insert("optimizer", format!("{}{place}", config.optimizer))
-        .insert("gradients clipped at norm", config.max_grad_norm)
-        .insert("gradients clipped at", config.max_grad_value);
+        .insert("gradients' norm at most", config.max_grad_norm)
+        .insert("gradients' elements at most", config.max_grad_value);
     fields
 }
