@@ -12,15 +12,11 @@ use common::Output;
 use common::effects;
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::report::{Column, Fields, Report};
-
-const EXAMPLES: &str = "Examples:
-  mixed_precision_accumulation
-  mixed_precision_accumulation --format latex --output sums.tex";
+use tallow::report::{Answer, Column, Fields, Report};
 
 /// Adds 0.01 up a thousand times, in several precisions
 #[derive(Parser)]
-#[command(version, after_help = EXAMPLES)]
+#[command(version)]
 struct Flags {
     #[command(flatten)]
     output: Output,
@@ -34,7 +30,6 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([])?;
-        let rows = rows::rows();
         self.output.publish(&Report {
             environment: common::environment(&Device::Cpu),
             configuration: Fields::from_iter([
@@ -43,8 +38,10 @@ impl Flags {
                 ("exact sum", rows::EXACT.to_string()),
             ]),
             columns: columns(),
-            rows: rows.iter().map(Fields::of).collect::<Result<_>>()?,
-            answers: rows::answers(&rows).into(),
+            rows: rows::rows().iter().map(Fields::of).collect::<Result<_>>()?,
+            answers: rows::ANSWERS
+.map(|(question, answer)| Answer::new(question, answer))
+.into(),
             notes: vec![
                 "The error is that of the terms (the value rounded to their dtype) plus that of the additions (rounded \
                  to the accumulator's dtype)."
@@ -64,6 +61,5 @@ fn columns() -> Vec<Column> {
         Column::text("cause", "Main cause"),
         Column::number("error_of_terms", "Error of terms", "", 8),
         Column::number("error_of_additions", "Error of additions", "", 8),
-        Column::number("error", "Absolute error", "", 8),
     ]
 }

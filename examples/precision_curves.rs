@@ -5,28 +5,24 @@
 mod common;
 #[path = "precision_curves/compared.rs"]
 mod compared;
+#[path = "train/setup.rs"]
+mod setup;
 
 use clap::{CommandFactory, Parser};
 use common::effects;
 use common::models::TrainedModelFlags;
 use common::precision::PrecisionFlags;
 use common::{Common, Output, Sweep, values};
-use compared::{Run, STEPS_A_POINT, percent};
+use compared::{Run, STEPS_A_POINT};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 use tallow::Result;
 use tallow::bench::EndToEnd;
-use tallow::data::Tokens;
-use tallow::model::{TransformerConfig, TransformerLM};
+use tallow::model::TransformerLM;
 use tallow::optim::Schedule;
-use tallow::precision::Precision;
-use tallow::report::plot::{self, Chart, Series};
-use tallow::report::{Column, Fields, Report, group_digits};
+use tallow::report::{Report, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
-
-/// The files of a folder that are read.
-const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
 
 /// The part of the data at its end that is evaluated and not trained on.
 const VALIDATION_FRACTION: f64 = 0.1;
@@ -44,36 +40,31 @@ struct Flags {
     #[command(flatten)]
     model: TrainedModelFlags,
 
-    /// A text or a folder; each byte is a token [default: this crate]
-    #[arg(long, value_name = "PATH", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true, help_heading = "Training")]
-    data: PathBuf,
-
-    /// Sequences in a batch
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 12,
-        help_heading = "Training"
-    )]
-    batch_size: usize,
-
-    /// Steps of each run
-    #[arg(long, value_name = "N", default_value_t = 300, alias = "iterations", value_parser = values::count(), help_heading = "Training")]
-    steps: usize,
-
-    /// Highest learning rate; it falls to a tenth by a cosine
-    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = values::from_0, help_heading = "Training")]
-    lr: f64,
-
     #[command(flatten, next_help_heading = "Training")]
     precision: PrecisionFlags,
 
-    /// Draw the curves (.svg, .png)
-    #[arg(long, value_name = "FILE", value_parser = values::picture(), help_heading = "Output")]
-    plot: Option<PathBuf>,
+    /// A text or a folder; each byte is a token [default: this crate]
+    #[arg(long, value_name = "PATH", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
+    data: PathBuf,
+
+    /// Sequences in a batch
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    batch_size: usize,
+
+    /// Steps of each run
+    #[arg(long, value_name = "N", default_value_t = 300, alias = "iterations", value_parser = values::count())]
+    steps: usize,
+
+    /// Highest learning rate; it falls to a tenth by a cosine
+    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = values::from_0)]
+    lr: f64,
 
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
+
+    /// Draw the curves (.svg, .png)
+    #[arg(long, value_name = "FILE", value_parser = values::picture())]
+    plot: Option<PathBuf>,
 
     #[command(flatten, next_help_heading = "Environment")]
     common: Common,
@@ -87,16 +78,22 @@ fn main() -> ExitCode {
 impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.plot])?;
+        let device = self.common.device()?;
+        let (train, validation) = setup::read(&self.data)?.split(VALIDATION_FRACTION)?;
+        let model = self.model.config(train.vocab_size())?;
+        let config = self.config();
         let precisions = self.precision.precisions();
-        let tokens = match self.data.is_dir() {
-            true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
-            false => Tokens::bytes(&self.data)?,
-        };
-        let (train, validation) = tokens.split(VALIDATION_FRACTION)?;
-        let config = self.model.config(train.vocab_size())?;
-        for precision in &precisions {
-            self.benchmark(&config, *precision)?
-                .plan(&self.common.device()?)?; // refuses before any run
+        for &precision in &precisions {
+            let step = EndToEnd {
+                config: model.clone(),
+                batch_size: config.batch_size,
+                sequence_length: config.sequence_length,
+                attention: self.model.attention,
+                step: precision.into(),
+                available_bytes: tallow::hardware::available_bytes_on(&device),
+                ..Default::default()
+            };
+            step.plan(&device)?; // refuses before any run what does not fit
         }
         let mut runs = Vec::new();
         let mut sweep = Sweep::new(precisions.len())?;
@@ -104,53 +101,44 @@ impl Flags {
             if !sweep.begins(precision) {
                 break;
             }
-            runs.push(self.train(&config, precision, [&train, &validation])?);
+            let weights = TransformerLM::new(&model, self.common.seed, &device)?;
+            let config = TrainConfig {
+                precision,
+                ..config.clone()
+            };
+            runs.push(run(Trainer::new(
+                weights,
+                config,
+                train.clone(),
+                validation.clone(),
+            )?)?);
         }
-        let exact = runs.iter().find(|run| run.precision == "f32");
         let mut notes = vec![
             format!("The last loss is the mean of the last {STEPS_A_POINT} steps."),
             "All runs start from the same weights and see the same batches.".into(),
         ];
         notes.extend(sweep.note());
+        let data = setup::data(&train, &validation, &self.data);
+        let exact = compared::exact(&runs);
         let published = self.output.publish(&Report {
-            environment: self.common.environment(&self.common.device()?),
-            configuration: self.configuration(&config, [&train, &validation]),
-            columns: columns(),
+            environment: self.common.environment(&device),
+            configuration: setup::configuration(data, &model, &config),
+            columns: compared::columns(),
             rows: runs.iter().map(|run| run.row(exact)).collect(),
             answers: compared::answer(&runs).into_iter().collect(),
             notes,
             ..Default::default()
         });
         if let Some(path) = self.plot.as_ref().filter(|_| !runs.is_empty()) {
-            plot::save(&figure(&runs), path)?;
+            plot::save(&compared::figure(&runs), path)?;
             common::wrote(path);
         }
         published
     }
 
-    /// Returns the step of a run, whose plan refuses what does not fit.
-    fn benchmark(&self, config: &TransformerConfig, precision: Precision) -> Result<EndToEnd> {
-        let device = self.common.device()?;
-        Ok(EndToEnd {
-            config: config.clone(),
-            batch_size: self.batch_size,
-            sequence_length: self.model.context_length,
-            attention: self.model.attention,
-            step: precision.into(),
-            available_bytes: tallow::hardware::available_bytes_on(&device),
-            ..Default::default()
-        })
-    }
-
-    /// Trains and evaluates.
-    fn train(
-        &self,
-        config: &TransformerConfig,
-        precision: Precision,
-        [train, validation]: [&Tokens; 2],
-    ) -> Result<Run> {
-        let (device, seed) = (self.common.device()?, self.common.seed);
-        let settings = TrainConfig {
+    /// Returns the settings of every run, except its precision.
+    fn config(&self) -> TrainConfig {
+        TrainConfig {
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,
             steps: self.steps,
@@ -161,90 +149,34 @@ impl Flags {
                 total_steps: self.steps,
             },
             attention: Some(self.model.attention),
-            precision,
-            seed,
+            seed: self.common.seed,
             ..Default::default()
-        };
-        let tokens = self.steps * settings.tokens_per_step();
-        let model = TransformerLM::new(config, seed, &device)?;
-        let mut trainer = Trainer::new(model, settings, train.clone(), validation.clone())?;
-        trainer.plan()?;
-        let begun = Instant::now();
-        while let Some(StepReport { step, loss, .. }) = trainer.step()? {
-            if step.is_multiple_of(STEPS_A_POINT) {
-                common::progress(format!("{precision}: step {step}, loss {loss:.4}"));
-            }
         }
-        Ok(Run {
-            precision: precision.name().into(),
-            seconds: begun.elapsed().as_secs_f64(),
-            tokens,
-            validation_loss: trainer.evaluate()?,
-            losses: trainer.history().losses.clone(),
-            skipped_steps: trainer.history().skipped.len(),
-            loss_scale: trainer.loss_scale(),
-        })
-    }
-
-    fn configuration(
-        &self,
-        config: &TransformerConfig,
-        [train, validation]: [&Tokens; 2],
-    ) -> Fields {
-        let [train, validation] = [train, validation].map(|all| group_digits(all.len() as u64));
-        let path = self.data.display();
-        let data = format!("{train} to train, {validation} to evaluate (bytes of {path})");
-        Fields::from_iter([
-            ("data", data),
-            ("model", common::models::sizes(config)),
-            ("context length", config.context_length.to_string()),
-            ("attention", self.model.attention.name().into()),
-            ("batch size", self.batch_size.to_string()),
-            ("steps", self.steps.to_string()),
-        ])
     }
 }
 
-/// Draws the curves, and their distance from f32's.
-fn figure(runs: &[Run]) -> Vec<Chart> {
-    let chart = |title: String, y_label: &str, of: &dyn Fn(&Run) -> Vec<(f64, f64)>| Chart {
-        title,
-        x_label: "step".into(),
-        y_label: y_label.into(),
-        series: runs
-            .iter()
-            .map(|run| Series::new(run.precision.as_str(), of(run)))
-            .collect(),
-        ..Default::default()
-    };
-    let title = format!("Loss (mean of {STEPS_A_POINT} steps)");
-    let mut charts = vec![chart(title, "loss (nats a token)", &Run::points)];
-    if let Some(exact) = runs.iter().find(|run| run.precision == "f32") {
-        let exact = exact.points();
-        let distance = |run: &Run| {
-            let mut points = run.points();
-            for (own, exact) in points.iter_mut().zip(&exact) {
-                own.1 = percent(own.1, exact.1);
-            }
-            points
-        };
-        let title = "Distance from f32".into();
-        charts.push(chart(title, "loss over f32's (%)", &distance));
+/// Trains and evaluates.
+fn run(mut trainer: Trainer) -> Result<Run> {
+    let (precision, steps) = (trainer.config().precision, trainer.config().steps);
+    let mut curve = Vec::new();
+    trainer.plan()?;
+    let begun = Instant::now();
+    while let Some(StepReport { step, .. }) = trainer.step()? {
+        if step.is_multiple_of(STEPS_A_POINT) || step == steps {
+            let loss = trainer.history().recent_loss(STEPS_A_POINT);
+            let loss = loss.unwrap_or(f64::NAN); // left out by the chart
+            common::progress(format!("{precision}: step {step}, loss {loss:.4}"));
+            curve.push((step as f64, loss));
+        }
     }
-    charts
-}
-
-fn columns() -> Vec<Column> {
-    vec![
-        Column::text("precision", "Precision"),
-        Column::number("last_loss", "Last loss", "nats", 4),
-        Column::number("from_f32_percent", "From f32", "%", 3),
-        Column::number("validation_loss", "Validation", "nats", 4),
-        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3),
-        Column::number("first_loss", "First loss", "nats", 4),
-        Column::count("skipped_steps", "Skipped steps"),
-        Column::number("loss_scale", "Loss scale", "", 0),
-        Column::ms("step_ms", "Step"),
-        Column::count("tokens_per_s", "Tokens/s"),
-    ]
+    let seconds = begun.elapsed().as_secs_f64();
+    trainer.evaluate()?;
+    Ok(Run {
+        precision,
+        history: trainer.history().clone(),
+        curve,
+        loss_scale: trainer.loss_scale(),
+        tokens: steps * trainer.config().tokens_per_step(),
+        seconds,
+    })
 }

@@ -4,14 +4,6 @@
 //! of 12, 2000 steps), on this crate's own sources. Its feed-forward network has three matrices of width 320 in place
 //! of two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
 //!
-//! ```text
-//! cargo run --example train -- --data my.txt --out out --checkpoint out/run.safetensors --resume
-//! cargo run --example train -- --data my.txt --clip 0 --optimizer-in-backward
-//! cargo run --example train -- --data my.txt --family HuggingFaceTB/SmolLM2-135M --lr 5e-5 --save-family tuned
-//! cargo run --example train --features cuda -- --data my.txt --size small --precision bf16 --gpus 2
-//! cargo run --example train -- --tokens train.bin --vocab-size 50257 --size small --context-length 512 --batch-size 4
-//! ```
-//!
 //! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; ignored under `nohup`) end it after the current step, with a
 //! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129. A second one ends it at once.
 
@@ -22,6 +14,8 @@ mod common;
 mod family;
 #[path = "train/flags.rs"]
 mod flags;
+#[path = "train/setup.rs"]
+mod setup;
 #[path = "train/signals.rs"]
 mod signals;
 
@@ -34,11 +28,10 @@ use common::ranks::{ExchangeFlags, RankFlags};
 use common::ways::Way;
 use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
-use flags::{
-    DataFlags, FileFlags, LOSS_CSV, LOSS_SVG, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags,
-};
+use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags};
 use indicatif::{ProgressBar, ProgressStyle};
-use signals::{Signal, Signals};
+use signal_hook::low_level::signal_name;
+use signals::Signals;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::Result;
@@ -46,8 +39,9 @@ use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
+use tallow::hf;
 use tallow::model::{TransformerConfig, TransformerLM};
-use tallow::nn::{self, Layer};
+use tallow::nn;
 use tallow::report::{Fields, Format, Report, group_digits, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 
@@ -55,7 +49,7 @@ const EXAMPLES: &str = "\
 Examples:
   train --data input.txt --steps 2000 --checkpoint run.safetensors --out curves
   train --data input.txt --checkpoint run.safetensors --resume --steps 4000
-  train --family HuggingFaceTB/SmolLM2-135M --data input.txt --save-family tuned";
+  train --family HuggingFaceTB/SmolLM2-135M --data input.txt --lr 5e-5 --save-family tuned";
 
 /// Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 #[derive(Parser)]
@@ -94,7 +88,7 @@ fn main() -> ExitCode {
         stopped = flags.common.around(|| flags.run())?;
         Ok(())
     });
-    stopped.map_or(code, |signal: Signal| ExitCode::from(signal.exit_status()))
+    stopped.map_or(code, |signal| signals::exit_status(signal).into())
 }
 
 impl Flags {
@@ -134,8 +128,13 @@ impl Flags {
                 &["ignore-config-key", "random-weights", "save-family"],
             ),
             only(
-                "on a sample: not with --sample 0",
-                self.sample.sample > 0,
+                "where ids have a text: not with --tokens",
+                self.data.tokens.is_none(),
+                &["sample"],
+            ),
+            only(
+                "on a sample: not with --sample 0 or --tokens",
+                self.samples(),
                 &["temperature", "top-k", "top-p", "prompt"],
             ),
             only(
@@ -147,8 +146,13 @@ impl Flags {
         effects
     }
 
+    /// Whether a sample is written. The ids of a token file have no text.
+    fn samples(&self) -> bool {
+        self.sample.sample > 0 && self.data.tokens.is_none()
+    }
+
     /// Trains and writes a sample. Returns the signal that ended it, if one did.
-    fn run(&self) -> Result<Option<Signal>> {
+    fn run(&self) -> Result<Option<i32>> {
         let started = Instant::now();
         // Whatever can be refused is refused before the first step, not after the last.
         let sampling = self.sample.config(self.common.seed);
@@ -157,26 +161,22 @@ impl Flags {
         if communicator.rank() == 0 {
             self.files.check()?;
         }
-        let (family, vocabulary) = self.family.open(&self.model, &self.data)?;
-        let data = self.data.open(&vocabulary)?;
+        let family = self.family.open(&self.model)?;
+        let named = family.as_ref().filter(|_| self.data.tokens.is_none());
+        let tokenizer = named.map(Family::tokenizer).transpose()?;
+        let data = self.data.open(tokenizer.as_ref())?;
         let (train, validation) = data.split(self.data.validation_fraction)?;
-        let prompt = vocabulary.prompt(&self.sample, &validation)?;
+        let prompt = self.sample.prompt(tokenizer.as_ref())?;
         let model = match &family {
             Some(family) => family.config.clone(),
-            None => self.model.config(train.vocab_size())?,
+            None => self
+                .model
+                .applied(self.model.trained.config(train.vocab_size())?)?,
         };
-        let unit = vocabulary.unit();
-        let [train_len, validation_len] =
-            [&train, &validation].map(|tokens| group_digits(tokens.len() as u64));
-        let path = self
-            .data
-            .tokens
-            .as_ref()
-            .unwrap_or(&self.data.data)
-            .display();
-        let data =
-            format!("{train_len} to train, {validation_len} to evaluate ({unit}s of {path})");
-        let trainer = self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
+        let path = self.data.tokens.as_ref().unwrap_or(&self.data.data);
+        let data = setup::data(&train, &validation, path);
+        let mut trainer =
+            self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
         let header = Report {
             environment: self.common.environment(communicator.device()),
             configuration: self.configuration(data, family.as_ref(), &trainer),
@@ -185,46 +185,42 @@ impl Flags {
         let header = header.to_text(Some(common::outputs::terminal_width()));
         self.say(format!("{}\n", header.trim_end()))?;
 
-        let mut run = Run::new(self, trainer)?;
-        run.save()?;
-        let signal = run.train()?;
-        run.bar.finish_and_clear();
-        let trainer = &run.trainer;
+        let signal = self.train(&mut trainer)?;
         let (step, steps) = (trainer.steps_taken(), trainer.config().steps);
         if let Some(signal) = signal {
             let kept = match &self.files.checkpoint {
                 Some(path) => format!("the run is in {}, --resume goes on", path.display()),
                 None => "without --checkpoint nothing is kept of it".into(),
             };
+            let name = signal_name(signal).unwrap_or("a signal");
             self.say(format!(
-                "\n{signal}: stopped after step {step} of {steps}; {kept}"
+                "\n{name}: stopped after step {step} of {steps}; {kept}"
             ))?;
             return Ok(Some(signal));
         }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
+        let seconds = started.elapsed().as_secs_f64();
         self.say(format!(
-            "\nvalidation loss {last:.4} nats a {unit}, after {step} steps; {:.1} s in all, {} in training",
-            started.elapsed().as_secs_f64(),
-            run.speed(),
+            "\nvalidation loss {last:.4} nats a token, after {step} steps; {seconds:.1} s in all"
         ))?;
         if common::fallbacks() != "none" {
             self.say(format!("reference ops: {}", common::fallbacks()))?;
         }
         let folder = self.family.save_family.as_ref();
-        if folder.is_none() && self.sample.sample == 0 {
+        if folder.is_none() && !self.samples() {
             return Ok(None);
         }
         let Some(model) = trainer.gather_model()? else {
             return Ok(None); // rank 0 has it
         };
         if let (Some(family), Some(folder)) = (&family, folder) {
-            family.save(&model, folder)?;
+            hf::save_with(&model, folder, &family.save_options())?;
             self.say(format!("the trained model is in {}", folder.display()))?;
         }
-        if self.sample.sample > 0 {
+        if self.samples() {
             let written = model.generate(&prompt, &sampling)?;
-            let text = vocabulary.text(&[prompt, written].concat());
+            let text = flags::text(tokenizer.as_ref(), &[prompt, written].concat());
             self.say(format!("\n{}", stdout::for_terminal(&text)))?;
         }
         Ok(None)
@@ -279,8 +275,10 @@ impl Flags {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
         };
-        let seeded = || nn::seeded(self.common.seed, DType::F32, device);
-        let loaded = |device| family.map_or(Ok(None), |family| family.load(device));
+        let weights = |host| -> Result<VarBuilder> {
+            let loaded = family.map_or(Ok(None), |family| family.load(host))?;
+            Ok(loaded.unwrap_or_else(|| nn::seeded(self.common.seed, DType::F32, device)))
+        };
         let resumed = self.files.checkpoint.as_ref().filter(|_| self.files.resume);
         let mut trainer = match (resumed, &sharded) {
             (Some(path), None) => Trainer::resume(path, model, config, train, validation, device),
@@ -288,21 +286,12 @@ impl Flags {
                 Trainer::resume_fully_sharded(path, model, sharded, config, train, validation)
             }
             (None, None) => {
-                let model = match loaded(device)? {
-                    Some(loaded) => loaded,
-                    None => TransformerLM::from_var_builder(model, seeded())?,
-                };
+                let model = TransformerLM::from_var_builder(model, weights(device)?)?;
                 Trainer::new(model, config, train, validation)
             }
             (None, Some(sharded)) => {
-                let weights = match loaded(&Device::Cpu)? {
-                    Some(loaded) => {
-                        let weights = loaded.weights().into_iter().collect();
-                        VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)
-                    }
-                    None => seeded(),
-                };
-                let model = TransformerLM::from_var_builder(model, sharded.builder(weights))?;
+                let builder = sharded.builder(weights(&Device::Cpu)?);
+                let model = TransformerLM::from_var_builder(model, builder)?;
                 Trainer::fully_sharded(model, sharded, config, train, validation)
             }
         }?;
@@ -318,48 +307,84 @@ impl Flags {
 
     /// Describes the run for the header.
     fn configuration(&self, data: String, family: Option<&Family>, trainer: &Trainer) -> Fields {
-        let (model, config) = (trainer.model().config(), trainer.config());
-        let TrainConfig {
-            accumulation,
-            batch_size,
-            sequence_length,
-            optimizer,
-            ..
-        } = config;
-        let [tokens, steps] =
-            [config.tokens_per_step(), config.steps].map(|n| group_digits(n as u64));
+        let config = trainer.config();
         let ranks = trainer.communicator().map(|ranks| {
             let (count, way) = (ranks.world_size(), Way::new(self.step_ranks(ranks)));
             let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
             format!("{count}, {way}, gradients averaged in {dtype}")
         });
-        let place = ["", ", in backward"][usize::from(config.optimizer_in_backward)];
-        let clipped = match (config.max_grad_norm, config.max_grad_value) {
-            (None, None) => "not clipped".into(),
-            (Some(norm), None) => format!("clipped at norm {norm}"),
-            (None, Some(value)) => format!("clipped at {value}"),
-            (Some(norm), Some(value)) => format!("clipped at norm {norm} and at {value}"),
-        };
-        let optimizer = format!("{optimizer}{place}, gradients {clipped}");
-        let step =
-            format!("{accumulation} x {batch_size} windows of {sequence_length}: {tokens} tokens");
-        let mut fields = Fields::from_iter([("data", data)]);
+        let mut fields = setup::configuration(data, trainer.model().config(), config);
+        let checkpointing = self.model.activation_checkpointing.to_string();
         fields
-            .insert("model", common::models::sizes(model))
-            .insert("longest context", model.context_length)
             .insert("family", family.map(Family::name))
-            .insert("attention", self.model.trained.attention.name())
-            .insert(
-                "checkpointing",
-                self.model.activation_checkpointing.to_string(),
-            )
+            .insert("checkpointing", checkpointing)
             .insert("precision", config.precision.name())
-            .insert("ranks", ranks)
-            .insert("step", step)
-            .insert("steps", steps)
-            .insert("schedule", config.schedule.to_string())
-            .insert("optimizer", optimizer);
+            .insert("ranks", ranks);
         fields
+    }
+
+    /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
+    fn train(&self, trainer: &mut Trainer) -> Result<Option<i32>> {
+        let signals = Signals::listen()?;
+        let device = trainer.model().device().clone();
+        let plan = trainer.plan()?;
+        let rates = rates::measure(&device, &plan.matmul_dtypes())?;
+        let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
+        let floor_seconds = floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum());
+        let first_step = trainer.steps_taken();
+        let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
+        let bar = ProgressBar::new(trainer.config().steps as u64)
+            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+            .with_position(first_step as u64);
+        bar.reset_eta();
+        self.save(trainer)?;
+        if trainer.history().evaluations.is_empty() || trainer.is_done() {
+            self.evaluate(trainer, &bar, "")?;
+        }
+        let save_every = self.files.checkpoint_every;
+        let save_every = save_every.map_or(self.training.evaluate_every, usize::from);
+        let mut time = Duration::ZERO;
+        loop {
+            let signal = signals.received(trainer.communicator())?;
+            if signal.is_some() {
+                self.save(trainer)?;
+                return Ok(signal);
+            }
+            let begun = Instant::now();
+            let Some(report) = trainer.step()? else {
+                return Ok(None);
+            };
+            time += begun.elapsed();
+            let step_seconds = time.as_secs_f64() / (report.step - first_step) as f64;
+            let progress = progress(trainer, &report, step_seconds, floor_seconds);
+            bar.inc(1);
+            bar.set_message(progress.clone());
+            if trainer.evaluation_is_due() {
+                self.evaluate(trainer, &bar, &progress)?;
+            }
+            if trainer.is_done() || report.step.is_multiple_of(save_every) {
+                self.save(trainer)?;
+            }
+        }
+    }
+
+    /// Evaluates, prints a line, and draws the curve so far.
+    fn evaluate(&self, trainer: &mut Trainer, bar: &ProgressBar, progress: &str) -> Result<()> {
+        let (loss, step) = (trainer.evaluate()?, trainer.steps_taken());
+        let line = format!("step {step:>6}  validation loss {loss:.4}  {progress}");
+        bar.suspend(|| self.say(line.trim_end()))?;
+        if let [Some(svg), Some(csv)] = self.files.curves()
+            && trainer.communicator().is_none_or(|ranks| ranks.rank() == 0)
+        {
+            plot::save(&[trainer.history().chart()], svg)?;
+            trainer.history().report().save(Format::Csv, csv)?;
+        }
+        Ok(())
+    }
+
+    fn save(&self, trainer: &Trainer) -> Result<()> {
+        let path = self.files.checkpoint.as_ref();
+        path.map_or(Ok(()), |path| trainer.save(path))
     }
 
     /// Prints a line. A closed stdout (`| head`) does not stop a training that leaves files.
@@ -396,136 +421,25 @@ impl Flags {
     }
 }
 
-/// A training under way.
-struct Run<'f> {
-    flags: &'f Flags,
-    trainer: Trainer,
-    bar: ProgressBar,
-    /// Tokens of the steps so far, and their time.
-    tokens: usize,
-    time: Duration,
-    /// The floor of a step at the device's rates, in seconds; `None` if memory is too short to measure them.
+/// Describes the steps since the last evaluation by their mean loss, and this process's steps by their mean time:
+/// tokens a second, and the floor of a step in percent of it (`None` if memory is too short to measure rates).
+fn progress(
+    trainer: &Trainer,
+    report: &StepReport,
+    step_seconds: f64,
     floor_seconds: Option<f64>,
-}
-
-impl<'f> Run<'f> {
-    fn new(flags: &'f Flags, mut trainer: Trainer) -> Result<Self> {
-        let device = trainer.model().device().clone();
-        let plan = trainer.plan()?;
-        let rates = rates::measure(&device, &plan.matmul_dtypes())?;
-        let floors = rates.map(|rates| plan.floors(&rates)).transpose()?;
-        let floor_seconds =
-            floors.map(|floors| floors.iter().map(|floor| floor.seconds).sum::<f64>());
-        let bar = ProgressBar::new(trainer.config().steps as u64);
-        let style = ProgressStyle::with_template("{bar:15} {pos}/{len}  ETA {eta}  {wide_msg}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.set_position(trainer.steps_taken() as u64);
-        bar.reset_eta();
-        Ok(Self {
-            flags,
-            trainer,
-            bar,
-            tokens: 0,
-            time: Duration::ZERO,
-            floor_seconds,
-        })
+) -> String {
+    let (history, config) = (trainer.history(), trainer.config());
+    let loss = history.recent_loss(config.evaluate_every);
+    let loss = loss.unwrap_or(f64::NAN);
+    let speed = group_digits((config.tokens_per_step() as f64 / step_seconds) as u64);
+    let lr = report.learning_rate;
+    let mut text = format!("loss {loss:.4}  lr {lr:.2e}  {speed} tokens/s");
+    if let Some(floor) = floor_seconds {
+        text += &format!(", {:.0}% of floor", 100.0 * floor / step_seconds);
     }
-
-    /// Takes all steps that are left, or those up to a signal. Evaluates and saves on the way, and at the end.
-    fn train(&mut self) -> Result<Option<Signal>> {
-        let signals = Signals::listen()?;
-        if self.trainer.history().evaluations.is_empty() || self.trainer.is_done() {
-            self.evaluate(None)?;
-        }
-        let save_every = self.flags.files.checkpoint_every;
-        let save_every = save_every.map_or(self.flags.training.evaluate_every, usize::from);
-        loop {
-            let signal = signals.received(self.trainer.communicator())?;
-            if signal.is_some() {
-                self.save()?;
-                return Ok(signal);
-            }
-            let begun = Instant::now();
-            let Some(report) = self.trainer.step()? else {
-                return Ok(None);
-            };
-            self.tokens += self.trainer.config().tokens_per_step();
-            self.time += begun.elapsed();
-            if report.tokens == 0 {
-                let line = format!("step {:>6}  skipped: no target counts", report.step);
-                self.bar.suspend(|| self.flags.say(line))?;
-            }
-            let validation = self.trainer.history().evaluations.last();
-            self.bar.inc(1);
-            self.bar.set_message(format!(
-                "loss {:.3}  validation {}  lr {:.2e}  {}",
-                self.recent_loss(),
-                validation.map_or("n/a".into(), |last| format!("{:.3}", last.loss)),
-                report.learning_rate,
-                self.speed()
-            ));
-            if self.trainer.evaluation_is_due() {
-                self.evaluate(Some(&report))?;
-            }
-            if self.trainer.is_done() || report.step.is_multiple_of(save_every) {
-                self.save()?;
-            }
-        }
+    if let Some(scale) = trainer.loss_scale() {
+        text += &format!("  scale {scale}  skipped {}", history.skipped.len());
     }
-
-    /// Evaluates, prints a line, and draws the curve so far.
-    fn evaluate(&mut self, report: Option<&StepReport>) -> Result<()> {
-        let loss = self.trainer.evaluate()?;
-        let trainer = &self.trainer;
-        let history = trainer.history();
-        let mut line = format!(
-            "step {:>6}  validation loss {loss:.4}",
-            trainer.steps_taken()
-        );
-        if let Some(report) = report {
-            let (recent, lr, speed) = (self.recent_loss(), report.learning_rate, self.speed());
-            line += &format!("  loss {recent:.4}  lr {lr:.2e}  {speed}");
-            if let Some(scale) = trainer.loss_scale() {
-                line += &format!("  scale {scale}  skipped {}", history.skipped.len());
-            }
-        }
-        self.bar.suspend(|| self.flags.say(line))?;
-        let is_first = trainer.communicator().is_none_or(|ranks| ranks.rank() == 0);
-        if let (Some(folder), true) = (&self.flags.files.out, is_first) {
-            plot::save(&[history.chart()], folder.join(LOSS_SVG))?;
-            history.report().save(Format::Csv, folder.join(LOSS_CSV))?;
-        }
-        Ok(())
-    }
-
-    fn save(&self) -> Result<()> {
-        let path = self.flags.files.checkpoint.as_ref();
-        path.map_or(Ok(()), |path| self.trainer.save(path))
-    }
-
-    /// Returns the mean loss of as many of the last steps as there are between evaluations.
-    fn recent_loss(&self) -> f64 {
-        let steps = self.trainer.config().evaluate_every;
-        self.trainer
-            .history()
-            .recent_loss(steps)
-            .unwrap_or(f64::NAN)
-    }
-
-    /// Returns the tokens a second, and the floor of a step in percent of its time.
-    fn speed(&self) -> String {
-        if self.tokens == 0 {
-            return "n/a tokens/s".into();
-        }
-        let seconds = self.time.as_secs_f64();
-        let speed = group_digits((self.tokens as f64 / seconds) as u64);
-        let steps = self.tokens as f64 / self.trainer.config().tokens_per_step() as f64;
-        match self.floor_seconds {
-            Some(floor) => format!(
-                "{speed} tokens/s, {:.0}% of floor",
-                100.0 * floor * steps / seconds
-            ),
-            None => format!("{speed} tokens/s"),
-        }
-    }
+    text
 }

@@ -1,6 +1,9 @@
-//! The comparison of runs in several precisions.
+//! Runs in several precisions, and their comparison.
 
-use tallow::report::{Answer, Fields, Statistics};
+use tallow::precision::Precision;
+use tallow::report::plot::{Chart, Series};
+use tallow::report::{Answer, Column, Fields, Statistics};
+use tallow::train::History;
 
 /// Steps whose mean loss is a run's last loss, and a point of the curves: one batch's loss says little.
 pub const STEPS_A_POINT: usize = 10;
@@ -8,11 +11,10 @@ pub const STEPS_A_POINT: usize = 10;
 /// A finished run.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
-    pub precision: String,
-    /// The loss of each step's batch; infinite or NaN where f16 overflowed.
-    pub losses: Vec<f64>,
-    pub validation_loss: f64,
-    pub skipped_steps: usize,
+    pub precision: Precision,
+    pub history: History,
+    /// Points of (step, mean loss of the steps up to it).
+    pub curve: Vec<(f64, f64)>,
     pub loss_scale: Option<f64>,
     pub tokens: usize,
     pub seconds: f64,
@@ -21,86 +23,119 @@ pub struct Run {
 impl Run {
     /// Returns the row, compared with the run in f32 if there is one.
     pub fn row(&self, exact: Option<&Run>) -> Fields {
-        let last = |run: &Run| mean(run.last()).filter(|loss| loss.is_finite());
-        let exact_last = exact.and_then(last);
-        let from_f32 = last(self)
-            .zip(exact_last)
-            .map(|(own, exact)| percent(own, exact));
-        let validation = exact.map(|exact| percent(self.validation_loss, exact.validation_loss));
-        let mut row = Fields::new();
-        row.insert("precision", self.precision.as_str())
-            .insert("first_loss", self.losses.first().copied())
-            .insert("last_loss", last(self))
-            .insert("from_f32_percent", from_f32)
-            .insert("validation_loss", self.validation_loss)
-            .insert("validation_from_f32_percent", validation)
-            .insert("skipped_steps", self.skipped_steps)
+        let from_f32 = |loss: fn(&Run) -> Option<f64>| Some(percent(loss(self)?, loss(exact?)?));
+        let losses = &self.history.losses;
+        let mut row = Fields::from_iter([("precision", self.precision.name())]);
+        row.insert("first_loss", losses.first().copied())
+            .insert("last_loss", self.last_loss())
+            .insert("from_f32_percent", from_f32(Run::last_loss))
+            .insert("validation_loss", self.validation_loss())
+            .insert(
+                "validation_from_f32_percent",
+                from_f32(Run::validation_loss),
+            )
+            .insert("skipped_steps", self.history.skipped.len())
             .insert("loss_scale", self.loss_scale)
-            .insert("step_ms", self.seconds * 1e3 / self.losses.len() as f64)
+            .insert("step_ms", self.seconds * 1e3 / losses.len() as f64)
             .insert("tokens_per_s", self.tokens as f64 / self.seconds);
         row
     }
 
-    fn last(&self) -> &[f64] {
-        &self.losses[self.losses.len().saturating_sub(STEPS_A_POINT)..]
+    fn last_loss(&self) -> Option<f64> {
+        self.history.recent_loss(STEPS_A_POINT)
     }
 
-    /// Returns points of (step, mean loss of the steps up to it). Charts leave out a mean that is NaN.
-    pub fn points(&self) -> Vec<(f64, f64)> {
-        let chunks = self.losses.chunks(STEPS_A_POINT).enumerate();
-        let points = chunks.map(|(i, losses)| {
-            let step = (i * STEPS_A_POINT + losses.len()) as f64;
-            (step, mean(losses).unwrap_or(f64::NAN))
-        });
-        points.collect()
+    fn validation_loss(&self) -> Option<f64> {
+        self.history.evaluations.last().map(|last| last.loss)
     }
 }
 
-/// The mean of the finite losses.
-fn mean(losses: &[f64]) -> Option<f64> {
-    let finite: Vec<f64> = losses.iter().copied().filter(|l| l.is_finite()).collect();
-    (!finite.is_empty()).then(|| finite.iter().sum::<f64>() / finite.len() as f64)
+/// The columns of [`Run::row`].
+pub fn columns() -> Vec<Column> {
+    vec![
+        Column::text("precision", "Precision"),
+        Column::number("last_loss", "Last loss", "nats", 4),
+        Column::number("from_f32_percent", "From f32", "%", 3),
+        Column::number("validation_loss", "Validation", "nats", 4),
+        Column::number("validation_from_f32_percent", "Validation from f32", "%", 3),
+        Column::number("first_loss", "First loss", "nats", 4),
+        Column::count("skipped_steps", "Skipped steps"),
+        Column::number("loss_scale", "Loss scale", "", 0),
+        Column::ms("step_ms", "Step"),
+        Column::count("tokens_per_s", "Tokens/s"),
+    ]
+}
+
+/// Returns the run in f32.
+pub fn exact(runs: &[Run]) -> Option<&Run> {
+    runs.iter().find(|run| run.precision == Precision::F32)
+}
+
+/// Draws the curves, and their distance from f32's.
+pub fn figure(runs: &[Run]) -> Vec<Chart> {
+    let chart = |title: String, y_label: &str, y: &dyn Fn(usize, f64) -> f64| {
+        let line = |run: &Run| {
+            let points = run.curve.iter().enumerate();
+            let points = points.map(|(i, (step, loss))| (*step, y(i, *loss)));
+            Series::new(run.precision.name(), points.collect())
+        };
+        Chart {
+            title,
+            x_label: "step".into(),
+            y_label: y_label.into(),
+            series: runs.iter().map(line).collect(),
+            ..Default::default()
+        }
+    };
+    let title = format!("Loss (mean of {STEPS_A_POINT} steps)");
+    let mut charts = vec![chart(title, "loss (nats a token)", &|_, loss| loss)];
+    charts.extend(exact(runs).map(|exact| {
+        let distance = |i: usize, loss| percent(loss, exact.curve[i].1);
+        chart("Distance from f32".into(), "loss over f32's (%)", &distance)
+    }));
+    charts
 }
 
 /// Compares each run with that in f32: the difference at each of the last steps, whose batches are the same, by its
 /// mean and twice its standard error. `None` without f32 and another precision.
 pub fn answer(runs: &[Run]) -> Option<Answer> {
-    let exact = runs.iter().find(|run| run.precision == "f32")?;
-    let others = runs.iter().filter(|run| run.precision != "f32");
+    let exact = exact(runs)?;
+    let others = runs.iter().filter(|run| run.precision != exact.precision);
     let sentences: Vec<String> = others.map(|run| compared(run, exact)).collect();
     let question = "Does half precision train as well as f32?";
     (!sentences.is_empty()).then(|| Answer::new(question, sentences.join(" ")))
 }
 
 fn compared(run: &Run, exact: &Run) -> String {
-    let pairs = run.last().iter().zip(exact.last());
-    let mut differences: Vec<f64> = pairs.map(|(own, exact)| percent(*own, *exact)).collect();
+    let pairs = run.history.losses.iter().zip(&exact.history.losses);
+    let differences = pairs.rev().take(STEPS_A_POINT);
+    let mut differences: Vec<f64> = differences.map(|(own, f32)| percent(*own, *f32)).collect();
     differences.retain(|percent| percent.is_finite());
     let n = differences.len();
     let statistics = Statistics::new(&differences).ok();
-    let difference = statistics.as_ref().map_or(f64::NAN, |own| own.mean_ms);
-    let std = statistics.and_then(|own| own.std_ms).unwrap_or(f64::NAN);
-    let error = 2.0 * std / (n as f64).sqrt();
+    let (difference, std) = statistics.map_or((f64::NAN, None), |own| (own.mean_ms, own.std_ms));
+    let error = 2.0 * std.unwrap_or(f64::NAN) / (n as f64).sqrt();
     let verdict = match difference {
-        _ if n < 3 || !error.is_finite() => "too few steps to compare",
+        _ if n < 3 => "too few steps to compare",
         d if d.abs() <= error => "no difference beyond the spread",
         d if d > 0.0 => "higher than in f32",
         _ => "lower than in f32",
     };
-    let skipped = match run.skipped_steps {
+    let skipped = match run.history.skipped.len() {
         0 => String::new(),
         n => format!(" {n} steps overflowed at their loss scale and made no update."),
     };
-    let (precision, difference) = (&run.precision, signed(difference));
-    let validation = signed(percent(run.validation_loss, exact.validation_loss));
+    let [own, f32] = [run, exact].map(|run| run.validation_loss().unwrap_or(f64::NAN));
+    let (difference, validation) = (signed(difference), signed(percent(own, f32)));
     format!(
-        "{precision}: over the last {n} steps the loss differs from f32's by {difference} ± {error:.3}% (two standard \
-         errors): {verdict}. The validation loss differs by {validation}.{skipped}"
+        "{}: over the last {n} steps the loss differs from f32's by {difference} ± {error:.3}% (two standard errors): \
+         {verdict}. The validation loss differs by {validation}.{skipped}",
+        run.precision
     )
 }
 
 /// Returns how far a loss is above f32's, in percent.
-pub fn percent(own: f64, exact: f64) -> f64 {
+fn percent(own: f64, exact: f64) -> f64 {
     100.0 * (own / exact - 1.0)
 }
 

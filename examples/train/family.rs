@@ -1,13 +1,15 @@
 //! Training that starts from a model of another family, with its tokenizer.
 
 use crate::common::refusal;
-use crate::flags::{DataFlags, ModelFlags, Vocabulary};
-use candle_core::Device;
+use crate::flags::ModelFlags;
+use candle_core::{DType, Device};
+use candle_nn::VarBuilder;
 use clap::Args;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use tallow::hf::{self, SaveOptions, Tokenizer};
-use tallow::model::{LoadOptions, TransformerConfig, TransformerLM};
+use tallow::model::{LoadOptions, TransformerConfig};
+use tallow::nn::Layer;
 use tallow::precision::Precision;
 use tallow::{Error, Result};
 
@@ -50,55 +52,26 @@ pub struct Family<'f> {
     flags: &'f FamilyFlags,
     folder: PathBuf,
     pub config: TransformerConfig,
-    /// Whether the files have another head than the embedding that config.json ties it to.
-    is_untied: bool,
 }
 
 impl FamilyFlags {
-    /// Opens the family, if one is asked for, with the meaning of its ids. Refuses a folder that cannot be written.
-    pub fn open(
-        &self,
-        model: &ModelFlags,
-        data: &DataFlags,
-    ) -> Result<(Option<Family<'_>>, Vocabulary)> {
-        let ids = match data.tokens {
-            Some(_) => Vocabulary::Ids,
-            None => Vocabulary::Bytes,
-        };
+    /// Opens the family, if one is named. Refuses a folder that the trained model cannot be written to.
+    pub fn open(&self, model: &ModelFlags) -> Result<Option<Family<'_>>> {
         let Some(name) = &self.family else {
-            return Ok((None, ids));
+            return Ok(None);
         };
         let folder = hf::find(name)?;
-        let saved = hf::config_with(&folder, &self.load_options())?;
-        let tied = match self.random_weights {
-            true => saved.tie_embeddings,
-            false => {
-                hf::loaded_config(&folder, &self.load_options())
-                    .map_err(or_random)?
-                    .tie_embeddings
-            }
-        };
-        let config = model.applied(TransformerConfig {
-            tie_embeddings: tied,
-            ..saved.clone()
-        })?;
-        let vocabulary = match ids {
-            Vocabulary::Ids => ids,
-            _ => {
-                let tokenizer = Tokenizer::open(&folder)?;
-                tokenizer.check_fits(&config)?;
-                Vocabulary::Words(tokenizer.into())
-            }
+        let config = match self.random_weights {
+            true => hf::config_with(&folder, &self.load_options())?,
+            false => hf::loaded_config(&folder, &self.load_options()).map_err(or_random)?,
         };
         let family = Family {
             flags: self,
-            is_untied: saved.tie_embeddings && !tied,
             folder,
-            config,
+            config: model.applied(config)?,
         };
         if let Some(written) = &self.save_family {
-            let place = |folder: &Path| fs::canonicalize(folder).ok();
-            if place(written).is_some_and(|written| Some(written) == place(&family.folder)) {
+            if fs::canonicalize(written).ok() == fs::canonicalize(&family.folder).ok() {
                 return Err(refusal(
                     "--save-family",
                     "another folder than --family's",
@@ -108,7 +81,7 @@ impl FamilyFlags {
             }
             hf::check_save(&family.config, written, &family.save_options())?;
         }
-        Ok((Some(family), vocabulary))
+        Ok(Some(family))
     }
 
     fn load_options(&self) -> LoadOptions {
@@ -128,33 +101,31 @@ fn or_random(mut error: Error) -> Error {
 }
 
 impl Family<'_> {
-    /// Loads the model; `None` with --random-weights.
-    pub fn load(&self, device: &Device) -> Result<Option<TransformerLM>> {
+    /// Describes the model for the header.
+    pub fn name(&self) -> String {
+        let begun = ["", ", begun with random weights"][usize::from(self.flags.random_weights)];
+        format!("{}{begun}", self.folder.display())
+    }
+
+    /// Loads the weights; `None` with --random-weights.
+    pub fn load(&self, device: &Device) -> Result<Option<VarBuilder<'static>>> {
         if self.flags.random_weights {
             return Ok(None);
         }
         let model = hf::load_with(&self.folder, &self.flags.load_options(), device)?;
-        Ok(Some(model.with_dropout(self.config.dropout)?))
+        let weights = model.weights().into_iter().collect();
+        Ok(Some(VarBuilder::from_tensors(weights, DType::F32, device)))
     }
 
-    /// Describes it for the header.
-    pub fn name(&self) -> String {
-        let folder = self.folder.display();
-        match (self.flags.random_weights, self.is_untied) {
-            (true, _) => format!("{folder}, begun with random weights"),
-            (_, true) => format!(
-                "{folder}, whose head differs from the embedding and is kept (config.json has tie_word_embeddings)"
-            ),
-            _ => folder.to_string(),
-        }
+    /// Opens the tokenizer, which must fit the model.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        let tokenizer = Tokenizer::open(&self.folder)?;
+        tokenizer.check_fits(&self.config)?;
+        Ok(tokenizer)
     }
 
-    /// Saves the trained model, with the files next to the weights that it started from.
-    pub fn save(&self, model: &TransformerLM, folder: &Path) -> Result<()> {
-        hf::save_with(model, folder, &self.save_options())
-    }
-
-    fn save_options(&self) -> SaveOptions {
+    /// Returns how the trained model is saved: with the files next to the weights that it started from.
+    pub fn save_options(&self) -> SaveOptions {
         SaveOptions {
             from: Some(self.folder.clone()),
             dtype: self.flags.save_dtype.map(Precision::dtype),

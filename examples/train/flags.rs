@@ -4,6 +4,7 @@ use crate::common::models::TrainedModelFlags;
 use crate::common::modes::OptimizerFlag;
 use crate::common::precision::PrecisionFlags;
 use crate::common::{outputs, refusal, values};
+use crate::setup;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
@@ -12,15 +13,8 @@ use tallow::data::Tokens;
 use tallow::hf::Tokenizer;
 use tallow::model::{GenerateConfig, TransformerConfig};
 use tallow::nn::{Checkpointing, DropoutRates};
-use tallow::optim::{Rule, Schedule};
+use tallow::optim::{AdamWConfig, LionConfig, MuonConfig, Rule, Schedule, SgdConfig};
 use tallow::{Error, Result};
-
-/// The files of `--out`.
-pub const LOSS_SVG: &str = "loss.svg";
-pub const LOSS_CSV: &str = "loss.csv";
-
-/// Extensions of the files that are read from a folder.
-const EXTENSIONS: [&str; 4] = ["rs", "md", "toml", "py"];
 
 #[derive(Args)]
 #[command(next_help_heading = "Data and model")]
@@ -141,9 +135,7 @@ pub struct TrainingFlags {
 pub enum ScheduleFlag {
     Cosine,
     Linear,
-    /// Warm-up, stable, decay
     Wsd,
-    /// Cosines, again and again
     Restarts,
     Constant,
 }
@@ -192,7 +184,7 @@ pub struct SampleFlags {
     pub top_p: Option<f64>,
 
     /// Text that the sample continues [default: a line break]
-    #[arg(long, hide_short_help = true, value_name = "TEXT", conflicts_with = "tokens", value_parser = NonEmptyStringValueParser::new())]
+    #[arg(long, hide_short_help = true, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub prompt: Option<String>,
 }
 
@@ -201,23 +193,23 @@ impl FileFlags {
     pub fn check(&self) -> Result<()> {
         if let Some(folder) = &self.out {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-            for file in [LOSS_SVG, LOSS_CSV] {
-                outputs::check_writable(&folder.join(file))?;
-            }
         }
-        let Some(path) = &self.checkpoint else {
-            return Ok(());
-        };
-        outputs::check_writable(path)?;
-        match path.exists() && !self.resume {
-            true => Err(refusal(
+        let [svg, csv] = self.curves();
+        outputs::check([&self.checkpoint, &svg, &csv])?;
+        match self.checkpoint.as_ref().filter(|path| path.exists()) {
+            Some(path) if !self.resume => Err(refusal(
                 "--checkpoint",
                 "a file that is not there yet",
                 format!("{}, which is", path.display()),
                 "go on with --resume, or move it away",
             )),
-            false => Ok(()),
+            _ => Ok(()),
         }
+    }
+
+    /// Returns the picture and the table of the losses.
+    pub fn curves(&self) -> [Option<PathBuf>; 2] {
+        ["loss.svg", "loss.csv"].map(|name| Some(self.out.as_ref()?.join(name)))
     }
 
     /// Whether the run leaves files.
@@ -227,80 +219,32 @@ impl FileFlags {
 }
 
 impl DataFlags {
-    pub fn open(&self, vocabulary: &Vocabulary) -> Result<Tokens> {
-        let (Some(path), Some(vocab_size)) = (&self.tokens, self.vocab_size) else {
-            let bytes = match self.data.is_dir() {
-                true => Tokens::source_tree(&self.data, &EXTENSIONS)?,
-                false => Tokens::bytes(&self.data)?,
-            };
-            return match vocabulary {
-                Vocabulary::Words(tokenizer) => bytes.encoded(tokenizer),
-                _ => Ok(bytes),
-            };
-        };
-        let tokens = Tokens::open(path, vocab_size)?;
-        tokens.validate()?; // now, not when a batch meets a bad id
-        Ok(tokens)
+    /// Opens the data: ids of a tokenizer if there is one, else bytes or the ids of a file.
+    pub fn open(&self, tokenizer: Option<&Tokenizer>) -> Result<Tokens> {
+        match (&self.tokens, self.vocab_size, tokenizer) {
+            (Some(path), Some(vocab_size), _) => {
+                let tokens = Tokens::open(path, vocab_size)?;
+                tokens.validate()?; // now, not when a batch meets a bad id
+                Ok(tokens)
+            }
+            (.., Some(tokenizer)) => setup::read(&self.data)?.encoded(tokenizer),
+            _ => setup::read(&self.data),
+        }
     }
 }
 
-/// The meaning of a token id.
-pub enum Vocabulary {
-    Bytes,
-    /// Ids of a token file.
-    Ids,
-    Words(Box<Tokenizer>), // boxed: it is far larger than the others
-}
-
-impl Vocabulary {
-    pub fn unit(&self) -> &'static str {
-        match self {
-            Self::Bytes => "byte",
-            Self::Ids | Self::Words(_) => "token",
-        }
-    }
-
-    /// Returns the ids that a sample continues: the first of the validation data where ids have no text.
-    pub fn prompt(&self, sample: &SampleFlags, validation: &Tokens) -> Result<Vec<u32>> {
-        let prompt = sample.prompt.as_deref().unwrap_or("\n");
-        let ids = match self {
-            Self::Bytes => prompt.bytes().map(u32::from).collect(),
-            Self::Ids => validation.slice(0..1)?.to_vec()?,
-            Self::Words(tokenizer) => tokenizer.encode(prompt)?,
-        };
-        match ids.is_empty() && sample.sample > 0 {
-            false => Ok(ids),
-            true => Err(refusal(
-                "--prompt",
-                "a text of at least 1 token",
-                format!("{prompt:?}, which the tokenizer drops"),
-                "give another --prompt, or --sample 0",
-            )),
-        }
-    }
-
-    /// Returns ids as a reader sees them: as text, or as ids where there is no text or the tokenizer lacks one of them
-    /// (an embedding may have more rows).
-    pub fn text(&self, ids: &[u32]) -> String {
-        match self {
-            Self::Bytes => {
-                let bytes: Vec<u8> = ids.iter().map(|byte| *byte as u8).collect();
-                String::from_utf8_lossy(&bytes).into_owned()
-            }
-            Self::Ids => format!("{ids:?}"),
-            Self::Words(tokenizer) => {
-                let text = tokenizer.decode(ids);
-                text.unwrap_or_else(|error| format!("{ids:?}\n({error})"))
-            }
-        }
-    }
+/// Returns the text of ids, which are bytes without a tokenizer; the ids if the tokenizer lacks one of them (an
+/// embedding may have more rows).
+pub fn text(tokenizer: Option<&Tokenizer>, ids: &[u32]) -> String {
+    let Some(tokenizer) = tokenizer else {
+        let bytes: Vec<u8> = ids.iter().map(|byte| *byte as u8).collect();
+        return String::from_utf8_lossy(&bytes).into_owned();
+    };
+    let text = tokenizer.decode(ids);
+    text.unwrap_or_else(|error| format!("{ids:?}\n({error})"))
 }
 
 impl ModelFlags {
-    pub fn config(&self, vocab_size: usize) -> Result<TransformerConfig> {
-        self.applied(self.trained.config(vocab_size)?)
-    }
-
     /// Returns `base` with the flags that hold for every model.
     pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
         let config = TransformerConfig {
@@ -351,35 +295,44 @@ impl TrainingFlags {
 
     /// Returns the rule with the flags that it has.
     pub fn rule(&self, seed: u64) -> Result<Rule> {
-        let betas = self.betas()?;
-        let mut rule = self
-            .optimizer
-            .rule(seed)
-            .with_weight_decay(self.weight_decay);
+        let [first, second] = self.betas[..] else {
+            let (got, hint) = (format!("{:?}", self.betas), "write --betas 0.9,0.99, say");
+            return Err(refusal("--betas", "two numbers", got, hint));
+        };
+        let rule = self.optimizer.rule(seed);
+        let mut rule = rule.with_weight_decay(self.weight_decay);
         match &mut rule {
-            Rule::AdamW(config) => config.betas = betas,
-            Rule::Lion(config) => config.betas = betas,
-            Rule::Sgd(config) => config.momentum = self.momentum.unwrap_or(config.momentum),
-            Rule::Muon(config) => config.momentum = self.momentum.unwrap_or(config.momentum),
+            Rule::AdamW(AdamWConfig { betas, .. }) | Rule::Lion(LionConfig { betas, .. }) => {
+                *betas = (first, second);
+            }
+            Rule::Sgd(SgdConfig { momentum, .. }) | Rule::Muon(MuonConfig { momentum, .. }) => {
+                *momentum = self.momentum.unwrap_or(*momentum);
+            }
             _ => {}
         }
         Ok(rule)
     }
-
-    fn betas(&self) -> Result<(f64, f64)> {
-        match self.betas[..] {
-            [first, second] => Ok((first, second)),
-            ref other => Err(refusal(
-                "--betas",
-                "two numbers",
-                format!("{other:?}"),
-                "write --betas 0.9,0.99, say",
-            )),
-        }
-    }
 }
 
 impl SampleFlags {
+    /// Returns the ids that the sample continues.
+    pub fn prompt(&self, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+        let prompt = self.prompt.as_deref().unwrap_or("\n");
+        let ids = match tokenizer {
+            Some(tokenizer) => tokenizer.encode(prompt)?,
+            None => prompt.bytes().map(u32::from).collect(),
+        };
+        match ids.is_empty() && self.sample > 0 {
+            false => Ok(ids),
+            true => Err(refusal(
+                "--prompt",
+                "a text of at least 1 token",
+                format!("{prompt:?}, which the tokenizer drops"),
+                "give another --prompt, or --sample 0",
+            )),
+        }
+    }
+
     pub fn config(&self, seed: u64) -> GenerateConfig {
         GenerateConfig {
             max_new_tokens: self.sample,

@@ -1,40 +1,21 @@
 //! Ctrl-C, SIGTERM and SIGHUP (a closed terminal): the first asks the program to end, the second ends it.
 
 use candle_core::Tensor;
-#[cfg(unix)]
-use signal_hook::consts::SIGHUP;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use tallow::distributed::{Communicator, Reduce};
 use tallow::{Error, Result};
 
-/// A signal that asks a program to end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Signal(i32);
-
-impl Signal {
-    /// Returns the status that shells give a program that it ended: 130, 143 or 129.
-    pub fn exit_status(self) -> u8 {
-        128 + self.0 as u8
-    }
-}
-
-impl fmt::Display for Signal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0 {
-            SIGINT => "Ctrl-C",
-            #[cfg(unix)]
-            SIGHUP => "SIGHUP",
-            _ => "SIGTERM",
-        })
-    }
+/// Returns the status that shells give a program that this signal ended: 130, 143 or 129.
+pub fn exit_status(signal: i32) -> u8 {
+    128 + signal as u8
 }
 
 /// While it is alive, the first signal is only noted. Any other ends the process with its exit status, and so does
 /// every signal afterwards.
+#[derive(Default)]
 pub struct Signals {
     /// 0 is none.
     received: Arc<AtomicUsize>,
@@ -45,27 +26,23 @@ impl Signals {
     /// # Errors
     /// [`Error::Io`] if the system refuses.
     pub fn listen() -> Result<Self> {
-        let (received, ends_at_once) =
-            (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
+        let all = Self::default();
         let mut listened = vec![SIGINT, SIGTERM];
         #[cfg(unix)]
-        listened.extend(Some(SIGHUP).filter(|signal| !is_ignored(*signal)));
+        listened.extend(Some(libc::SIGHUP).filter(|signal| !is_ignored(*signal)));
         for signal in listened {
-            let status = Signal(signal).exit_status().into();
+            let status = exit_status(signal).into();
             // A signal's actions run in this order: for the first signal, the process does not end.
-            flag::register_conditional_shutdown(signal, status, ends_at_once.clone())
-                .and_then(|_| flag::register(signal, ends_at_once.clone()))
-                .and_then(|_| flag::register_usize(signal, received.clone(), signal as usize))
+            flag::register_conditional_shutdown(signal, status, all.ends_at_once.clone())
+                .and_then(|_| flag::register(signal, all.ends_at_once.clone()))
+                .and_then(|_| flag::register_usize(signal, all.received.clone(), signal as usize))
                 .map_err(|e| Error::io("listen to", format!("signal {signal}"), e))?;
         }
-        Ok(Self {
-            received,
-            ends_at_once,
-        })
+        Ok(all)
     }
 
     /// Returns the signal that any of the ranks received: they all have to stop after the same step.
-    pub fn received(&self, ranks: Option<&Communicator>) -> Result<Option<Signal>> {
+    pub fn received(&self, ranks: Option<&Communicator>) -> Result<Option<i32>> {
         let mut received = self.received.load(Ordering::SeqCst);
         if let Some(ranks) = ranks {
             let largest = Tensor::new(&[received as f64], ranks.device())?;
@@ -73,7 +50,7 @@ impl Signals {
             received = largest.to_vec1::<f64>()?[0] as usize;
             ranks.check()?;
         }
-        Ok((received != 0).then_some(Signal(received as i32)))
+        Ok((received != 0).then_some(received as i32))
     }
 }
 

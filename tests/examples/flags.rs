@@ -349,14 +349,7 @@ const CASES: &[Case] = &[
                 "weight-decay",
                 "optimizer",
             ],
-            &[
-                "clip",
-                "clip-value",
-                "evaluate-every",
-                "checkpoint",
-                "out",
-                "sample",
-            ],
+            &["clip", "clip-value", "evaluate-every", "checkpoint", "out"],
         ],
         refused: &[
             ("device", &["--gpus 2 --device cpu"]),
@@ -430,6 +423,7 @@ const CASES: &[Case] = &[
             ("checkpoint-every", &["--checkpoint-every 5"]),
             ("keep", &["--keep 5"]),
             ("resume", &["--resume"]),
+            ("sample", &["--tokens t.bin --vocab-size 9 --sample 5"]),
             ("temperature", &["--sample 0 --temperature 1"]),
             (
                 "top-k",

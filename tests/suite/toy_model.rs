@@ -109,17 +109,37 @@ fn the_numbers_behind_the_answer() {
 
 #[test]
 fn answers_follow_the_figures() {
-    let [sensitive, brain] = layer_norm::answers(&layer_norm::rows()).map(|answer| answer.answer);
+    let [sensitive, brain] = layer_norm::ANSWERS.map(|(_, answer)| answer);
+    let output = |activations, dtype: &str| {
+        let row = found(activations, dtype, &format!("{dtype}, sums in f32"));
+        row.output_error_percent
+    };
+    let variance = |activations, stored, computed| {
+        let row = found(activations, stored, computed);
+        row.variance_error_percent.abs()
+    };
     assert_eq!(half::f16::MAX.to_f32(), 65_504.0);
+    let small = variance("small", "f16", "f16, sums in f32");
     for part in [
-        "65,504: the variance is inf",
-        "off by 100.00%",
-        "at most 0.01%",
+        "f16 ends at 65,504".into(),
+        format!(
+            "the variance is inf and the output is off by {:.2}%",
+            output("large", "f16")
+        ),
+        format!("smallest number: the variance is off by {small:.2}%"),
+        "at most 0.01%".into(),
     ] {
-        assert!(sensitive.contains(part), "{part}: {sensitive}");
+        assert!(sensitive.contains(&part), "{part}: {sensitive}");
     }
-    for part in ["For its range, no", "For its accuracy, yes"] {
-        assert!(brain.contains(part), "{part}: {brain}");
+    let sums = variance("ordinary", "bf16", "bf16");
+    for part in [
+        "For its range, no".into(),
+        "For its accuracy, yes".into(),
+        format!("off by {:.2}% in bf16", output("offset", "bf16")),
+        format!("{:.2}% in f16", output("offset", "f16")),
+        format!("variance of ordinary activations is off by {sums:.2}%"),
+    ] {
+        assert!(brain.contains(&part), "{part}: {brain}");
     }
 }
 

@@ -12,6 +12,7 @@ use tallow::bench::{EndToEnd, alternate, environment};
 use tallow::memory::Mode;
 use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
+use tallow::train::{Evaluation, History};
 
 const REGIMES: [Regime; 3] = [Regime::CudaAutocast, Regime::CpuAutocast, Regime::Full];
 
@@ -137,19 +138,27 @@ fn turns_are_taken_and_their_samples_joined() {
 /// The batches are equal, so losses are compared step by step.
 #[test]
 fn losses_are_compared_by_their_spread() {
-    let run = |precision: &str, factor: fn(usize) -> f64| curves::Run {
-        precision: precision.into(),
-        losses: (0..20)
-            .map(|i| (5.0 + (i % 3) as f64) * factor(i))
-            .collect(),
-        validation_loss: 4.0,
+    let run = |precision, factor: fn(usize) -> f64| curves::Run {
+        precision,
+        history: History {
+            losses: (0..20)
+                .map(|i| (5.0 + (i % 3) as f64) * factor(i))
+                .collect(),
+            evaluations: vec![Evaluation {
+                step: 20,
+                loss: 4.0,
+            }],
+            ..Default::default()
+        },
         ..Default::default()
     };
-    let exact = run("f32", |_| 1.0);
+    let exact = run(Precision::F32, |_| 1.0);
     let text = |other: curves::Run| curves::answer(&[exact.clone(), other]).unwrap().answer;
-    let higher = text(run("bf16", |i| 1.01 + (i % 2) as f64 * 1e-4));
+    let higher = text(run(Precision::BF16, |i| 1.01 + (i % 2) as f64 * 1e-4));
     assert!(higher.contains("higher than in f32"), "{higher}");
-    let noisy = text(run("bf16", |i| 1.0 + if i % 2 == 0 { 0.01 } else { -0.01 }));
+    let noisy = text(run(Precision::BF16, |i| {
+        1.0 + if i % 2 == 0 { 0.01 } else { -0.01 }
+    }));
     assert!(noisy.contains("no difference beyond the spread"), "{noisy}");
     assert!(curves::answer(std::slice::from_ref(&exact)).is_none());
 }

@@ -4,7 +4,7 @@
 #[path = "../../../examples/train/signals.rs"]
 mod listener;
 
-use listener::Signals;
+use listener::{Signals, exit_status};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
@@ -30,7 +30,7 @@ fn listen() {
             .and_then(|signals| signals.received(None).unwrap())
         {
             if role == "exits_after_signal" {
-                std::process::exit(signal.exit_status().into());
+                std::process::exit(exit_status(signal).into());
             }
             if !seen {
                 println!("\nbusy after {signal}");
