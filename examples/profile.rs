@@ -21,7 +21,7 @@ use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Output, Sweep, ops, values, words, wrote};
-use figures::{Floors, Profiled};
+use figures::Profiled;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
@@ -36,6 +36,16 @@ const EXAMPLES: &str = "Examples:
   profile --phase backward --by layer
   profile --mode train-step --compile=only --floor
   profile --mode train-step --trace step.json --flame-graph step.svg";
+
+const NOTES: [&str; 3] = [
+    "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and std \
+     are of one call; the total is over all steps.",
+    "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.",
+    "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.",
+];
+
+const REFERENCE_NOTE: &str = "References' backward is candle's own and has no ranges: it counts as between. Memory \
+                              estimates are those of the kernels.";
 
 /// Profiles a transformer's forward, backward and optimizer, op by op
 #[derive(Parser)]
@@ -126,13 +136,12 @@ impl Flags {
         self.output.check_with([&self.trace, &self.flame_graph])?;
         let device = self.common.device()?;
         if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
-            return Err(Error::Config {
-                config: common::PROGRAM,
-                field: "--by",
-                expected: "name, path or layer, where no kernels are recorded".into(),
-                got: "kernel".into(),
-                hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
-            });
+            return Err(common::refusal(
+                "--by",
+                "name, path or layer, where no kernels are recorded",
+                "kernel",
+                "kernels are recorded with --device cuda, without --no-kernels",
+            ));
         }
         let precisions = self.grid.precision.precisions();
         let models = self.grid.models()?;
@@ -150,9 +159,8 @@ impl Flags {
         configuration.insert("steps", self.steps);
         configuration.insert("phase", self.phase.clone());
         let mut report = Report {
-            environment: self.common.environment(&device),
             configuration,
-            columns: summary_columns(device.is_cuda(), self.floor),
+            columns: columns(Vec::new()),
             ..Default::default()
         };
         let mut kept = Ok(()); // a file that fails does not cost the table
@@ -164,13 +172,9 @@ impl Flags {
             }
             let stopwatch = run.run.run(&device, |_, _| ())?;
             if stopwatch[0].status == Status::Ok {
-                let recording = self.record(run, &device)?;
-                kept = kept.and(self.save_pictures(run, &recording, runs.len()));
-                let profiled = Profiled {
-                    recording,
-                    stopwatch,
-                };
-                answers.push((run, self.add(&mut report, run, &profiled, &device)?));
+                let profiled = Profiled::new(self.record(run, &device)?, stopwatch)?;
+                kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
+                answers.push((run, self.add(&mut report, run, profiled, &device)?));
             } else {
                 let mut row = labelled(run, "OOM", Fields::new());
                 row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
@@ -180,24 +184,26 @@ impl Flags {
             }
         }
         let names = runs::names(answers.iter().map(|(run, _)| *run));
-        let is_one = answers.len() == 1;
+        let has_several = answers.len() > 1;
         for ((_, own), name) in answers.into_iter().zip(names) {
-            report
-                .answers
-                .extend(own.into_iter().map(|own| match is_one {
-                    true => own,
-                    false => Answer::new(format!("{} ({name})", own.question), own.answer),
-                }));
+            for mut answer in own {
+                if has_several {
+                    answer.question += &format!(" ({name})");
+                }
+                report.answers.push(answer);
+            }
         }
         report.notes.extend(self.grid.not_planned(&precisions));
-        report.notes.extend(general_notes(self.reference_ops));
+        report.notes.extend(NOTES.map(String::from));
+        report.environment = self.common.environment(&device);
+        if self.reference_ops {
+            report.notes.push(REFERENCE_NOTE.into());
+            report
+                .environment
+                .insert("reference ops", "all, as asked for");
+        }
         report.notes.extend(words::out_of_memory(&report.rows));
         report.notes.extend(sweep.note());
-        let references = match self.reference_ops {
-            true => "all, as asked for".into(),
-            false => common::fallbacks(),
-        };
-        report.environment.insert("reference ops", references);
         let published = self.output.publish(&report);
         kept.and(published)
     }
@@ -222,18 +228,10 @@ impl Flags {
         &self,
         report: &mut Report,
         run: &Run,
-        profiled: &Profiled,
+        mut profiled: Profiled,
         device: &Device,
     ) -> Result<Vec<Answer>> {
         let recording = &profiled.recording;
-        let selection = Selection {
-            phase: self.phase.clone(),
-            ..Default::default()
-        };
-        let rates = self
-            .floor
-            .then(|| DeviceRates::measure(device, &recording.matmul_dtypes()));
-        let rates = rates.transpose()?;
         let grouping = self
             .by
             .unwrap_or(match (self.floor, recording.kernels.is_empty()) {
@@ -241,11 +239,19 @@ impl Flags {
                 (false, true) => Grouping::Name,
                 (false, false) => Grouping::Kernel,
             });
+        let rates = match self.floor {
+            true => Some(DeviceRates::measure(device, &recording.matmul_dtypes())?),
+            false => None,
+        };
         let report_of = |selection: &Selection| match &rates {
             Some(rates) => ProfileReport::with_floors(recording, selection, grouping, rates),
             None => ProfileReport::new(recording, selection, grouping),
         };
-        let summary = match report_of(&selection) {
+        let selection = Selection {
+            phase: self.phase.clone(),
+            ..Default::default()
+        };
+        let rows = match report_of(&selection) {
             // One mode has no backward, another has.
             Err(Error::Data { .. }) => {
                 let phase = self.phase.as_deref().unwrap_or("a step");
@@ -253,32 +259,30 @@ impl Flags {
                 report.notes.push(note);
                 return Ok(Vec::new());
             }
-            summary => summary?,
+            rows => rows?,
         };
-        for row in summary.fields() {
+        for row in rows.fields() {
             report.rows.push(labelled(run, "ok", row));
         }
-        let figures = profiled.figures()?;
-        let mut line = labelled(run, "ok", figures.line.clone());
-        let mut shown = shortened(&summary);
-        let mut own_answers = answers::answers(&figures);
-        if let Some(rates) = &rates {
-            let floors = Floors::new(&report_of(&Selection::default())?, rates);
-            line.insert("floor_ms_per_step", floors.floor_ms);
-            line.insert("floor_percent", floors.percent());
-            own_answers.push(answers::floor(&floors));
+        let mut shown = shortened(&rows);
+        if self.floor {
             shown.rows.push(shown.sum("sum", |_| true));
+            let whole = report_of(&Selection::default())?;
+            profiled.floors = rates.map(|rates| (whole, rates));
         }
-        report.shown_rows.push(line);
+        let (own, values): (Vec<Column>, Vec<_>) = profiled.summary().into_iter().unzip();
+        let line = own.iter().map(|column| column.key.clone()).zip(values);
+        report.shown_rows.push(labelled(run, "ok", line.collect()));
+        report.columns = columns(own);
         let (lines, inside) = ops::lines(&shown);
         report.details.push(Report {
             title: run.title(),
-            columns: summary.table().columns,
+            columns: rows.table().columns,
             shown_rows: lines,
             notes: inside.into_iter().collect(),
             ..Default::default()
         });
-        Ok(own_answers)
+        Ok(answers::answers(&profiled))
     }
 
     fn save_pictures(&self, run: &Run, recording: &Recording, runs: usize) -> Result<()> {
@@ -316,9 +320,8 @@ fn shortened(summary: &ProfileReport) -> ProfileReport {
             rows: shown.rows.drain(SHOWN..ops).collect(),
             ..Default::default()
         };
-        let mut sum = others.sum(&format!("{} others", others.rows.len()), |_| true);
-        sum.kind = others.rows[0].kind;
-        shown.rows.insert(SHOWN, sum);
+        let name = format!("{} others", others.rows.len());
+        shown.rows.insert(SHOWN, others.sum(&name, |_| true));
     }
     shown
 }
@@ -330,43 +333,8 @@ fn labelled(run: &Run, status: &str, rest: Fields) -> Fields {
     row
 }
 
-/// The columns of the summary, which has a line for each run.
-fn summary_columns(on_gpu: bool, with_floor: bool) -> Vec<Column> {
-    let percent = |key, title, under| Column::number(key, title, "", 1).group(under);
-    let of_step = |key, title| percent(key, title, "% of a step");
-    let of_forward = |key, title| percent(key, title, "% of forward");
-    let mut columns = label_columns();
-    columns.extend([
-        Column::text("status", "Status"),
-        Column::ms("profiled_ms_per_step", "profiler").group("Step time"),
-        Column::ms("stopwatch_mean_ms", "stopwatch").group("Step time"),
-        Column::ms("floor_ms_per_step", "Floor"),
-        of_step("floor_percent", "floor"),
-        of_step("matmul_percent", "matmul"),
-        of_step("softmax_percent", "softmax"),
-        of_step("gpu_idle_percent", "GPU idle"),
-        of_step("ops_percent", "ops"),
-        of_step("candle_percent", "between"),
-        of_step("unexplained_percent", "unexplained"),
-        of_forward("matmul_percent_of_forward", "matmul"),
-        of_forward("softmax_percent_of_forward", "softmax"),
-        Column::text("longest", "Longest"),
-    ]);
-    columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
-    columns.retain(|column| with_floor || !column.key.starts_with("floor_"));
-    columns
-}
-
-fn general_notes(reference_ops: bool) -> Vec<String> {
-    let mut notes = vec![
-        "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and \
-         std are of one call; the total is over all steps.",
-        "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.",
-        "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.",
-    ];
-    notes.extend(reference_ops.then_some(
-        "References' backward is candle's own and has no ranges: it counts as between. Memory estimates are those of the \
-         kernels.",
-    ));
-    notes.into_iter().map(String::from).collect()
+/// The columns of the table of runs: labels, status, and those of a run's summary.
+fn columns(own: Vec<Column>) -> Vec<Column> {
+    let status = Column::text("status", "Status");
+    [label_columns(), vec![status], own].concat()
 }
