@@ -10,9 +10,8 @@
 #[path = "profile/answers.rs"]
 mod answers;
 mod common;
-#[path = "profile/figures.rs"]
-mod figures;
 
+use answers::Profiled;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, names_gpu, only};
@@ -21,7 +20,6 @@ use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, Run};
 use common::{Common, Output, Sweep, ops, values, words, wrote};
-use figures::Profiled;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
@@ -41,7 +39,8 @@ const NOTES: [&str; 3] = [
     "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and std \
      are of one call; the total is over all steps.",
     "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.",
-    "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.",
+    "between: candle's own ops and its bookkeeping of the graph, between ops of this crate. between calls: the time \
+     between a plan's calls.",
 ];
 
 const REFERENCE_NOTE: &str = "References' backward is candle's own and has no ranges: it counts as between. Memory \
@@ -73,8 +72,8 @@ struct Flags {
     no_kernels: bool,
 
     /// Rows by name, path, layer or kernel
-    #[arg(long, value_parser = grouping, value_name = "NAME", help_heading = "Output")]
-    by: Option<Grouping>,
+    #[arg(long, value_parser = ["name", "path", "layer", "kernel"], value_name = "NAME", help_heading = "Output")]
+    by: Option<String>,
 
     /// Compare each op with its FLOPs and bytes at measured rates
     #[arg(long, help_heading = "Output")]
@@ -124,7 +123,7 @@ impl Flags {
             only("on a GPU", names_gpu(&self.common), &["no-kernels"]),
             only(
                 "on ops, which have FLOPs and bytes: without --by kernel",
-                self.by != Some(Grouping::Kernel),
+                self.by.as_deref() != Some("kernel"),
                 &["floor"],
             ),
             only("with a --mode that has this phase", has_phase, &["phase"]),
@@ -135,7 +134,7 @@ impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
         let device = self.common.device()?;
-        if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
+        if self.by.as_deref() == Some("kernel") && (self.no_kernels || !device.is_cuda()) {
             return Err(common::refusal(
                 "--by",
                 "name, path or layer, where no kernels are recorded",
@@ -163,10 +162,10 @@ impl Flags {
             columns: columns(Vec::new()),
             ..Default::default()
         };
+        let names = runs::names(&runs);
         let mut kept = Ok(()); // a file that fails does not cost the table
-        let mut answers = Vec::new();
         let mut sweep = Sweep::new(runs.len())?;
-        for run in &runs {
+        for (run, name) in runs.iter().zip(&names) {
             if !sweep.begins(run.title()) {
                 break;
             }
@@ -174,23 +173,18 @@ impl Flags {
             if stopwatch[0].status == Status::Ok {
                 let profiled = Profiled::new(self.record(run, &device)?, stopwatch)?;
                 kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
-                answers.push((run, self.add(&mut report, run, profiled, &device)?));
+                for mut answer in self.add(&mut report, run, profiled, &device)? {
+                    if runs.len() > 1 {
+                        answer.question += &format!(" ({name})");
+                    }
+                    report.answers.push(answer);
+                }
             } else {
                 let mut row = labelled(run, "OOM", Fields::new());
                 row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
                     .insert("available_bytes", stopwatch[0].available_bytes);
                 report.shown_rows.push(row.clone());
                 report.rows.push(row);
-            }
-        }
-        let names = runs::names(answers.iter().map(|(run, _)| *run));
-        let has_several = answers.len() > 1;
-        for ((_, own), name) in answers.into_iter().zip(names) {
-            for mut answer in own {
-                if has_several {
-                    answer.question += &format!(" ({name})");
-                }
-                report.answers.push(answer);
             }
         }
         report.notes.extend(self.grid.not_planned(&precisions));
@@ -232,13 +226,14 @@ impl Flags {
         device: &Device,
     ) -> Result<Vec<Answer>> {
         let recording = &profiled.recording;
-        let grouping = self
-            .by
-            .unwrap_or(match (self.floor, recording.kernels.is_empty()) {
-                (true, _) => Grouping::Layer,
-                (false, true) => Grouping::Name,
-                (false, false) => Grouping::Kernel,
-            });
+        let grouping = match self.by.as_deref() {
+            Some("path") => Grouping::Path,
+            Some("layer") => Grouping::Layer,
+            Some("kernel") => Grouping::Kernel,
+            None if self.floor => Grouping::Layer,
+            None if !recording.kernels.is_empty() => Grouping::Kernel,
+            _ => Grouping::Name,
+        };
         let rates = match self.floor {
             true => Some(DeviceRates::measure(device, &recording.matmul_dtypes())?),
             false => None,
@@ -270,9 +265,8 @@ impl Flags {
             let whole = report_of(&Selection::default())?;
             profiled.floors = rates.map(|rates| (whole, rates));
         }
-        let (own, values): (Vec<Column>, Vec<_>) = profiled.summary().into_iter().unzip();
-        let line = own.iter().map(|column| column.key.clone()).zip(values);
-        report.shown_rows.push(labelled(run, "ok", line.collect()));
+        let (own, line) = profiled.summary();
+        report.shown_rows.push(labelled(run, "ok", line));
         report.columns = columns(own);
         let (lines, inside) = ops::lines(&shown);
         report.details.push(Report {
@@ -296,17 +290,6 @@ impl Flags {
             wrote(&path);
         }
         Ok(())
-    }
-}
-
-/// Parses the value of `--by`.
-fn grouping(name: &str) -> std::result::Result<Grouping, &'static str> {
-    match name {
-        "name" => Ok(Grouping::Name),
-        "path" => Ok(Grouping::Path),
-        "layer" => Ok(Grouping::Layer),
-        "kernel" => Ok(Grouping::Kernel),
-        _ => Err("expected name, path, layer or kernel"),
     }
 }
 

@@ -62,16 +62,9 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     let named = || rows.iter().zip(names);
     let phases = named().filter_map(|(row, name)| Some(format!("{name}: {}", phases(row)?)));
     let peaks = named().map(|(row, name)| format!("{name} {}", row.peak_words()));
-    let mut answers = answered([
-        (
-            "Which phase has the highest peak, and how high are the others?",
-            sentence(phases),
-        ),
-        (
-            "What is the peak memory of each context length?",
-            sentence(peaks),
-        ),
-    ]);
+    let highest = "Which phase has the highest peak, and how high are the others?";
+    let lengths = "What is the peak memory of each context length?";
+    let mut answers = answered([(highest, sentence(phases)), (lengths, sentence(peaks))]);
     for (precision, own) in grouped(named(), |(row, _)| row.labels.precision) {
         let peaks = own.iter().filter_map(|(row, name)| {
             let in_f32 = Labels {
@@ -83,11 +76,8 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
         });
         let peaks: Vec<Peaks> = peaks.collect();
         if precision != Precision::F32 && !peaks.is_empty() {
-            let copies = own
-                .iter()
-                .filter_map(|(row, _)| row.weight_cast_bytes)
-                .max();
-            let copies = copies.filter(|bytes| *bytes > 0);
+            let copies = own.iter().filter_map(|(row, _)| row.weight_cast_bytes);
+            let copies = copies.max().filter(|bytes| *bytes > 0);
             let question = format!("Does {precision} change the memory?");
             let text = memory(precision.name(), "f32", &peaks, copies);
             answers.push(Answer::new(question, text));
@@ -127,11 +117,7 @@ fn checkpointing(rows: &[Row]) -> Option<String> {
             peaks.partition(|(_, strategy)| *strategy == Checkpointing::None);
         others.sort_by_key(|(bytes, _)| *bytes);
         let ((before, _), (lowest, least)) = (*none.first()?, *others.first()?);
-        let least = if lowest < before {
-            least
-        } else {
-            Checkpointing::None
-        };
+        let least = Some(least).filter(|_| lowest < before).unwrap_or_default();
         let words = others.iter().map(|(bytes, strategy)| {
             let (peak, change) = (format_mib(*bytes), change(before, *bytes));
             format!("{strategy} {peak} ({change})")

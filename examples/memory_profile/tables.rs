@@ -10,25 +10,22 @@ use tallow::report::{Column, Fields, Report, format_mib};
 
 /// Returns the columns of the table of peaks. On a GPU the reserved peak of its pool is added.
 pub fn columns(device: &Device) -> Vec<Column> {
+    let peak = |phase: &str| Column::mib(format!("{phase}_peak_bytes"), phase).group("Peak in");
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
         Column::mib("peak_bytes", "Peak"),
-    ]);
-    if !device.is_cpu() {
-        columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
-    }
-    columns.push(Column::text("peak_phase", "Highest in"));
-    for phase in ["forward", "backward", "optimizer"] {
-        let key = format!("{phase}_peak_bytes");
-        columns.push(Column::mib(key, phase).group("Peak in"));
-    }
-    columns.extend([
+        Column::mib("reserved_peak_bytes", "Reserved"),
+        Column::text("peak_phase", "Highest in"),
+        peak("forward"),
+        peak("backward"),
+        peak("optimizer"),
         Column::mib("estimate_bytes", "Predicted"),
         Column::number("estimate_error_percent", "Error", "%", 1),
         Column::mib("saved_for_backward_bytes", "Saved for backward"),
         Column::count("allocations", "Allocations"),
     ]);
+    columns.retain(|column| !device.is_cpu() || column.key != "reserved_peak_bytes");
     columns
 }
 
@@ -55,9 +52,7 @@ fn kind_table(kinds: impl Iterator<Item = Kind>) -> Report {
             row.insert(&column.key, bytes);
         }
         let [.., measured, predicted] = bytes.map(|bytes| Some(bytes? as f64));
-        let difference = predicted
-            .zip(measured)
-            .map(|(predicted, measured)| predicted - measured);
+        let difference = measured.zip(predicted).map(|(a, b)| b - a);
         row.insert("difference_bytes", difference);
         row
     });

@@ -1,10 +1,15 @@
-//! The answers to the handout's questions (a) to (e), and how far a step is from its floor.
+//! A run by the profiler and by the stopwatch: the summary's line, the answers to the handout's questions (a) to (e), and
+//! how far a step is from its floor.
 
-use super::figures::{Profiled, Timed, longest, name, share, shares};
 use super::words;
 use std::cmp::Reverse;
-use tallow::profile::{LineKind, ProfileReport, Row};
-use tallow::report::{Answer, Speedup, Statistics};
+use tallow::Result;
+use tallow::bench::EndToEndRow;
+use tallow::probe::Kind;
+use tallow::profile::{
+    Balance, DeviceRates, Grouping, LineKind, ProfileReport, Recording, Row, Selection, Span,
+};
+use tallow::report::{Answer, Column, Fields, Speedup, Statistics};
 
 /// The times match if they differ by at most this, in percent.
 const MATCH_PERCENT: f64 = 10.0;
@@ -28,6 +33,179 @@ const QUESTIONS: [&str; 6] = [
     "How far is a step from its floor, and where is the time lost?",
 ];
 
+/// A run's steps, recorded and timed.
+pub struct Profiled {
+    pub recording: Recording,
+    /// The rows of the stopwatch, without a profiler: the phases, and the whole step last.
+    pub stopwatch: Vec<EndToEndRow>,
+    pub balance: Balance,
+    /// A GPU's kernels where they were recorded, else ops.
+    pub whole: ProfileReport,
+    pub forward: ProfileReport,
+    /// `None` if no op of backward was recorded, as in forward alone or with reference ops.
+    pub backward: Option<ProfileReport>,
+    /// The ops of forward by path.
+    pub forward_paths: ProfileReport,
+    /// The whole step with floors at these rates, if asked for.
+    pub floors: Option<(ProfileReport, DeviceRates)>,
+}
+
+/// A phase, or the whole step, by the profiler and by the stopwatch.
+#[derive(Clone, Debug)]
+pub struct Timed {
+    pub phase: String,
+    pub profiler: Statistics,
+    pub stopwatch: Statistics,
+}
+
+impl Profiled {
+    /// Reports on a recording, which must have ops of forward.
+    pub fn new(recording: Recording, stopwatch: Vec<EndToEndRow>) -> Result<Self> {
+        let grouping = match recording.kernels.is_empty() {
+            true => Grouping::Name,
+            false => Grouping::Kernel,
+        };
+        let report = |selection: Selection| ProfileReport::new(&recording, &selection, grouping);
+        let forward = Selection::phase("forward");
+        Ok(Self {
+            stopwatch,
+            balance: Balance::new(&recording),
+            whole: report(Selection::default())?,
+            forward: report(forward.clone())?,
+            backward: report(Selection::phase("backward")).ok(),
+            forward_paths: ProfileReport::new(&recording, &forward, Grouping::Path)?,
+            floors: None,
+            recording,
+        })
+    }
+
+    /// Returns whether a phase ran, also one whose ops were not recorded.
+    pub fn has_phase(&self, phase: &str) -> bool {
+        self.balance.lines.iter().any(|line| line.phase == phase)
+    }
+
+    /// Returns whether backward ran and was not recorded, as that of reference ops.
+    pub fn is_backward_missing(&self) -> bool {
+        self.has_phase("backward") && self.backward.is_none()
+    }
+
+    /// Returns phases and the whole step by both clocks, except phases of which nothing was recorded.
+    pub fn timed(&self) -> Vec<Timed> {
+        let spans = || self.recording.spans.iter();
+        let timed = self.stopwatch.iter().enumerate().filter_map(|(i, row)| {
+            let is_whole = i + 1 == self.stopwatch.len();
+            let recorded_ns = match is_whole {
+                true => self.balance.wall_ns,
+                false => self.balance.sum_ns(|line| line.phase == row.phase),
+            };
+            let mean_ms = self.balance.ms_per_step(recorded_ns);
+            let is_own = |span: &&Span| match is_whole {
+                true => span.kind == Kind::Step,
+                false => span.kind == Kind::Phase && span.phase == row.phase,
+            };
+            // A planned step enters a phase several times.
+            let ms_in = |step: &Span| -> f64 {
+                let is_inside =
+                    |span: &&Span| (step.start_ns..step.end_ns).contains(&span.start_ns);
+                let own = spans().filter(is_own).filter(is_inside);
+                own.map(|span| span.duration_ns() as f64 / 1e6).sum()
+            };
+            let steps = spans().filter(|span| span.kind == Kind::Step);
+            let samples = match is_whole || self.recording.kernels.is_empty() {
+                true => steps.map(ms_in).collect(),
+                false => vec![mean_ms], // kernels of a planned step outlast their ranges
+            };
+            let mut profiler = Statistics::new(&samples).ok().filter(|_| recorded_ns > 0)?;
+            profiler.mean_ms = mean_ms;
+            Some(Timed {
+                phase: row.phase.clone(),
+                profiler,
+                stopwatch: row.statistics()?.clone(),
+            })
+        });
+        timed.collect()
+    }
+
+    /// Returns the floor of a step, without ops that have no formula.
+    pub fn floor_ms(&self) -> Option<f64> {
+        let (floors, _) = self.floors.as_ref()?;
+        let floor_ns: f64 = floors.rows.iter().filter_map(|row| row.floor_ns).sum();
+        Some(floor_ns * floors.ms_per_step(1))
+    }
+
+    /// Returns the columns of the summary, and this run's line in it.
+    pub fn summary(&self) -> (Vec<Column>, Fields) {
+        let (balance, timed) = (&self.balance, self.timed());
+        let of = |kind| share(balance.sum_ns(|line| line.kind == kind), balance.wall_ns);
+        let (ops, plan) = (of(LineKind::Ops), of(LineKind::Plan));
+        let (idle, unexplained) = (of(LineKind::Idle), of(LineKind::Unexplained));
+        let candle = (100.0 - ops - plan - idle - unexplained).max(0.0);
+        let if_any = |percent: f64| (percent > 0.0).then_some(percent);
+        let profiled_ms = balance.ms_per_step(balance.wall_ns);
+        let stopwatch_ms = timed.last().map(|whole| whole.stopwatch.mean_ms);
+        let floor_percent = self.floor_ms().map(|ms| 100.0 * ms / profiled_ms);
+        let is_complete = !self.is_backward_missing();
+        let of_step = shares(&self.whole).map(|percent| is_complete.then_some(percent));
+        let of_forward = shares(&self.forward).map(Some);
+        let (time, step, forward) = ("Step time", "% of a step", "% of forward");
+        let figures = [
+            (time, "profiler", Some(profiled_ms)),
+            (time, "stopwatch", stopwatch_ms),
+            (time, "floor", self.floor_ms()),
+            (step, "floor", floor_percent),
+            (step, "matmul", of_step[0]),
+            (step, "softmax", of_step[1]),
+            (step, "GPU idle", if_any(idle)),
+            (step, "ops", Some(ops)),
+            (step, "between", Some(candle)),
+            (step, "between calls", if_any(plan)),
+            (step, "unexplained", Some(unexplained)),
+            (forward, "matmul", of_forward[0]),
+            (forward, "softmax", of_forward[1]),
+        ];
+        let (mut columns, mut line) = (Vec::new(), Fields::new());
+        for (group, title, value) in figures {
+            let key = format!("{group} {title}");
+            line.insert(&key, value);
+            let column = match group == time {
+                true => Column::ms(key, title),
+                false => Column::number(key, title, "", 1),
+            };
+            columns.push(column.group(group));
+        }
+        line.insert("longest", longest(&self.whole.rows).map(name));
+        columns.push(Column::text("longest", "Longest"));
+        (columns, line)
+    }
+}
+
+/// Returns a time in percent of the whole.
+fn share(ns: u64, whole_ns: u64) -> f64 {
+    100.0 * ns as f64 / whole_ns.max(1) as f64
+}
+
+/// Returns the time of matmuls, of softmax, and of kernels that compute both in one (flash attention), in percent.
+fn shares(report: &ProfileReport) -> [f64; 3] {
+    let parts = report.sum("", |_| true).parts;
+    let each = [parts.matmul_ns, parts.softmax_ns, parts.attention_ns];
+    each.map(|ns| share(ns, report.whole_ns))
+}
+
+/// Returns the op or kernel with the largest share.
+fn longest(rows: &[Row]) -> Option<&Row> {
+    let rows = rows.iter().filter(|row| !row.is_gap());
+    rows.rev().max_by_key(|row| row.total_ns) // the first of equal ones
+}
+
+/// Returns a row's name; of a kernel, with the op that launched it most often.
+fn name(row: &Row) -> String {
+    let launches = row.launches.as_ref();
+    match launches.and_then(|launches| launches.ops.first()) {
+        None => row.name.clone(),
+        Some((op, _)) => format!("{} (of {op})", row.short_name()),
+    }
+}
+
 /// Returns the answers of one run.
 pub fn answers(run: &Profiled) -> Vec<Answer> {
     let timed = run.timed();
@@ -42,7 +220,15 @@ pub fn answers(run: &Profiled) -> Vec<Answer> {
         ),
         None => text,
     };
+    let balance = &run.balance;
+    let idle_ns = balance.sum_ns(|line| line.kind == LineKind::Idle);
+    let [busy, idle] = [balance.wall_ns - idle_ns, idle_ns].map(|ns| balance.ms_per_step(ns));
+    let kernels = match run.recording.kernels.is_empty() {
+        true => String::new(),
+        false => format!(" A step has {busy:.3} ms of kernels; the GPU is idle for {idle:.3} ms."),
+    };
     let missing = run.is_backward_missing().then_some(MISSING);
+    let ranges_per_step = run.recording.spans.len() as f64 / balance.steps.unwrap_or(1) as f64;
     let longest = most_time(&run.forward, run.backward.as_ref());
     let [matmul, _, fused] = shares(&run.forward);
     let others = others(&run.forward, "forward");
@@ -55,7 +241,7 @@ pub fn answers(run: &Profiled) -> Vec<Answer> {
     });
     let attention = softmax_against_matmuls(&run.forward_paths).map(if_steady);
     let answers = [
-        matches(&timed, run.ranges_per_step()).map(|text| text + &kernels(run)),
+        matches(&timed, ranges_per_step).map(|text| text + &kernels),
         longest.map(|text| if_steady(text + missing.unwrap_or_default())),
         Some(if_steady(format!("{others} Matmuls take {matmul:.1}%."))),
         whole_name.map(|name| match missing {
@@ -66,17 +252,6 @@ pub fn answers(run: &Profiled) -> Vec<Answer> {
         floor(run),
     ];
     words::answered(QUESTIONS.into_iter().zip(answers))
-}
-
-/// Returns how long a GPU ran kernels, and how long it was idle.
-fn kernels(run: &Profiled) -> String {
-    if run.recording.kernels.is_empty() {
-        return String::new();
-    }
-    let idle_ns = run.balance.sum_ns(|line| line.kind == LineKind::Idle);
-    let times = [run.balance.wall_ns - idle_ns, idle_ns];
-    let [busy, idle] = times.map(|ns| run.balance.ms_per_step(ns));
-    format!(" A step has {busy:.3} ms of kernels; the GPU is idle for {idle:.3} ms.")
 }
 
 /// Returns the percent between both clocks, and whether they agree; `None` if their spread is too large for a ratio.
@@ -132,31 +307,23 @@ pub fn most_time(forward: &ProfileReport, backward: Option<&ProfileReport>) -> O
         let per_step = row.instances as f64 / steps;
         format!("{name}, {percent:.1}% of the time, {per_step:.0} times a step")
     };
-    let own = longest(forward)?;
+    let own = longest(&forward.rows)?;
     let text = format!("In forward: {}.", words(forward, own));
     let Some(backward) = backward else {
         return Some(text);
     };
-    let both = ProfileReport {
+    let mut both = ProfileReport {
         rows: [&forward.rows[..], &backward.rows].concat(),
         whole_ns: forward.whole_ns + backward.whole_ns,
         steps: forward.steps,
     };
-    let rows = both.rows.iter().filter(|row| !row.is_gap()).rev();
-    let sums = rows.map(|row| {
-        both.sum(&name(row), |own| {
-            own.name == row.name && own.kind == row.kind
-        })
-    });
-    let of_both = sums.max_by_key(|sum| sum.total_ns)?;
-    let which = match of_both.name == name(own) {
-        true => "the same",
-        false => "another",
-    };
-    let of_both = words(&both, &of_both);
-    Some(format!(
-        "{text} In forward and backward together it is {which}: {of_both}."
-    ))
+    let sum = |row: &Row| both.sum(&name(row), |other| other.name == row.name);
+    both.rows = both.rows.iter().map(sum).collect();
+    let of_both = longest(&both.rows)?;
+    let is_same = of_both.name == name(own);
+    let which = if is_same { "the same" } else { "another" };
+    let both = words(&both, of_both);
+    Some(text + &format!(" In forward and backward together it is {which}: {both}."))
 }
 
 /// Lists the parts of the time of `whole` worth naming, apart from matmuls, the largest first.
@@ -165,26 +332,21 @@ pub fn others(report: &ProfileReport, whole: &str) -> String {
     for row in report.rows.iter().filter(|row| !row.is_gap()) {
         let name = row.short_name();
         let is_one = row.launches.is_some() || row.rest_ns() == row.total_ns || name == "softmax";
-        let of = |part: &str| match is_one {
-            true => name.to_string(),
-            false => format!("{part} of {name}"),
+        let (softmax, rest) = match is_one {
+            true => (name.into(), name.into()),
+            false => (format!("softmax of {name}"), format!("the rest of {name}")),
         };
-        others.extend([
-            (
-                format!("{name} (matmuls and softmax in one)"),
-                row.parts.attention_ns,
-            ),
-            (of("softmax"), row.parts.softmax_ns),
-            (of("the rest"), row.rest_ns()),
-        ]);
+        let fused = format!("{name} (matmuls and softmax in one)");
+        others.push((row.parts.attention_ns, fused));
+        others.push((row.parts.softmax_ns, softmax));
+        others.push((row.rest_ns(), rest));
     }
-    others.sort_by_key(|(_, ns)| Reverse(*ns));
-    let others = others.into_iter().map(|(name, ns)| {
+    others.sort_by_key(|(ns, _)| Reverse(*ns));
+    let others = others.into_iter().take(8).filter_map(|(ns, name)| {
         let percent = share(ns, report.whole_ns);
         (percent >= NAMED_FROM_PERCENT).then(|| format!("{name} {percent:.1}%"))
     });
-    let others: Vec<String> = others.take(8).flatten().collect();
-    let (from, list) = (NAMED_FROM_PERCENT, others.join(", "));
+    let (from, list) = (NAMED_FROM_PERCENT, others.collect::<Vec<_>>().join(", "));
     match list.is_empty() {
         true => format!("Nothing else takes {from}% of {whole}."),
         false => format!("Other parts of {whole} from {from}% on: {list}."),
@@ -193,25 +355,23 @@ pub fn others(report: &ProfileReport, whole: &str) -> String {
 
 /// Compares the shares of matmuls, of softmax and of other parts in forward with those in the whole, called `name`.
 pub fn matmul_share(forward: &ProfileReport, whole: &ProfileReport, name: &str) -> String {
-    let [before, after] = [forward, whole].map(shares);
-    let change = match after[0] - before[0] {
+    let [[matmul, softmax, fused], of_whole] = [forward, whole].map(shares);
+    let change = match of_whole[0] - matmul {
         points if points.abs() < 1.0 => "nearly the same".into(),
         points if points < 0.0 => format!("{:.1} points less", -points),
         points => format!("{points:.1} points more"),
     };
-    let shares = |i: usize| {
-        format!(
-            "{:.1}% of forward and {:.1}% of {name}",
-            before[i], after[i]
-        )
-    };
-    let (matmul, softmax, fused) = (shares(0), shares(1), shares(2));
-    let fused = match after[2] > 0.0 {
-        true => format!(" Kernels of flash attention, which compute both, take {fused}."),
-        false => String::new(),
-    };
-    let others = others(whole, name);
-    format!("Matmuls take {matmul}: {change}. Softmax takes {softmax}.{fused} {others}")
+    let [matmul_of_whole, softmax_of_whole, fused_of_whole] = of_whole;
+    let mut text = format!(
+        "Matmuls take {matmul:.1}% of forward and {matmul_of_whole:.1}% of {name}: {change}. Softmax takes \
+         {softmax:.1}% and {softmax_of_whole:.1}%. "
+    );
+    if fused_of_whole > 0.0 {
+        text += &format!(
+            "Kernels of flash attention, which compute both, take {fused:.1}% and {fused_of_whole:.1}%. "
+        );
+    }
+    text + &others(whole, name)
 }
 
 /// Compares softmax with the matmuls of attention, in time and in FLOPs. `paths` has the ops of forward by path. Returns
@@ -229,22 +389,16 @@ pub fn softmax_against_matmuls(paths: &ProfileReport) -> Option<String> {
         }
     };
     let all = paths.sum("", |row| !part(row).is_empty());
-    let [scores, values, mask] =
-        ["scores", "values", "mask"].map(|own| paths.sum("", |row| part(row) == own));
+    let sum = |own| paths.sum("", |row| part(row) == own);
+    let [scores, values, mask] = ["scores", "values", "mask"].map(sum);
     let (cost, parts) = (all.cost?, all.parts);
     if parts.matmul_ns == 0 || parts.softmax_ns == 0 {
         return None;
     }
-    let scores_ns = parts.scores_ns + scores.parts.matmul_ns;
-    let values_ns = parts.values_ns + values.parts.matmul_ns;
-    let times = [
-        parts.matmul_ns,
-        parts.softmax_ns,
-        scores_ns,
-        values_ns,
-        mask.total_ns,
-    ];
-    let [matmul, softmax, scores, values, masks] = times.map(|ns| paths.ms_per_step(ns));
+    let ms = |ns| paths.ms_per_step(ns);
+    let [matmul, softmax, masks] = [parts.matmul_ns, parts.softmax_ns, mask.total_ns].map(ms);
+    let scores = ms(parts.scores_ns + scores.parts.matmul_ns);
+    let values = ms(parts.values_ns + values.parts.matmul_ns);
     let told_apart = match scores + values > 0.0 {
         true => format!(" (scores {scores:.3}, values {values:.3})"),
         false => String::new(),
