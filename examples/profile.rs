@@ -10,9 +10,8 @@
 #[path = "profile/answers.rs"]
 mod answers;
 mod common;
-#[path = "profile/figures.rs"]
-mod figures;
 
+use answers::Profiled;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, names_gpu, only};
@@ -21,7 +20,6 @@ use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, title};
 use common::{Common, Output, Sweep, ops, values, words, wrote};
-use figures::{Floors, Profiled};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
@@ -36,6 +34,17 @@ const EXAMPLES: &str = "Examples:
   profile --phase backward --by layer
   profile --mode train-step --compile=only --floor
   profile --mode train-step --trace step.json --flame-graph step.svg";
+
+const NOTES: [&str; 3] = [
+    "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and std \
+     are of one call; the total is over all steps.",
+    "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.",
+    "between: candle's own ops and its bookkeeping of the graph, between ops of this crate. between calls: the time \
+     between a plan's calls.",
+];
+
+const REFERENCE_NOTE: &str = "References' backward is candle's own and has no ranges: it counts as between. Memory \
+                              estimates are those of the kernels.";
 
 /// Profiles a transformer's forward, backward and optimizer, op by op
 #[derive(Parser)]
@@ -63,8 +72,8 @@ struct Flags {
     no_kernels: bool,
 
     /// Rows by name, path, layer or kernel
-    #[arg(long, value_parser = grouping, value_name = "NAME", help_heading = "Output")]
-    by: Option<Grouping>,
+    #[arg(long, value_parser = ["name", "path", "layer", "kernel"], value_name = "NAME", help_heading = "Output")]
+    by: Option<String>,
 
     /// Compare each op with its FLOPs and bytes at measured rates
     #[arg(long, help_heading = "Output")]
@@ -114,7 +123,7 @@ impl Flags {
             only("on a GPU", names_gpu(&self.common), &["no-kernels"]),
             only(
                 "on ops, which have FLOPs and bytes: without --by kernel",
-                self.by != Some(Grouping::Kernel),
+                self.by.as_deref() != Some("kernel"),
                 &["floor"],
             ),
             only("with a --mode that has this phase", has_phase, &["phase"]),
@@ -125,14 +134,13 @@ impl Flags {
     fn run(&self) -> Result<()> {
         self.output.check_with([&self.trace, &self.flame_graph])?;
         let device = self.common.device()?;
-        if self.by == Some(Grouping::Kernel) && (self.no_kernels || !device.is_cuda()) {
-            return Err(Error::Config {
-                config: common::PROGRAM,
-                field: "--by",
-                expected: "name, path or layer, where no kernels are recorded".into(),
-                got: "kernel".into(),
-                hint: "kernels are recorded with --device cuda, without --no-kernels".into(),
-            });
+        if self.by.as_deref() == Some("kernel") && (self.no_kernels || !device.is_cuda()) {
+            return Err(common::refusal(
+                "--by",
+                "name, path or layer, where no kernels are recorded",
+                "kernel",
+                "kernels are recorded with --device cuda, without --no-kernels",
+            ));
         }
         let precisions = self.grid.precision.precisions();
         let models = self.grid.models()?;
@@ -150,27 +158,27 @@ impl Flags {
         configuration.insert("steps", self.steps);
         configuration.insert("phase", self.phase.clone());
         let mut report = Report {
-            environment: self.common.environment(&device),
             configuration,
-            columns: summary_columns(device.is_cuda(), self.floor),
+            columns: columns(Vec::new()),
             ..Default::default()
         };
+        let names = runs::names(&runs);
         let mut kept = Ok(()); // a file that fails does not cost the table
-        let mut answers = Vec::new();
         let mut sweep = Sweep::new(runs.len())?;
-        for run in &runs {
+        for (run, name) in runs.iter().zip(&names) {
             if !sweep.begins(title(run)) {
                 break;
             }
             let stopwatch = run.run(&device, |_, _| ())?;
             if stopwatch[0].status == Status::Ok {
-                let recording = self.record(run, &device)?;
-                kept = kept.and(self.save_pictures(run, &recording, runs.len()));
-                let profiled = Profiled {
-                    recording,
-                    stopwatch,
-                };
-                answers.push((run, self.add(&mut report, run, &profiled, &device)?));
+                let profiled = Profiled::new(self.record(run, &device)?, stopwatch)?;
+                kept = kept.and(self.save_pictures(run, &profiled.recording, runs.len()));
+                for mut answer in self.add(&mut report, run, profiled, &device)? {
+                    if runs.len() > 1 {
+                        answer.question += &format!(" ({name})");
+                    }
+                    report.answers.push(answer);
+                }
             } else {
                 let mut row = labelled(run, "OOM", Fields::new());
                 row.insert("estimate_bytes", stopwatch[0].estimate_bytes)
@@ -179,25 +187,17 @@ impl Flags {
                 report.rows.push(row);
             }
         }
-        let names = runs::names(answers.iter().map(|(run, _)| *run));
-        let is_one = answers.len() == 1;
-        for ((_, own), name) in answers.into_iter().zip(names) {
-            report
-                .answers
-                .extend(own.into_iter().map(|own| match is_one {
-                    true => own,
-                    false => Answer::new(format!("{} ({name})", own.question), own.answer),
-                }));
-        }
         report.notes.extend(self.grid.not_planned(&precisions));
-        report.notes.extend(general_notes(self.reference_ops));
+        report.notes.extend(NOTES.map(String::from));
+        report.environment = self.common.environment(&device);
+        if self.reference_ops {
+            report.notes.push(REFERENCE_NOTE.into());
+            report
+                .environment
+                .insert("reference ops", "all, as asked for");
+        }
         report.notes.extend(words::out_of_memory(&report.rows));
         report.notes.extend(sweep.note());
-        let references = match self.reference_ops {
-            true => "all, as asked for".into(),
-            false => common::fallbacks(),
-        };
-        report.environment.insert("reference ops", references);
         let published = self.output.publish(&report);
         kept.and(published)
     }
@@ -222,30 +222,31 @@ impl Flags {
         &self,
         report: &mut Report,
         run: &EndToEnd,
-        profiled: &Profiled,
+        mut profiled: Profiled,
         device: &Device,
     ) -> Result<Vec<Answer>> {
         let recording = &profiled.recording;
-        let selection = Selection {
-            phase: self.phase.clone(),
-            ..Default::default()
+        let grouping = match self.by.as_deref() {
+            Some("path") => Grouping::Path,
+            Some("layer") => Grouping::Layer,
+            Some("kernel") => Grouping::Kernel,
+            None if self.floor => Grouping::Layer,
+            None if !recording.kernels.is_empty() => Grouping::Kernel,
+            _ => Grouping::Name,
         };
-        let rates = self
-            .floor
-            .then(|| DeviceRates::measure(device, &recording.matmul_dtypes()));
-        let rates = rates.transpose()?;
-        let grouping = self
-            .by
-            .unwrap_or(match (self.floor, recording.kernels.is_empty()) {
-                (true, _) => Grouping::Layer,
-                (false, true) => Grouping::Name,
-                (false, false) => Grouping::Kernel,
-            });
+        let rates = match self.floor {
+            true => Some(DeviceRates::measure(device, &recording.matmul_dtypes())?),
+            false => None,
+        };
         let report_of = |selection: &Selection| match &rates {
             Some(rates) => ProfileReport::with_floors(recording, selection, grouping, rates),
             None => ProfileReport::new(recording, selection, grouping),
         };
-        let summary = match report_of(&selection) {
+        let selection = Selection {
+            phase: self.phase.clone(),
+            ..Default::default()
+        };
+        let rows = match report_of(&selection) {
             // One mode has no backward, another has.
             Err(Error::Data { .. }) => {
                 let phase = self.phase.as_deref().unwrap_or("a step");
@@ -253,32 +254,29 @@ impl Flags {
                 report.notes.push(note);
                 return Ok(Vec::new());
             }
-            summary => summary?,
+            rows => rows?,
         };
-        for row in summary.fields() {
+        for row in rows.fields() {
             report.rows.push(labelled(run, "ok", row));
         }
-        let figures = profiled.figures()?;
-        let mut line = labelled(run, "ok", figures.line.clone());
-        let mut shown = shortened(&summary);
-        let mut own_answers = answers::answers(&figures);
-        if let Some(rates) = &rates {
-            let floors = Floors::new(&report_of(&Selection::default())?, rates);
-            line.insert("floor_ms_per_step", floors.floor_ms);
-            line.insert("floor_percent", floors.percent());
-            own_answers.push(answers::floor(&floors));
+        let mut shown = shortened(&rows);
+        if self.floor {
             shown.rows.push(shown.sum("sum", |_| true));
+            let whole = report_of(&Selection::default())?;
+            profiled.floors = rates.map(|rates| (whole, rates));
         }
-        report.shown_rows.push(line);
+        let (own, line) = profiled.summary();
+        report.shown_rows.push(labelled(run, "ok", line));
+        report.columns = columns(own);
         let (lines, inside) = ops::lines(&shown);
         report.details.push(Report {
             title: title(run),
-            columns: summary.table().columns,
+            columns: rows.table().columns,
             shown_rows: lines,
             notes: inside.into_iter().collect(),
             ..Default::default()
         });
-        Ok(own_answers)
+        Ok(answers::answers(&profiled))
     }
 
     fn save_pictures(&self, run: &EndToEnd, recording: &Recording, runs: usize) -> Result<()> {
@@ -295,17 +293,6 @@ impl Flags {
     }
 }
 
-/// Parses the value of `--by`.
-fn grouping(name: &str) -> std::result::Result<Grouping, &'static str> {
-    match name {
-        "name" => Ok(Grouping::Name),
-        "path" => Ok(Grouping::Path),
-        "layer" => Ok(Grouping::Layer),
-        "kernel" => Ok(Grouping::Kernel),
-        _ => Err("expected name, path, layer or kernel"),
-    }
-}
-
 /// Returns the longest ops, the other ops in one row, and the lines without ops.
 fn shortened(summary: &ProfileReport) -> ProfileReport {
     const SHOWN: usize = 12;
@@ -316,9 +303,8 @@ fn shortened(summary: &ProfileReport) -> ProfileReport {
             rows: shown.rows.drain(SHOWN..ops).collect(),
             ..Default::default()
         };
-        let mut sum = others.sum(&format!("{} others", others.rows.len()), |_| true);
-        sum.kind = others.rows[0].kind;
-        shown.rows.insert(SHOWN, sum);
+        let name = format!("{} others", others.rows.len());
+        shown.rows.insert(SHOWN, others.sum(&name, |_| true));
     }
     shown
 }
@@ -330,43 +316,8 @@ fn labelled(run: &EndToEnd, status: &str, rest: Fields) -> Fields {
     row
 }
 
-/// The columns of the summary, which has a line for each run.
-fn summary_columns(on_gpu: bool, with_floor: bool) -> Vec<Column> {
-    let percent = |key, title, under| Column::number(key, title, "", 1).group(under);
-    let of_step = |key, title| percent(key, title, "% of a step");
-    let of_forward = |key, title| percent(key, title, "% of forward");
-    let mut columns = label_columns();
-    columns.extend([
-        Column::text("status", "Status"),
-        Column::ms("profiled_ms_per_step", "profiler").group("Step time"),
-        Column::ms("stopwatch_mean_ms", "stopwatch").group("Step time"),
-        Column::ms("floor_ms_per_step", "Floor"),
-        of_step("floor_percent", "floor"),
-        of_step("matmul_percent", "matmul"),
-        of_step("softmax_percent", "softmax"),
-        of_step("gpu_idle_percent", "GPU idle"),
-        of_step("ops_percent", "ops"),
-        of_step("candle_percent", "between"),
-        of_step("unexplained_percent", "unexplained"),
-        of_forward("matmul_percent_of_forward", "matmul"),
-        of_forward("softmax_percent_of_forward", "softmax"),
-        Column::text("longest", "Longest"),
-    ]);
-    columns.retain(|column| on_gpu || column.key != "gpu_idle_percent");
-    columns.retain(|column| with_floor || !column.key.starts_with("floor_"));
-    columns
-}
-
-fn general_notes(reference_ops: bool) -> Vec<String> {
-    let mut notes = vec![
-        "An op's time is its own, without ops inside of it; percentages are of the wall time. Mean, median, min, max and \
-         std are of one call; the total is over all steps.",
-        "FLOPs and bytes follow from the op's formula (profile::op_costs), which moves every tensor once.",
-        "between: candle's own ops and its bookkeeping of the graph, between ops of this crate.",
-    ];
-    notes.extend(reference_ops.then_some(
-        "References' backward is candle's own and has no ranges: it counts as between. Memory estimates are those of the \
-         kernels.",
-    ));
-    notes.into_iter().map(String::from).collect()
+/// The columns of the table of runs: labels, status, and those of a run's summary.
+fn columns(own: Vec<Column>) -> Vec<Column> {
+    let status = Column::text("status", "Status");
+    [label_columns(), vec![status], own].concat()
 }

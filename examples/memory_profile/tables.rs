@@ -10,63 +10,55 @@ use tallow::report::{Column, Fields, Report, format_mib};
 
 /// Returns the columns of the table of peaks. On a GPU the reserved peak of its pool is added.
 pub fn columns(device: &Device) -> Vec<Column> {
+    let peak = |phase: &str| Column::mib(format!("{phase}_peak_bytes"), phase).group("Peak in");
     let mut columns = label_columns();
     columns.extend([
         Column::text("status", "Status"),
         Column::mib("peak_bytes", "Peak"),
-    ]);
-    if !device.is_cpu() {
-        columns.push(Column::mib("reserved_peak_bytes", "Reserved"));
-    }
-    columns.push(Column::text("peak_phase", "Highest in"));
-    for phase in ["forward", "backward", "optimizer"] {
-        let key = format!("{phase}_peak_bytes");
-        columns.push(Column::mib(key, phase).group("Peak in"));
-    }
-    columns.extend([
+        Column::mib("reserved_peak_bytes", "Reserved"),
+        Column::text("peak_phase", "Highest in"),
+        peak("forward"),
+        peak("backward"),
+        peak("optimizer"),
         Column::mib("estimate_bytes", "Predicted"),
         Column::number("estimate_error_percent", "Error", "%", 1),
         Column::mib("saved_for_backward_bytes", "Saved for backward"),
         Column::count("allocations", "Allocations"),
     ]);
+    columns.retain(|column| !device.is_cpu() || column.key != "reserved_peak_bytes");
     columns
 }
 
-/// The fields that count a kind of memory: at the peak of each phase, and at the highest peak, measured and predicted.
-const PLACES: [&str; 5] = [
-    "forward_bytes",
-    "backward_bytes",
-    "optimizer_bytes",
-    "measured_bytes",
-    "estimate_bytes",
-];
-
-/// A kind of memory, with its bytes in each of [`PLACES`].
+/// A kind of memory, with its bytes at the peaks of forward, backward and optimizer, and at the highest peak, measured
+/// and predicted.
 type Kind = (&'static str, [Option<u64>; 5]);
 
 /// Returns a table with a row for each kind of memory of a run.
 fn kind_table(kinds: impl Iterator<Item = Kind>) -> Report {
-    let phase = |key: &str, title: &str| Column::mib(key, title).group("At the peak of");
+    let phase = |name: &str| Column::mib(format!("{name}_bytes"), name).group("At the peak of");
     let highest = |key: &str, title: &str| Column::mib(key, title).group("At the highest peak");
+    let columns = vec![
+        Column::text("holds", "Holds"),
+        phase("forward"),
+        phase("backward"),
+        phase("optimizer"),
+        highest("measured_bytes", "measured"),
+        highest("estimate_bytes", "predicted"),
+        Column::mib("difference_bytes", "Difference"),
+    ];
     let rows = kinds.map(|(holds, bytes)| {
         let mut row = Fields::from_iter([("holds", holds)]);
-        row.merge(PLACES.into_iter().zip(bytes).collect());
-        let difference = bytes[3].zip(bytes[4]);
-        let difference = difference.map(|(measured, predicted)| predicted as f64 - measured as f64);
+        for (column, bytes) in columns[1..].iter().zip(bytes) {
+            row.insert(&column.key, bytes);
+        }
+        let [.., measured, predicted] = bytes.map(|bytes| Some(bytes? as f64));
+        let difference = measured.zip(predicted).map(|(a, b)| b - a);
         row.insert("difference_bytes", difference);
         row
     });
     Report {
-        columns: vec![
-            Column::text("holds", "Holds"),
-            phase("forward_bytes", "forward"),
-            phase("backward_bytes", "backward"),
-            phase("optimizer_bytes", "optimizer"),
-            highest("measured_bytes", "measured"),
-            highest("estimate_bytes", "predicted"),
-            Column::mib("difference_bytes", "Difference"),
-        ],
         rows: rows.collect(),
+        columns,
         ..Default::default()
     }
 }
@@ -91,12 +83,10 @@ impl Details {
         let at_peak = recording.bytes_by_kind_at(recording.peak_event());
         let phases = ["forward", "backward", "optimizer"].map(|name| {
             let phase = recording.phases().iter().find(|phase| phase.name == name)?;
-            let held = recording.bytes_by_kind_at(recording.peak_event_in(phase));
-            Some((recording.peak_bytes_in(phase), held))
+            Some(recording.bytes_by_kind_at(recording.peak_event_in(phase)))
         });
         let all = MemoryKind::ALL.map(|own| {
-            let [forward, backward, optimizer] =
-                [0, 1, 2].map(|i| Some(phases[i].as_ref()?.1.bytes_of(own)));
+            let [forward, backward, optimizer] = phases.map(|held| Some(held?.bytes_of(own)));
             let both = [at_peak.bytes_of(own), estimate.breakdown.bytes_of(own)].map(Some);
             (own.name(), [forward, backward, optimizer, both[0], both[1]])
         });
@@ -109,10 +99,10 @@ impl Details {
             let both = std::array::from_fn(|i| a[i].zip(b[i]).map(|(a, b)| a + b));
             (name, both)
         });
-        let [forward, backward, optimizer] = [0, 1, 2].map(|i| Some(phases[i].as_ref()?.0));
+        let [forward, backward, optimizer] = phases.map(|held| Some(held?.total_bytes()));
         let both = [profile.peak_bytes, estimate.peak_bytes].map(Some);
-        let sum = ("peak", [forward, backward, optimizer, both[0], both[1]]);
-        let kinds = shown.into_iter().chain(other).chain([sum]);
+        let peak = ("peak", [forward, backward, optimizer, both[0], both[1]]);
+        let kinds = shown.into_iter().chain(other).chain([peak]);
         append(&mut self.kinds, name, run, kind_table(kinds));
         for block in recording.largest(1) {
             let (bytes, holds) = (format_mib(block.bytes), block.kind.name());
@@ -120,12 +110,8 @@ impl Details {
             self.largest_words
                 .push(format!("{name}: {bytes}, {holds} from {origin} in {phase}"));
         }
-        append(
-            &mut self.largest,
-            name,
-            run,
-            recording.largest_report(LARGEST),
-        );
+        let largest = recording.largest_report(LARGEST);
+        append(&mut self.largest, name, run, largest);
         if !profile.saved.tensors.is_empty() {
             append(&mut self.saved, name, run, profile.saved.report());
         }

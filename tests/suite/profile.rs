@@ -3,8 +3,6 @@
 mod answers;
 mod balance;
 mod costs;
-#[path = "../../examples/profile/figures.rs"]
-mod figures;
 mod floors;
 mod kernels;
 mod parts;
@@ -15,6 +13,7 @@ mod sentences;
 mod summary;
 
 use crate::check::bits;
+use crate::words;
 use candle_core::{Device, Tensor};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tallow::attention::Algorithm;

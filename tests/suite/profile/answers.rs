@@ -1,12 +1,14 @@
 //! The answers of `examples/profile` to the handout's questions (a) to (e), from invented recordings.
 
-use super::figures::{AttentionFigures, Figures, Floors, Profiled, Share, Timed, Work};
-use super::{sentences, span};
+use super::sentences::{self, Profiled, Timed};
+use super::span;
 use candle_core::DType;
 use tallow::bench::{EndToEndRow, PhaseTime};
 use tallow::probe::Kind;
-use tallow::profile::{Cost, DeviceRates, Grouping, Parts, ProfileReport, Recording, Selection};
-use tallow::report::Statistics;
+use tallow::profile::{
+    Cost, DeviceRates, Grouping, Parts, ProfileReport, Recording, Row, Selection, Span,
+};
+use tallow::report::{Column, Statistics};
 
 fn stopwatch(phases: &[(&str, f64)]) -> Vec<EndToEndRow> {
     let row = |(phase, ms): &(&str, f64)| EndToEndRow {
@@ -25,18 +27,47 @@ fn stopwatch(phases: &[(&str, f64)]) -> Vec<EndToEndRow> {
     phases.iter().map(row).collect()
 }
 
-fn figures(recording: Recording, stopwatch: Vec<EndToEndRow>) -> Figures {
-    let profiled = Profiled {
-        recording,
-        stopwatch,
-    };
-    profiled.figures().unwrap()
+/// Returns the recording with a million times its times: ms in place of ns.
+fn in_ms(mut recording: Recording) -> Recording {
+    let mut times = vec![&mut recording.duration_ns];
+    for span in &mut recording.spans {
+        times.extend([&mut span.start_ns, &mut span.end_ns]);
+        times.extend([&mut span.parts.matmul_ns, &mut span.parts.softmax_ns]);
+        times.extend([&mut span.parts.scores_ns, &mut span.parts.values_ns]);
+    }
+    for kernel in &mut recording.kernels {
+        times.extend([&mut kernel.start_ns, &mut kernel.end_ns]);
+    }
+    times.into_iter().for_each(|ns| *ns *= 1_000_000);
+    recording
+}
+
+fn profiled(recording: Recording, phases: &[(&str, f64)]) -> Profiled {
+    Profiled::new(recording, stopwatch(phases)).unwrap()
+}
+
+/// Returns a value of the summary's line by its heading; NaN if it is null.
+fn line(profiled: &Profiled, heading: &str) -> f64 {
+    let (columns, line) = profiled.summary();
+    let heads = |column: &&Column| format!("{} {}", column.group, column.title) == heading;
+    let column = columns.iter().find(heads).unwrap();
+    line.get(&column.key).unwrap().as_f64().unwrap_or(f64::NAN)
 }
 
 /// Returns all answers as one text.
-fn answers_text(figures: &Figures) -> String {
-    let answers = sentences::answers(figures).into_iter();
+fn answers_text(profiled: &Profiled) -> String {
+    let answers = sentences::answers(profiled).into_iter();
     answers.map(|answer| answer.answer + "\n").collect()
+}
+
+fn paths(recording: &Recording) -> ProfileReport {
+    ProfileReport::new(recording, &Selection::phase("forward"), Grouping::Path).unwrap()
+}
+
+fn assert_parts(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part} in {text}");
+    }
 }
 
 fn close(pairs: &[(f64, f64)]) {
@@ -47,42 +78,48 @@ fn close(pairs: &[(f64, f64)]) {
 
 #[test]
 fn answers_of_a_gpu_add_up() {
-    let timed = stopwatch(&[
-        ("forward", 3e-4),
-        ("backward", 5e-4),
-        ("train step", 9.9e-4),
-    ]);
-    let figures = figures(super::kernels::invented_recording(), timed);
-    let attention = figures.attention.as_ref().unwrap();
-    let line = |key: &str| figures.line.get(key).unwrap().as_f64().unwrap();
-    let (busy_ms, _) = figures.busy_and_idle_ms.unwrap();
+    let recording = in_ms(super::kernels::invented_recording());
+    let phases = [
+        ("forward", 300.0),
+        ("backward", 500.0),
+        ("train step", 990.0),
+    ];
+    let run = profiled(recording.clone(), &phases);
     close(&[
-        (line("profiled_ms_per_step"), 1e-3),
-        (busy_ms, 330e-6),
-        (line("ops_percent"), 25.0),
-        (line("candle_percent"), 8.0),
-        (line("gpu_idle_percent"), 67.0),
-        (line("unexplained_percent"), 0.0),
-        (line("matmul_percent_of_forward"), 100.0 * 110.0 / 300.0),
-        (line("matmul_percent"), 21.0),
-        (line("softmax_percent_of_forward"), 100.0 * 40.0 / 300.0),
-        (line("softmax_percent"), 4.0),
-        (attention.matmul_ms, 40e-6),
-        (attention.softmax_ms, 40e-6),
+        (line(&run, "Step time profiler"), 1000.0),
+        (line(&run, "% of a step ops"), 25.0),
+        (line(&run, "% of a step between"), 8.0),
+        (line(&run, "% of a step GPU idle"), 67.0),
+        (line(&run, "% of a step unexplained"), 0.0),
+        (line(&run, "% of forward matmul"), 100.0 * 110.0 / 300.0),
+        (line(&run, "% of a step matmul"), 21.0),
+        (line(&run, "% of forward softmax"), 100.0 * 40.0 / 300.0),
+        (line(&run, "% of a step softmax"), 4.0),
     ]);
-    let all = answers_text(&figures);
-    for part in [
-        "Forward matches within 0.0%. The whole matches within 1.0%. forward 0.000 ms by the profiler, 0.000 ms by the stopwatch (+0.0%)",
-        "In forward: nvjet_tst_96x128 (of linear), 23.3% of the time, 1 times a step.",
-        "It is the same in forward and backward together: nvjet_tst_96x128 (of linear), 21.2% of the time, 2 times",
-        "Parts of forward from 1% on: softmax_forward_f32 13.3%, badd_f32 6.7%.",
-        "from 1% on: badd_f32 7.0%, softmax_forward_f32 4.0%, set memory 1.0%.",
-    ] {
-        assert!(all.contains(part), "{part} in {all}");
-    }
+    assert_parts(
+        &answers_text(&run),
+        &[
+            "Forward matches within 0.0%. The whole matches within 1.0%. forward 300.000 ms by the profiler, 300.000 ms by the \
+             stopwatch (+0.0%)",
+            "A step has 330.000 ms of kernels; the GPU is idle for 670.000 ms.",
+            "In forward: nvjet_tst_96x128 (of linear), 23.3% of the time, 1 times a step.",
+            "In forward and backward together it is the same: nvjet_tst_96x128 (of linear), 21.2% of the time, 2 times",
+            "Other parts of forward from 1% on: softmax_forward_f32 13.3%, badd_f32 6.7%.",
+            "from 1% on: badd_f32 7.0%, softmax_forward_f32 4.0%, set memory 1.0%.",
+        ],
+    );
+    // The attention of this recording has no operands, hence no FLOPs.
+    assert_eq!(sentences::softmax_against_matmuls(&run.forward_paths), None);
+    let mut recording = recording;
+    recording.spans[4].cost = Some(Cost::default());
+    let text = sentences::softmax_against_matmuls(&paths(&recording)).unwrap();
+    assert_parts(
+        &text,
+        &["matmuls 40.000 ms, softmax 40.000 ms, scale and mask included"],
+    );
 }
 
-/// Returns a planned step of 1000 ns on the CPU: attention 400 (matmuls 100, softmax 200), swiglu 300 (matmuls 250), a
+/// Returns a planned step of 1000 ms on the CPU: attention 400 (matmuls 100, softmax 200), swiglu 300 (matmuls 250), a
 /// norm 200, and 100 between the calls.
 fn planned() -> Recording {
     let call = |path: &str, times, cost, [scores_ns, matmul_ns, softmax_ns]: [u64; 3]| {
@@ -101,12 +138,12 @@ fn planned() -> Recording {
         };
         call
     };
-    let cost = |matmul_flops, other_flops| Cost {
-        matmul_flops,
-        other_flops,
+    let cost = |matmul_mflops, other_mflops| Cost {
+        matmul_flops: 1e6 * matmul_mflops,
+        other_flops: 1e6 * other_mflops,
         ..Default::default()
     };
-    Recording {
+    in_ms(Recording {
         spans: vec![
             span(Kind::Step, "", "", (0, 1000), None),
             span(Kind::Phase, "", "train step", (0, 1000), Some(0)),
@@ -115,7 +152,7 @@ fn planned() -> Recording {
                 "layers.0/attention",
                 (0, 400),
                 Cost {
-                    softmax_flops: 100.0,
+                    softmax_flops: 100e6,
                     ..cost(600.0, 115.0)
                 },
                 [40, 100, 200],
@@ -131,42 +168,35 @@ fn planned() -> Recording {
         threads: vec!["main".into()],
         duration_ns: 1000,
         ..Default::default()
-    }
+    })
 }
 
 #[test]
 fn answers_of_a_cpu_add_up() {
-    let figures = figures(planned(), stopwatch(&[("train step", 1e-3)]));
-    let attention = figures.attention.as_ref().unwrap();
-    let line = |key: &str| figures.line.get(key).unwrap().as_f64().unwrap();
-    let (scores_ms, values_ms) = attention.scores_and_values_ms.unwrap();
+    let run = profiled(planned(), &[("train step", 1000.0)]);
     close(&[
-        (line("profiled_ms_per_step"), 1e-3),
-        (line("ops_percent"), 90.0),
-        (line("between_calls_percent"), 10.0),
-        (line("candle_percent"), 0.0),
-        (line("matmul_percent_of_forward"), 35.0),
-        (line("matmul_percent"), 35.0),
-        (line("softmax_percent_of_forward"), 20.0),
-        (attention.matmul_ms / attention.softmax_ms, 0.5),
-        // The FLOPs of rope, planned in the same call, do not count as softmax.
-        (attention.matmul_flops / attention.softmax_flops, 6.0),
-        (scores_ms, 40e-6),
-        (values_ms, 60e-6),
+        (line(&run, "Step time profiler"), 1000.0),
+        (line(&run, "% of a step ops"), 90.0),
+        (line(&run, "% of a step between calls"), 10.0),
+        (line(&run, "% of a step between"), 0.0),
+        (line(&run, "% of forward matmul"), 35.0),
+        (line(&run, "% of a step matmul"), 35.0),
+        (line(&run, "% of forward softmax"), 20.0),
     ]);
-    let all = answers_text(&figures);
-    let others = "softmax of attention 20.0%, rms_norm 20.0%, the rest of attention 10.0%, the rest of swiglu 5.0%";
-    for part in [
-        "The whole matches within 0.0%.",
-        others,
-        "0.50 times the time of softmax with scale and mask, for 6.0 times the FLOPs",
-        "For one FLOP softmax takes 12 times as long",
-    ] {
-        assert!(all.contains(part), "{part} in {all}");
-    }
+    assert_parts(
+        &answers_text(&run),
+        &[
+            "The whole matches within 0.0%.",
+            "softmax of attention 20.0%, rms_norm 20.0%, the rest of attention 10.0%, the rest of swiglu 5.0%",
+            "matmuls 100.000 ms (scores 40.000, values 60.000), softmax 200.000 ms",
+            // The FLOPs of rope, planned in the same call, do not count as softmax.
+            "0.50 times the time of softmax with scale and mask, for 6.0 times the FLOPs",
+            "For one FLOP softmax takes 12 times as long",
+        ],
+    );
 }
 
-/// Matmuls take 200 and 300 ns at this rate: half of the step.
+/// Matmuls take 200 and 300 ms at this rate: half of the step.
 #[test]
 fn a_step_is_compared_with_its_floor() {
     let rates = DeviceRates {
@@ -174,39 +204,34 @@ fn a_step_is_compared_with_its_floor() {
         memory_bytes: 5e9,
     };
     let (recording, all) = (planned(), Selection::default());
-    let report = ProfileReport::with_floors(&recording, &all, Grouping::Path, &rates).unwrap();
-    let floors = Floors::new(&report, &rates);
+    let mut floors = ProfileReport::with_floors(&recording, &all, Grouping::Path, &rates).unwrap();
+    let mut run = profiled(recording, &[("train step", 1000.0)]);
+    assert!(line(&run, "Step time floor").is_nan() && line(&run, "% of a step floor").is_nan());
+    let text = |run: &Profiled| sentences::answers(run).pop().unwrap().answer;
+    run.floors = Some((floors.clone(), rates.clone()));
     close(&[
-        (floors.measured_ms, 1e-3),
-        (floors.floor_ms, 5e-4),
-        (floors.percent(), 50.0),
-        (floors.unknown_ms, 0.0),
+        (line(&run, "Step time floor"), 500.0),
+        (line(&run, "% of a step floor"), 50.0),
     ]);
-    let lost: Vec<&str> = floors
-        .lost_ms
-        .iter()
-        .map(|(name, _)| name.as_str())
-        .collect();
-    let gap = "between the plan's calls, forward";
-    let expected = [
-        "layers.0/attention",
-        "layers.0/rms_norm",
-        gap,
-        "layers.0/swiglu",
-    ];
-    assert_eq!(lost, expected);
-    let floors = Floors {
-        unknown_ms: 7.0,
-        ..floors
-    };
-    let text = sentences::floor(&floors).answer;
-    for part in [
-        "Its floor is 0.001 ms, 50.0% of that. Rates measured here: matmuls 3 GFLOP/s in f32, 2000 GFLOP/s in bf16; a copy 5 GB/s,",
-        "Most time above the floor: layers.0/attention",
-        "Ops without a formula take 7.000 ms and are not in the floor.",
-    ] {
-        assert!(text.contains(part), "{part} in {text}");
-    }
+    let known = text(&run);
+    assert!(!known.contains("without a formula"), "{known}");
+    floors.rows.push(Row {
+        total_ns: 7_000_000,
+        instances: 1,
+        ..Default::default()
+    });
+    run.floors = Some((floors, rates));
+    let text = text(&run);
+    assert_parts(
+        &text,
+        &[
+            "A step takes 1000.000 ms by the profiler. Its floor is 500.000 ms, 50.0% of that.",
+            "Rates measured here: matmuls 3 GFLOP/s in f32, 2000 GFLOP/s in bf16; a copy 5 GB/s,",
+            "Most time above the floor: layers.0/attention 200.000 ms, layers.0/rms_norm 200.000 ms, between the plan's \
+             calls, forward 100.000 ms.",
+            "Ops without a formula take 7.000 ms and are not in the floor.",
+        ],
+    );
     assert!(!text.contains("swiglu"), "{text}");
 }
 
@@ -301,11 +326,7 @@ fn a_phase_is_timed_once_a_step() {
         duration_ns: 1900,
         ..Default::default()
     };
-    let timed = figures(
-        recording,
-        stopwatch(&[("forward", 8e-4), ("train step", 9e-4)]),
-    )
-    .timed;
+    let timed = profiled(recording, &[("forward", 8e-4), ("train step", 9e-4)]).timed();
     let forward = &timed[0].profiler;
     assert_eq!((forward.n, forward.std_ms), (2, Some(0.0)));
     close(&[(forward.mean_ms, 8e-4)]);
@@ -328,79 +349,143 @@ fn a_backward_that_was_not_recorded_is_not_judged() {
         ..Default::default()
     };
     let phases = [("forward", 4e-4), ("backward", 5e-4), ("train step", 1e-3)];
-    let figures = figures(recording, stopwatch(&phases));
-    let all = answers_text(&figures);
+    let run = profiled(recording, &phases);
+    let all = answers_text(&run);
     assert_eq!(all.matches("Backward was not recorded").count(), 2, "{all}");
     assert!(!all.contains("of the training step"), "{all}");
-    assert!(figures.line.get("matmul_percent").unwrap().is_null());
+    assert!(line(&run, "% of a step matmul").is_nan());
+}
+
+/// Returns a step of 100 ns with these ops: name, time, instances, and the time in matmuls.
+fn report(ops: &[(&str, u64, usize, u64)]) -> ProfileReport {
+    let rows = ops
+        .iter()
+        .map(|&(name, total_ns, instances, matmul_ns)| Row {
+            name: name.into(),
+            total_ns,
+            instances,
+            parts: Parts {
+                matmul_ns,
+                ..Default::default()
+            },
+            ..Default::default()
+        });
+    ProfileReport {
+        rows: rows.collect(),
+        whole_ns: 100,
+        steps: Some(1),
+    }
 }
 
 #[test]
 fn what_leads_and_how_shares_change_is_said_of_the_figures() {
-    let share = |name: &str, percent, per_step| Share {
-        name: name.into(),
-        percent,
-        per_step,
-    };
-    let (forward, both) = (
-        share("linear", 60.0, 10.0),
-        share("linear backward", 40.0, 20.0),
+    let forward = report(&[("linear", 60, 10, 0), ("add", 40, 5, 0)]);
+    let backward = report(&[("linear backward", 80, 20, 0)]);
+    let answer = sentences::most_time(&forward, Some(&backward)).unwrap();
+    assert_parts(
+        &answer,
+        &[
+            "In forward: linear, 60.0% of the time, 10 times a step.",
+            "it is another: linear backward, 40.0% of the time, 20 times a step.",
+        ],
     );
-    let answer = sentences::most_time(&forward, Some(&both));
-    assert!(
-        answer.contains("it is another: linear backward, 40.0% of the time, 20 times a step."),
-        "{answer}"
-    );
-    let answer = sentences::most_time(&forward, Some(&share("linear", 30.0, 10.0)));
-    assert!(answer.contains("It is the same"), "{answer}");
+    let backward = report(&[("linear", 1, 2, 0), ("linear backward", 60, 10, 0)]);
+    let answer = sentences::most_time(&forward, Some(&backward)).unwrap();
+    let same = "it is the same: linear, 30.5% of the time, 12 times a step.";
+    assert_parts(&answer, &[same]);
 
-    let work = |matmul_percent| Work {
-        matmul_percent,
-        ..Default::default()
-    };
-    for (whole, words) in [
-        (60.0, "10.0 points less"),
-        (85.0, "15.0 points more"),
-        (70.5, "nearly the same"),
+    let work = |matmul_percent| report(&[("linear", matmul_percent, 1, matmul_percent)]);
+    for (before, whole, words) in [
+        (70, 60, "10.0 points less"),
+        (70, 85, "15.0 points more"),
+        (70, 70, "nearly the same"),
     ] {
-        let answer = sentences::matmul_share(&work(70.0), &work(whole), "the training step");
-        assert!(answer.contains(words), "{answer}");
+        let answer = sentences::matmul_share(&work(before), &work(whole), "the training step");
+        assert_parts(&answer, &[words]);
     }
+    let mut nearly = report(&[("linear", 705, 1, 705)]);
+    nearly.whole_ns = 1000;
+    let answer = sentences::matmul_share(&work(70), &nearly, "the training step");
+    assert_parts(&answer, &["nearly the same"]);
     assert_eq!(
-        sentences::besides_matmuls(&work(99.5)),
-        "Nothing takes 1% of forward."
+        sentences::others(&work(99), "forward"),
+        "Nothing else takes 1% of forward."
     );
 
-    let attention = AttentionFigures {
-        softmax_ms: 1.0,
-        matmul_ms: 2.0,
-        mask_ms: Some(1.0),
-        softmax_flops: 1e6,
-        matmul_flops: 1e6,
+    let op = |name: &str, ns, parts, flops| {
+        let [matmul_flops, softmax_flops, other_flops] = flops;
+        Row {
+            name: name.into(),
+            total_ns: ns,
+            instances: 1,
+            parts,
+            cost: Some(Cost {
+                matmul_flops,
+                softmax_flops,
+                other_flops,
+                ..Default::default()
+            }),
+            ..Default::default()
+        }
+    };
+    let (mut softmax, mut matmul) = (Parts::default(), Parts::default());
+    (softmax.softmax_ns, matmul.matmul_ns) = (1_000_000, 2_000_000);
+    let paths = ProfileReport {
+        rows: vec![
+            op("attn/scores/matmul", 2_000_000, matmul, [1e6, 0.0, 0.0]),
+            op("attn/mask", 1_000_000, Parts::default(), [0.0, 0.0, 4e5]),
+            op("attn/softmax", 1_000_000, softmax, [0.0, 6e5, 6e5]),
+            op("ffn/matmul", 9_000_000, matmul, [1e9, 0.0, 0.0]),
+        ],
+        steps: Some(1),
         ..Default::default()
     };
-    let answer = sentences::softmax_against_matmuls(&attention);
-    assert!(
-        answer.contains("1.00 times the time") && answer.contains("takes no longer here"),
-        "{answer}"
+    assert_parts(
+        &sentences::softmax_against_matmuls(&paths).unwrap(),
+        &[
+            "matmuls 2.000 ms (scores 2.000, values 0.000), softmax 1.000 ms, scale and mask 1.000 ms apart from it",
+            "1.00 times the time of softmax with scale and mask, for 1.0 times the FLOPs (0.5 and 0.5 GFLOP/s)",
+            "takes no longer here",
+        ],
     );
 }
 
 /// With such a variation between steps, shares are not conclusive.
 #[test]
 fn unsteady_steps_leave_shares_open() {
-    let with = |std_ms| Figures {
-        timed: vec![times("train step", (10.0, std_ms), (10.0, std_ms))],
-        longest_in_forward: Some(Share {
-            name: "linear".into(),
-            percent: 50.0,
-            per_step: 1.0,
-        }),
-        ..Default::default()
+    let with = |std_ns: f64| {
+        let distance = (std_ns * 0.9f64.sqrt()) as u64;
+        let steps = (0..10).flat_map(|step: usize| {
+            let start = 1_000_000_000 * step as u64;
+            let end = start
+                + if step < 5 {
+                    10_000_000 - distance
+                } else {
+                    10_000_000 + distance
+                };
+            let parent = Some(3 * step);
+            [
+                span(Kind::Step, "", "", (start, end), None),
+                span(Kind::Phase, "", "forward", (start, end), parent),
+                span(
+                    Kind::Op,
+                    "linear",
+                    "forward",
+                    (start, end),
+                    parent.map(|step| step + 1),
+                ),
+            ]
+        });
+        let recording = Recording {
+            spans: steps.collect::<Vec<Span>>(),
+            threads: vec!["main".into()],
+            duration_ns: 10_000_000_000,
+            ..Default::default()
+        };
+        answers_text(&profiled(recording, &[("forward", 10.0)]))
     };
-    assert!(
-        answers_text(&with(9.0))
-            .contains("is 90% of their mean: shares of their time do not decide.")
-    );
-    assert!(!answers_text(&with(1.0)).contains("decide"));
+    let unsteady = with(9e6);
+    let doubt = "Undecided: the standard deviation of the recorded steps is 90% of their mean.";
+    assert_eq!(unsteady.matches(doubt).count(), 2, "{unsteady}"); // (b) and (c)
+    assert!(!with(1e6).contains("decide"));
 }
