@@ -31,7 +31,6 @@ use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, only};
 use common::modes::OptimizerFlag;
 use common::ranks::{ExchangeFlags, RankFlags};
-use common::ways::Way;
 use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
 use flags::{
@@ -329,7 +328,7 @@ impl Flags {
         let [tokens, steps] =
             [config.tokens_per_step(), config.steps].map(|n| group_digits(n as u64));
         let ranks = trainer.communicator().map(|ranks| {
-            let (count, way) = (ranks.world_size(), Way::new(self.step_ranks(ranks)));
+            let (count, way) = (ranks.world_size(), self.exchange.way());
             let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
             format!("{count}, {way}, gradients averaged in {dtype}")
         });

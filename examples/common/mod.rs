@@ -21,11 +21,12 @@ pub mod words;
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
 #[allow(unused_imports)]
-pub use sweep::{Sweep, wrote};
+pub use sweep::Sweep;
 
 use clap::Args;
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use tallow::memory::tracker::Tracker;
 use tallow::ops::KernelPolicy;
@@ -103,10 +104,7 @@ impl Common {
 
     /// Runs `f` with the requested kernel policy and NVTX ranges.
     pub fn around<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        let _emitting = match self.nvtx {
-            true => Some(tallow::profile::emit_nvtx()?),
-            false => None,
-        };
+        let _emitting = self.nvtx.then(tallow::profile::emit_nvtx).transpose()?;
         let policy = match self.strict {
             true => KernelPolicy::Strict,
             false => KernelPolicy::Prefer,
@@ -139,15 +137,12 @@ pub fn gib_bytes(gib: f64) -> u64 {
 
 /// Returns the ops that ran their reference implementation, for the header.
 pub fn fallbacks() -> String {
-    let fallbacks = tallow::ops::fallbacks();
-    if fallbacks.is_empty() {
-        return "none".into();
+    let fallbacks = tallow::ops::fallbacks().into_iter();
+    let fallbacks = fallbacks.map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device));
+    match fallbacks.collect::<Vec<_>>() {
+        none if none.is_empty() => "none".into(),
+        names => names.join(", "),
     }
-    let names = fallbacks.iter();
-    let names: Vec<String> = names
-        .map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device))
-        .collect();
-    names.join(", ")
 }
 
 /// Prints a line to stderr; an error of writing is ignored.
@@ -160,6 +155,11 @@ pub fn progress(text: impl Display) {
     if std::io::stderr().is_terminal() {
         print_progress(text);
     }
+}
+
+/// Prints that a file was written.
+pub fn wrote(path: &Path) {
+    print_progress(format_args!("wrote {}", path.display()));
 }
 
 /// Runs an example. An error is printed to stderr and sets the exit code.
@@ -211,30 +211,26 @@ fn status(error: &Error) -> u8 {
 /// Returns the version of candle in Cargo.lock.
 fn candle_version() -> Option<String> {
     let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
-    let package = lock
-        .split("[[package]]")
-        .find(|p| p.contains("name = \"candle-core\""))?;
-    let line = package.lines().find(|line| line.starts_with("version"))?;
-    Some(line.split('"').nth(1)?.to_string())
+    let (_, version) = lock.split_once("name = \"candle-core\"")?;
+    Some(version.split('"').nth(1)?.to_string())
 }
 
 /// Returns the commit of the sources, marked if they were modified.
 fn commit() -> Option<String> {
-    let git = |arguments: &[&str]| {
-        let mut git = Command::new("git");
-        let output = git
-            // Otherwise `status` may rewrite the index, under a lock that blocks other git processes.
-            .args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")])
-            .args(arguments)
-            .output();
-        let output = output.ok().filter(|output| output.status.success())?;
-        String::from_utf8(output.stdout).ok()
-    };
-    let head = git(&["rev-parse", "--short", "HEAD"])?;
-    let changed = !git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
-    Some(format!(
-        "{}{}",
-        head.trim(),
-        if changed { ", modified" } else { "" }
-    ))
+    let mut git = Command::new("git");
+    // Otherwise `status` may rewrite the index, under a lock that blocks other git processes.
+    git.args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")]);
+    git.args([
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]);
+    let status = String::from_utf8(git.output().ok()?.stdout).ok()?;
+    let commit = status
+        .lines()
+        .find_map(|line| line.strip_prefix("# branch.oid "))?;
+    let is_modified = status.lines().any(|line| !line.starts_with('#'));
+    let modified = if is_modified { ", modified" } else { "" };
+    Some(format!("{}{modified}", commit.get(..8)?))
 }
