@@ -5,11 +5,11 @@
 //! torchrun, srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
-//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size xl --precision bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
 //!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
+//! cargo build --example distributed_benchmark --features cuda
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
 
@@ -45,6 +45,7 @@ use std::num::NonZeroUsize;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::thread::ScopedJoinHandle;
 use steps::Ways;
 use tallow::attention::Algorithm;
 use tallow::bench::Stopwatch;
@@ -145,13 +146,13 @@ const OF_STEPS: [Part; 3] = [Steps, Memory, Paper];
 /// Parts about models.
 const OF_MODELS: [Part; 4] = [Steps, Memory, Paper, Accounting];
 
+/// The condition of ranks that are threads.
+const ON_THREADS: &str = "without torchrun, srun or mpirun, which start the ranks, on the CPU";
+
 /// Returns the condition that one of these parts is given.
 fn in_words(parts: &[Part]) -> String {
-    let names: Vec<String> = parts
-        .iter()
-        .map(|part| format!("{part:?}").to_lowercase())
-        .collect();
-    format!("with --part {}", names.join(" or "))
+    let names = parts.iter().map(|part| format!("{part:?}").to_lowercase());
+    format!("with --part {}", names.collect::<Vec<_>>().join(" or "))
 }
 
 fn main() -> ExitCode {
@@ -170,11 +171,7 @@ impl Flags {
         let on_threads = matches!(self.ranks_as_threads(), Ok(Some(_)));
         let mut effects = self.processes.effects(&self.common);
         effects.extend([
-            only(
-                "without torchrun, srun or mpirun, which start the ranks, on the CPU",
-                on_threads,
-                &["ranks"],
-            ),
+            only(ON_THREADS, on_threads, &["ranks"]),
             with(&MEASURED, &["ranks"]),
             with(&[Collectives], &["mib"]),
             with(&[Steps, Memory], &["without-alone", "seed"]),
@@ -225,10 +222,9 @@ impl Flags {
         let ended: Vec<Result<()>> = std::thread::scope(|scope| {
             let run = |rank| scope.spawn(|| self.run_rank(rank));
             let threads: Vec<_> = ranks.into_iter().map(run).collect();
-            let ended = threads.into_iter().map(|thread| thread.join());
-            ended
-                .map(|ended| ended.unwrap_or_else(|panic| resume_unwind(panic)))
-                .collect()
+            let ended = threads.into_iter().map(ScopedJoinHandle::join);
+            let ended = ended.map(|ended| ended.unwrap_or_else(|panic| resume_unwind(panic)));
+            ended.collect()
         });
         // A rank that fails takes the others with it: its own error says why.
         let errors = ended.into_iter().filter_map(Result::err);
@@ -275,6 +271,16 @@ impl Flags {
                 false => Ok(()), // all ranks have the same tables
             }
         })
+    }
+}
+
+/// Returns a table without rows.
+fn table(title: &str, columns: Vec<Column>, notes: &[&str]) -> Report {
+    Report {
+        title: title.into(),
+        columns,
+        notes: notes.iter().map(|note| note.to_string()).collect(),
+        ..Default::default()
     }
 }
 

@@ -6,9 +6,9 @@
 //! - by FSDP the weights of its columns, `(X - 1)/X 2 w D F / Y` bytes. Data parallelism sends as much in backward;
 //! - by tensor parallelism the inputs and in parts the outputs, `(Y - 1)/Y 4 b Y D` bytes.
 
-use super::Rank;
 use super::common::models::{Handout, Model};
 use super::common::values;
+use super::{Rank, table};
 use clap::Args;
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
@@ -65,24 +65,21 @@ impl Rank<'_> {
         };
         let tokens = |key, title| Column::count(key, title).group("Compute-bound from tokens");
         let gigabytes = Column::number("device_bytes", "Each holds", "GB", 1);
-        let mut report = Report {
-            title: "Accounting of feed-forward layers".into(),
-            columns: vec![
-                Column::text("model", "Model"),
-                Column::text("division", "Divided by"),
-                Column::text("devices", "Devices"),
-                gigabytes.scaled(1e9).grouped(),
-                Column::text("fits", "Fits"),
-                tokens("tokens_of_device", "of a device"),
-                tokens("tokens", "in all"),
-            ],
-            notes: vec![format!(
-                "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one \
-                 division alone has all of them.",
-                flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
-            )],
-            ..Default::default()
-        };
+        let columns = vec![
+            Column::text("model", "Model"),
+            Column::text("division", "Divided by"),
+            Column::text("devices", "Devices"),
+            gigabytes.scaled(1e9).grouped(),
+            Column::text("fits", "Fits"),
+            tokens("tokens_of_device", "of a device"),
+            tokens("tokens", "in all"),
+        ];
+        let note = format!(
+            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division \
+             alone has all of them.",
+            flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
+        );
+        let mut report = table("Accounting of feed-forward layers", columns, &[&note]);
         let (x, y) = (flags.fsdp, flags.tensor_parallel);
         let (n, all_links) = (x * y, [flags.links.iter().sum(); 2]);
         let batch = self.flags.sizes().map(|size| size as f64);
@@ -109,14 +106,21 @@ impl Rank<'_> {
                     .insert("tokens", tokens);
                 report.rows.push(row);
             }
-            report.answers.extend(match is_of_2026 {
-                true => layers.answers_of_2026(name),
-                false => layers.answers_of_2025(name, by_both),
-            });
+            let (questions, answers) = match is_of_2026 {
+                true => layers.answers_of_2026(),
+                false => layers.answers_of_2025(by_both),
+            };
+            let answers = questions.into_iter().zip(answers);
+            let answers =
+                answers.map(|(question, text)| Answer::new(format!("{name}: {question}"), text));
+            report.answers.extend(answers);
         }
         report
     }
 }
+
+/// The questions of an edition of the handout, and their answers.
+type Answers = ([&'static str; 4], [String; 4]);
 
 /// The feed-forward layers of a model, trained on these devices.
 struct Layers<'f> {
@@ -170,10 +174,7 @@ impl<'f> Layers<'f> {
     }
 
     /// Answers communication_accounting of the handout of 2025. `bound` is of FSDP with tensor parallelism.
-    fn answers_of_2025(&self, name: &str, bound: Option<f64>) -> Vec<Answer> {
-        let of = |letter, question, answer: String| {
-            Answer::new(format!("{letter} {name}: {question}"), answer)
-        };
+    fn answers_of_2025(&self, bound: Option<f64>) -> Answers {
         let (x, y) = (self.flags.fsdp, self.flags.tensor_parallel);
         let (bytes, half, state) = (
             1e9 * self.flags.device_gb,
@@ -194,93 +195,76 @@ impl<'f> Layers<'f> {
             true => format!("at least {fewest}"),
             false => format!("no number: half of the activations alone is {half_gb}"),
         };
-        let batch = bound.map(|b| [b, b * (x * y) as f64].map(count));
-        let batch = match batch {
+        let batch = match bound.map(|b| [b, b * (x * y) as f64].map(count)) {
             Some([own, all]) => format!("{own} tokens a device, {all} in all"),
             None => "no number of tokens".into(),
         };
-        let memory = format!(
-            "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, the \
-             memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
-        );
-        let division = format!(
-            "A device of N holds (state + activations / 2) / N + activations / 2. To be under {device}: {fewest}."
-        );
-        let compute_bound = format!(
-            "FSDP {x} x tensor {y}: from {batch}. There 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W), for b \
-             tokens a device, w weights of D F in a block, C FLOP/s a device, and M_X and M_Y links of W bytes a \
-             second for FSDP X and tensor Y."
-        );
-        let smaller = "Send less: divide the weights' columns among more devices (FSDP's bytes go with 1/Y), exchange \
-                       in 8 bits, or let several micro-batches share a gather where memory allows. Or hide it: give \
-                       tensor parallelism more links, and gather the next block's weights while this one computes.";
-        vec![
-            of(
-                "(a)",
-                "how much memory do the weights and their optimizer take on one device?",
-                memory,
+        let questions = [
+            "(a) how much memory do weights, gradients and optimizer state take on one device?",
+            "(b) how many devices, with the state and half of the activations divided by FSDP?",
+            "(c) from which batch is FSDP with tensor parallelism bound by compute?",
+            "(d) how can the batch be smaller at the same throughput?",
+        ];
+        let answers = [
+            format!(
+                "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, \
+                 the memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
             ),
-            of(
-                "(b)",
-                "how many devices, if FSDP divides this and half of the activations?",
-                division,
+            format!(
+                "A device of N holds (state + activations / 2) / N + activations / 2. To be under {device}: {fewest}."
             ),
-            of(
-                "(c)",
-                "from which batch is FSDP with tensor parallelism bound by compute?",
-                compute_bound,
+            format!(
+                "FSDP {x} x tensor {y}: from {batch}. There 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 \
+                 b D / (M_Y W), for b tokens a device, w weights of D F in a block, C FLOP/s a device, and M_X and M_Y \
+                 links of W bytes a second for FSDP X and tensor Y."
             ),
-            of(
-                "(d)",
-                "how can the batch be smaller at the same throughput?",
-                smaller.into(),
-            ),
-        ]
+            "Send less: divide the weights' columns among more devices (FSDP's bytes go with 1/Y), exchange in 8 bits, \
+             or let several micro-batches share a gather where memory allows. Or hide it: give tensor parallelism more \
+             links, and gather the next block's weights while this one computes."
+                .into(),
+        ];
+        (questions, answers)
     }
 
     /// Answers data_parallel_calcs, fsdp_calcs, tp_calcs and fsdp_tp_calcs, of the handout of 2026: how many devices a
     /// feed-forward network of w weights divides among before communication takes longer than compute, by B tokens, C
     /// FLOP/s a device and W bytes a second out of it, in half precision.
-    fn answers_of_2026(&self, name: &str) -> Vec<Answer> {
-        let of = |question, answer: String| Answer::new(format!("{name}: {question}"), answer);
+    fn answers_of_2026(&self) -> Answers {
         let (f, w, b) = (self.f, self.weights, self.tokens);
         let ratio = 1e9 * self.flags.link_gb_s / (1e12 * self.flags.device_tflops); // W / C
         let [data, tensor, tensor_backward] = [b, w * f / 2.0, w * f].map(|x| 1.0 + x * ratio);
         let sum = 2.0 * w * f * (1.0 + b * ratio) + 4.0 * b;
         let (both, shared) = (data * tensor, sum * sum / (32.0 * w * b * f));
-        let by_data = format!(
-            "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight. (b) The gradients' all-reduce takes 4 w D F \
-             (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, here {w:.0} weights of D F, B {b:.0}, F {f:.0}, \
-             W / C {ratio:.2e}."
-        );
-        let by_weights = format!(
-            "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F (N - 1) \
-             / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So N <= 1 + B W / \
-             C = {data:.1} in both."
-        );
-        let by_columns = format!(
-            "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are local. \
-             (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in each: 4 B D \
-             (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {tensor:.1} forward, 1 + w F W / C = \
-             {tensor_backward:.1} backward, whatever B is."
-        );
-        let by_both = format!(
-            "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, where \
-             both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) = \
-             {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C + \
-             2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
-        );
-        vec![
-            of(
-                "data_parallel_calcs. How far does data parallelism scale?",
-                by_data,
+        let questions = [
+            "data_parallel_calcs. How far does data parallelism scale?",
+            "fsdp_calcs. How far does FSDP scale?",
+            "tp_calcs. How far does tensor parallelism scale?",
+            "fsdp_tp_calcs. How far do both together scale?",
+        ];
+        let answers = [
+            format!(
+                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight. (b) The gradients' all-reduce takes 4 w \
+                 D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, here {w:.0} weights of D F, B {b:.0}, F \
+                 {f:.0}, W / C {ratio:.2e}."
             ),
-            of("fsdp_calcs. How far does FSDP scale?", by_weights),
-            of(
-                "tp_calcs. How far does tensor parallelism scale?",
-                by_columns,
+            format!(
+                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F (N - \
+                 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So N <= 1 \
+                 + B W / C = {data:.1} in both."
             ),
-            of("fsdp_tp_calcs. How far do both together scale?", by_both),
-        ]
+            format!(
+                "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
+                 local. (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in \
+                 each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {tensor:.1} forward, 1 + w F W / C = \
+                 {tensor_backward:.1} backward, whatever B is."
+            ),
+            format!(
+                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
+                 where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) = \
+                 {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C \
+                 + 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
+            ),
+        ];
+        (questions, answers)
     }
 }

@@ -98,28 +98,25 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
             "each with its fastest exchange ({own}, {other}): {text}"
         ))
     };
-    let own = step(Way::Alone).zip(naive);
-    let all = [
-        (
-            "how long is a step of naive DDP, and which part is communication?",
-            own.map(|(alone, naive)| added(alone, naive)),
-        ),
-        (
-            "what does one all-reduce of all gradients change?",
-            changed(flat, "a flat exchange", "one of each parameter by itself"),
-        ),
-        (
-            "what does overlapping communication with backward change?",
-            changed(overlapped, "an overlapped exchange", "one after backward"),
-        ),
-        ("which bucket size, and why?", buckets(&by_time, overlapped)),
-        (
-            "what does sharded optimizer cost in time?",
-            cost("sharded optimizer"),
-        ),
-        ("what does fully shard cost in time?", cost("fully shard")),
+    let alone = step(Way::Alone).zip(naive);
+    let questions = [
+        "how long is a step of naive DDP, and which part is communication?",
+        "what does one all-reduce of all gradients change?",
+        "what does overlapping communication with backward change?",
+        "which bucket size, and why?",
+        "what does sharded optimizer cost in time?",
+        "what does fully shard cost in time?",
     ];
-    answered(all.map(|(question, text)| (format!("{model}: {question}"), text.map(sentence))))
+    let answers = [
+        alone.map(|(alone, naive)| added(alone, naive)),
+        changed(flat, "a flat exchange", "one of each parameter by itself"),
+        changed(overlapped, "an overlapped exchange", "one after backward"),
+        buckets(&by_time, overlapped),
+        cost("sharded optimizer"),
+        cost("fully shard"),
+    ];
+    let answers = questions.into_iter().zip(answers);
+    answered(answers.map(|(question, text)| (format!("{model}: {question}"), text.map(sentence))))
 }
 
 /// Compares the buckets of replicated training, and the fastest with an overlapped exchange of each parameter.

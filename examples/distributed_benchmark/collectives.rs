@@ -1,7 +1,7 @@
 //! Collectives by size.
 
 use super::answers::{self, Collected};
-use super::{Rank, with_time};
+use super::{Rank, table, with_time};
 use candle_core::{DType, Tensor};
 use tallow::Result;
 use tallow::distributed::Reduce;
@@ -22,21 +22,15 @@ impl Rank<'_> {
         let ranks = communicator.world_size();
         let mut progress = self.progress(COLLECTIVES.len() * sizes.len());
         let mut collected = Vec::new();
-        let mut report = Report {
-            title: "Collectives".into(),
-            columns: vec![
-                Column::text("collective", "Collective"),
-                Column::number("mib", "Buffer", "MiB", 0),
-                Column::ms("time", "Time"),
-                Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
-            ],
-            notes: vec![
-                "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
-                 2 (N - 1) / N times the buffer of an all-reduce, half of that of the others."
-                    .into(),
-            ],
-            ..Default::default()
-        };
+        let columns = vec![
+            Column::text("collective", "Collective"),
+            Column::number("mib", "Buffer", "MiB", 0),
+            Column::ms("time", "Time"),
+            Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
+        ];
+        let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
+                    2 (N - 1) / N times the buffer of an all-reduce, half of that of the others.";
+        let mut report = table("Collectives", columns, &[note]);
         for (collective, passes) in COLLECTIVES {
             for &mib in sizes {
                 progress.begin(format_args!("{collective}, {mib} MiB"));

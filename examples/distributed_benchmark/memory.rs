@@ -1,9 +1,9 @@
 //! The memory of a rank, before and after its steps.
 
-use super::Rank;
 use super::answers::{self, Held};
 use super::common::models::Model;
 use super::common::ways::Way;
+use super::{Rank, table};
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Meter;
 use tallow::report::{Column, Report};
@@ -20,34 +20,27 @@ impl Rank<'_> {
             ..Default::default()
         };
         first.warm_up(self.communicator.device())?;
-        let measured = self.measure("memory", |model, way| self.held(model, way))?;
         let held = |key, title| Column::mib(key, title).group("A rank");
-        let mut report = Report {
-            title: "Memory of a rank".into(),
-            columns: Self::columns([
-                held("init_bytes", "after init"),
-                held("peak_bytes", "peak of a step"),
-                held("after_bytes", "after it"),
-                Column::mib("state_bytes", "Optimizer"),
-                Column::mib("predicted_bytes", "Predicted peak"),
-            ]),
-            notes: vec![
-                "After init are model and optimizer. A step's peak is just before the optimizer's update, with the \
-                 plan's arena and all gradients; after it the arena stays, for the next step."
-                    .into(),
-            ],
-            ..Default::default()
-        };
-        for (model, ways) in measured {
+        let columns = Self::columns([
+            held("init_bytes", "after init"),
+            held("peak_bytes", "peak of a step"),
+            held("after_bytes", "after it"),
+            Column::mib("state_bytes", "Optimizer"),
+            Column::mib("predicted_bytes", "Predicted peak"),
+        ]);
+        let notes = [
+            "After init are model and optimizer. A step's peak is just before the optimizer's update, with the plan's \
+             arena and all gradients; after it the arena stays, for the next step.",
+            "Ranks are threads of one process: its memory is divided by their number.",
+        ];
+        let notes = &notes[..1 + usize::from(self.are_threads)];
+        let mut report = table("Memory of a rank", columns, notes);
+        for (model, ways) in self.measure("memory", |model, way| self.held(model, way))? {
             let answers = answers::memory(&model.name, self.communicator.world_size(), &ways);
             report.answers.extend(answers);
             for (way, held) in ways {
                 report.rows.push(self.row(model, way, &held)?);
             }
-        }
-        if self.are_threads {
-            let note = "Ranks are threads of one process: its memory is divided by their number.";
-            report.notes.push(note.into());
         }
         Ok(report)
     }

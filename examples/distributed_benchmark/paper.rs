@@ -1,9 +1,9 @@
 //! Estimated training steps of more GPUs than the machine has.
 
-use super::Rank;
 use super::common::models::Model;
 use super::common::ways::Way;
 use super::common::{refusal, values};
+use super::{Rank, table};
 use clap::Args;
 use serde::Serialize;
 use tallow::Result;
@@ -58,7 +58,25 @@ impl Rank<'_> {
         let mut ways = self.flags.ways.all();
         ways.retain(|way| *way != Way::Alone);
         let mut progress = self.progress(self.models.len() * ways.len());
-        let mut rows = Vec::new();
+        let columns = Self::columns([
+            Column::text("world_size", "GPUs"),
+            Column::mib("rank_bytes", "Memory"),
+            Column::mib("sent_bytes", "Sent"),
+            Column::ms("kernel_seconds", "Kernels").scaled(1e-3),
+            Column::ms("exchange_seconds", "Exchange").scaled(1e-3),
+            Column::ms("waiting_seconds", "Waits").scaled(1e-3),
+            Column::ms("contention_seconds", "Contention").scaled(1e-3),
+            Column::ms("step_ms", "Step"),
+            Column::count("tokens_per_second", "Tokens/s"),
+            Column::number("efficiency_percent", "Efficiency", "%", 1),
+        ]);
+        let notes = [
+            "Estimated from a plan and the rates given, with 1 us for each kernel: kernels, the time they wait for \
+             exchanges, and the time they lose to exchanges that run next to them.",
+            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
+             optimizer's update among them.",
+        ];
+        let mut report = table("Estimated steps of more GPUs", columns, &notes);
         for (index, model) in self.models.iter().enumerate() {
             let Model { name, config } = model;
             let meta = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
@@ -95,34 +113,11 @@ impl Rank<'_> {
                         .insert("step_ms", 1e3 * step.step_seconds)
                         .insert("tokens_per_second", tokens / step.step_seconds)
                         .insert("efficiency_percent", efficiency);
-                    rows.push(row);
+                    report.rows.push(row);
                 }
             }
         }
-        let notes = [
-            "Estimated from a plan and the rates given, with 1 us for each kernel: kernels, the time they wait for \
-             exchanges, and the time they lose to exchanges that run next to them.",
-            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
-             optimizer's update among them.",
-        ];
-        Ok(Report {
-            title: "Estimated steps of more GPUs".into(),
-            columns: Self::columns([
-                Column::text("world_size", "GPUs"),
-                Column::mib("rank_bytes", "Memory"),
-                Column::mib("sent_bytes", "Sent"),
-                Column::ms("kernel_seconds", "Kernels").scaled(1e-3),
-                Column::ms("exchange_seconds", "Exchange").scaled(1e-3),
-                Column::ms("waiting_seconds", "Waits").scaled(1e-3),
-                Column::ms("contention_seconds", "Contention").scaled(1e-3),
-                Column::ms("step_ms", "Step"),
-                Column::count("tokens_per_second", "Tokens/s"),
-                Column::number("efficiency_percent", "Efficiency", "%", 1),
-            ]),
-            rows,
-            notes: notes.map(String::from).to_vec(),
-            ..Default::default()
-        })
+        Ok(report)
     }
 }
 

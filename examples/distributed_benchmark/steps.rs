@@ -5,7 +5,7 @@ use super::common::models::Model;
 use super::common::outputs::named;
 use super::common::ways::{Strategy, Way};
 use super::common::{values, wrote};
-use super::{Rank, with_time};
+use super::{Rank, table, with_time};
 use candle_core::{DType, Tensor};
 use clap::Args;
 use tallow::compile::{Step, StepRanks};
@@ -62,11 +62,8 @@ impl Ways {
                 _ => vec![Exchange::PerParameter, Exchange::Flat, overlapped(0)],
             };
             exchanges.extend(buckets.clone().map(overlapped));
-            all.extend(
-                exchanges
-                    .into_iter()
-                    .map(|exchange| Way::Exchanged(strategy, exchange)),
-            );
+            let exchanges = exchanges.into_iter();
+            all.extend(exchanges.map(|exchange| Way::Exchanged(strategy, exchange)));
         }
         all
     }
@@ -82,29 +79,22 @@ impl Rank<'_> {
     pub fn training_steps(&self) -> Result<Report> {
         let ranks = self.communicator.world_size();
         let tokens = ranks * self.flags.batch_size * self.flags.length();
-        let mut report = Report {
-            title: "Training steps".into(),
-            columns: Self::columns([
-                Column::ms("time", "Step"),
-                Column::ms("exposed_ms", "Exposed"),
-                Column::number("exposed_percent", "Exposed", "%", 1),
-                Column::count("tokens_per_s", "Tokens/s"),
-                Column::number("efficiency_percent", "Alone / step", "%", 1),
-            ]),
-            notes: vec![
-                "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
-                 step on every rank at once, without an exchange."
-                    .into(),
-                "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
-                 noise where the two steps do not differ by two standard errors."
-                    .into(),
-            ],
-            ..Default::default()
-        };
-        if ranks == 1 {
-            let note = "One rank: nothing is exchanged and nothing divided. Give --ranks 2.";
-            report.notes.push(note.into());
-        }
+        let columns = Self::columns([
+            Column::ms("time", "Step"),
+            Column::ms("exposed_ms", "Exposed"),
+            Column::number("exposed_percent", "Exposed", "%", 1),
+            Column::count("tokens_per_s", "Tokens/s"),
+            Column::number("efficiency_percent", "Alone / step", "%", 1),
+        ]);
+        let notes = [
+            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same step \
+             on every rank at once, without an exchange.",
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
+             noise where the two steps do not differ by two standard errors.",
+            "One rank: nothing is exchanged and nothing divided. Give --ranks 2.",
+        ];
+        let notes = &notes[..2 + usize::from(ranks == 1)];
+        let mut report = table("Training steps", columns, notes);
         for (model, ways) in self.measure("steps", |model, way| self.timed_step(model, way))? {
             let alone = ways.iter().find(|(way, _)| *way == Way::Alone);
             let alone = alone.map(|(_, alone)| alone);
@@ -112,14 +102,12 @@ impl Rank<'_> {
                 let alone = alone.filter(|_| *way != Way::Alone);
                 let percent = |ms: f64| 100.0 * ms / step.mean_ms;
                 let exposed_ms = alone.map(|alone| step.mean_ms - alone.mean_ms);
+                let efficiency_percent = alone.map(|alone| percent(alone.mean_ms));
                 let mut row = self.row(model, *way, step)?;
                 row.insert("exposed_ms", exposed_ms)
                     .insert("exposed_percent", exposed_ms.map(percent))
                     .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64)
-                    .insert(
-                        "efficiency_percent",
-                        alone.map(|alone| percent(alone.mean_ms)),
-                    );
+                    .insert("efficiency_percent", efficiency_percent);
                 let mut line = with_time(&row, step);
                 if alone.is_some_and(|alone| !is_slower(alone, step)) {
                     line.insert("exposed_ms", "in the noise")
@@ -128,9 +116,8 @@ impl Rank<'_> {
                 report.rows.push(row);
                 report.shown_rows.push(line);
             }
-            report
-                .answers
-                .extend(answers::steps(&model.name, ranks, &ways));
+            let answers = answers::steps(&model.name, ranks, &ways);
+            report.answers.extend(answers);
         }
         Ok(report)
     }
