@@ -41,10 +41,8 @@ pub const PROGRAM: &str = env!("CARGO_CRATE_NAME");
 #[global_allocator]
 static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 
-/// `mi_option_purge_delay` of mimalloc 3. The bindings do not have this constant or the next.
+/// Options of mimalloc 3, which the bindings do not have: `mi_option_purge_delay` and `mi_option_disallow_arena_alloc`.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-
-/// `mi_option_disallow_arena_alloc`.
 const DISALLOW_ARENA_ALLOC: libmimalloc_sys::mi_option_t = 26;
 
 /// Makes mimalloc keep freed pages. By default it returns them after a while, and a later step faults them in again.
@@ -138,10 +136,12 @@ pub fn gib_bytes(gib: f64) -> u64 {
 /// Returns the ops that ran their reference implementation, for the header.
 pub fn fallbacks() -> String {
     let fallbacks = tallow::ops::fallbacks().into_iter();
-    let fallbacks = fallbacks.map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device));
-    match fallbacks.collect::<Vec<_>>() {
-        none if none.is_empty() => "none".into(),
-        names => names.join(", "),
+    let names = fallbacks.map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device));
+    let names = names.collect::<Vec<_>>().join(", ");
+    if names.is_empty() {
+        "none".into()
+    } else {
+        names
     }
 }
 
@@ -201,10 +201,9 @@ fn status(error: &Error) -> u8 {
         return 0;
     }
     let text = error.to_string();
-    match text.strip_prefix(PROGRAM) {
-        Some(rest) if rest.starts_with(": ") => print_progress(format_args!("error: {text}")),
-        _ => print_progress(format_args!("error: {PROGRAM}: {text}")),
-    }
+    let program = concat!(env!("CARGO_CRATE_NAME"), ": "); // once: errors about flags begin with it
+    let text = text.strip_prefix(program).unwrap_or(&text);
+    print_progress(format_args!("error: {program}{text}"));
     1
 }
 
@@ -220,17 +219,10 @@ fn commit() -> Option<String> {
     let mut git = Command::new("git");
     // Otherwise `status` may rewrite the index, under a lock that blocks other git processes.
     git.args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")]);
-    git.args([
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=no",
-    ]);
+    git.args(["status", "--porcelain=v2", "--branch", "-uno"]); // -uno: not untracked files
     let status = String::from_utf8(git.output().ok()?.stdout).ok()?;
-    let commit = status
-        .lines()
-        .find_map(|line| line.strip_prefix("# branch.oid "))?;
+    let (_, commit) = status.split_once("# branch.oid ")?;
     let is_modified = status.lines().any(|line| !line.starts_with('#'));
-    let modified = if is_modified { ", modified" } else { "" };
+    let modified = ["", ", modified"][usize::from(is_modified)];
     Some(format!("{}{modified}", commit.get(..8)?))
 }

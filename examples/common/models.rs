@@ -129,10 +129,11 @@ pub enum Handout {
 impl Handout {
     /// Returns the names of the models in its table.
     fn sizes(self) -> [&'static str; 5] {
-        match self {
-            Self::Of2025 => ["small", "medium", "large", "xl", "2.7b"],
-            Self::Of2026 => ["small", "medium", "large", "xl", "10b"],
-        }
+        let largest = match self {
+            Self::Of2025 => "2.7b",
+            Self::Of2026 => "10b",
+        };
+        ["small", "medium", "large", "xl", largest]
     }
 
     /// Returns the preset of one of its models: the xl of 2026 is the 2.7b of 2025.
@@ -219,9 +220,8 @@ impl ModelFlags {
 
 /// Returns the models' sizes, for a report's configuration.
 pub fn describe(models: &[Model]) -> Fields {
-    let described = models
-        .iter()
-        .map(|Model { name, config }| (format!("model {name}"), sizes(config)));
+    let models = models.iter();
+    let described = models.map(|model| (format!("model {}", model.name), sizes(&model.config)));
     described.collect()
 }
 

@@ -43,9 +43,7 @@ pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
     };
     let bytes = to_mib as f64 / from_mib as f64;
     let growth = match Speedup::new(large, small).filter(Speedup::is_clear) {
-        None => {
-            "but their spread is too large to say how fast; more steps on a quiet machine would"
-        }
+        None => "but their spread is too large to say how fast; more steps would",
         Some(slowed) if slowed.ratio + slowed.error < bytes => {
             "less than in proportion: the fixed cost of a call weighs on small buffers"
         }
@@ -66,10 +64,7 @@ pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
         ranks as f64 / 2.0
     );
     vec![
-        Answer::new(
-            "How does an all-reduce scale with the size of its buffer?",
-            scaling,
-        ),
+        Answer::new("How does an all-reduce scale with its size?", scaling),
         Answer::new("Which ring does an all-reduce of S bytes need?", ring),
     ]
 }
@@ -94,9 +89,8 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
         let ((other, before), (own, after)) = (fastest("replicated")?, fastest(name)?);
         let text = compared(name, "replicated", Speedup::new(before, after)?);
         let (own, other) = (own.exchange(), other.exchange());
-        Some(format!(
-            "each with its fastest exchange ({own}, {other}): {text}"
-        ))
+        let exchanges = format!("each with its fastest exchange ({own} and {other})");
+        Some(format!("{exchanges}: {text}"))
     };
     let alone = step(Way::Alone).zip(naive);
     let questions = [
@@ -140,13 +134,14 @@ fn buckets(by_time: &[&(Way, Statistics)], each: Option<&Statistics>) -> Option<
         }
         None => "these figures do not tell the bucket sizes apart".into(),
     };
-    let each = compared(
-        "the fastest bucket",
-        "one exchange a parameter",
-        Speedup::new(each?, fastest)?,
-    );
+    let each = each.and_then(|each| {
+        let speedup = Speedup::new(each, fastest)?;
+        let compared = compared("the fastest bucket", "one exchange a parameter", speedup);
+        Some(format!("; {compared}"))
+    });
+    let each = each.unwrap_or_default();
     Some(format!(
-        "{sizes}; {each}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after \
+        "{sizes}{each}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after \
          backward is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes"
     ))
 }
@@ -171,39 +166,37 @@ fn added(alone: &Statistics, step: &Statistics) -> String {
 /// Answers optimizer_state_sharding_accounting (a) and (c), and fsdp_accounting.
 pub fn memory(model: &str, ranks: usize, measured: &[(Way, Held)]) -> Vec<Answer> {
     let held = |strategy: &str| {
-        let found = measured.iter().find(|(way, _)| way.strategy() == strategy);
-        found.map(|(_, held)| held)
+        let (_, held) = measured
+            .iter()
+            .find(|(way, _)| way.strategy() == strategy)?;
+        let bytes = [
+            held.init_bytes,
+            held.peak_bytes,
+            held.after_bytes,
+            held.state_bytes,
+        ];
+        Some(bytes.map(format_mib))
     };
     let both = |name| held(name).zip(held("replicated"));
     let saved = ["sharded optimizer", "fully shard"].map(|name| {
-        let text = both(name).map(|(own, other)| {
-            let both = |bytes: fn(&Held) -> u64| {
-                let [own, other] = [own, other].map(|held| format_mib(bytes(held)));
-                format!("{own} instead of {other}")
-            };
+        let text = both(name).map(|([init, peak, after, state], other)| {
             format!(
-                "After init {}, at a step's peak {}, after it {}. Of these the optimizer's state is {}, with {ranks} \
-                 ranks.",
-                both(|held| held.init_bytes),
-                both(|held| held.peak_bytes),
-                both(|held| held.after_bytes),
-                both(|held| held.state_bytes)
+                "After init {init} instead of {}, at a step's peak {peak} instead of {}, after it {after} instead of \
+                 {}. Of these the optimizer's state is {state} instead of {}, with {ranks} ranks.",
+                other[0], other[1], other[2], other[3]
             )
         });
         (format!("{model}: how much memory does a rank use with and without {name}?"), text)
     });
-    let zero = both("sharded optimizer").map(|_| {
+    let zero_1 = both("sharded optimizer").map(|_| {
         "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S bytes of \
          gradients. ZeRO-1 cuts a flat buffer into equal shards: reduce-scatter, update, all-gather. Here a rank owns \
          whole parameters: each gradient is reduced to its owner, which broadcasts the weight. So shards are equal \
          only as far as the sizes of parameters allow."
             .into()
     });
-    let zero = (
-        "How does this sharding differ from ZeRO stage 1?".into(),
-        zero,
-    );
-    answered(saved.into_iter().chain([zero]))
+    let question = "How does this sharding differ from ZeRO stage 1?";
+    answered(saved.into_iter().chain([(question.into(), zero_1)]))
 }
 
 /// Returns the text as a sentence: with a capital letter and a full stop.
