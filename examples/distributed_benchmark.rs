@@ -5,11 +5,11 @@
 //! torchrun, srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
+//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size xl --precision bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
 //!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
-//! cargo build --example distributed_benchmark --features cuda
 //! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
 //! ```
 
@@ -42,10 +42,9 @@ use paper::PaperFlags;
 use serde::Serialize;
 use serde_json::Value;
 use std::num::NonZeroUsize;
-use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::thread::ScopedJoinHandle;
+use std::sync::mpsc::channel;
 use steps::Ways;
 use tallow::attention::Algorithm;
 use tallow::bench::Stopwatch;
@@ -219,15 +218,16 @@ impl Flags {
             return self.run_rank(self.processes.join(&self.common)?);
         };
         let ranks = distributed::threads(ranks)?;
-        let ended: Vec<Result<()>> = std::thread::scope(|scope| {
-            let run = |rank| scope.spawn(|| self.run_rank(rank));
-            let threads: Vec<_> = ranks.into_iter().map(run).collect();
-            let ended = threads.into_iter().map(ScopedJoinHandle::join);
-            let ended = ended.map(|ended| ended.unwrap_or_else(|panic| resume_unwind(panic)));
-            ended.collect()
+        let (failed, errors) = channel();
+        std::thread::scope(|scope| {
+            for rank in ranks {
+                let failed = failed.clone();
+                scope.spawn(move || self.run_rank(rank).or_else(|error| failed.send(error)));
+            }
         });
+        drop(failed);
         // A rank that fails takes the others with it: its own error says why.
-        let errors = ended.into_iter().filter_map(Result::err);
+        let errors = errors.into_iter();
         let first = errors.min_by_key(|error| matches!(error, Error::Rank { .. }));
         first.map_or(Ok(()), Err)
     }

@@ -36,25 +36,21 @@ pub fn only_group<G: Args>(condition: impl Into<String>, holds: bool) -> Effect 
 pub fn parse<F: Parser>(command: Command, effects: impl FnOnce(&F) -> Vec<Effect>) -> F {
     let help = Arg::new("help").short('h').long("help").help("Print help");
     let all = Arg::new("help_all").long("help-all");
+    let all = all.help("Print help on all flags");
     let mut command = command
         .max_term_width(100)
         .disable_help_flag(true)
         .mut_args(|arg| arg.hide_possible_values(true)) // the help text names them
         .arg(help.action(ArgAction::HelpShort))
-        .arg(
-            all.help("Print help on all flags")
-                .action(ArgAction::HelpLong),
-        );
+        .arg(all.action(ArgAction::HelpLong));
     let matches = command.get_matches_mut();
     let flags = F::from_arg_matches(&matches);
     let flags = flags.unwrap_or_else(|error| error.format(&mut command).exit());
     // A flag's field has its name; clap panics on a name that the program does not declare.
-    let source = |name: &String| matches.value_source(&name.replace('-', "_"));
+    let source = |name: &str| matches.value_source(&name.replace('-', "_"));
+    let is_given = |name: &&String| source(name) == Some(ValueSource::CommandLine);
     for Effect { only, holds, flags } in effects(&flags) {
-        let mut given = flags
-            .iter()
-            .filter(|name| source(name) == Some(ValueSource::CommandLine));
-        if let (Some(name), false) = (given.next(), holds) {
+        if let (Some(name), false) = (flags.iter().find(is_given), holds) {
             let text = format!("--{name} would be ignored: it has an effect only {only}");
             command.error(ErrorKind::ArgumentConflict, text).exit();
         }

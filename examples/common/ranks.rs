@@ -37,14 +37,11 @@ impl RankFlags {
     pub fn effects(&self, common: &Common) -> Vec<Effect> {
         let on_gpus = self.are_several() && (self.gpus.is_some() || names_gpu(common));
         let names_no_gpu = self.gpus.is_none() || common.device == "cuda";
+        let gives_gpus = "without --gpus, which gives each rank a GPU";
         vec![
             only(SEVERAL, self.are_several(), &["timeout"]),
             only("where several GPUs run NCCL", on_gpus, &["nccl-max-ctas"]),
-            only(
-                "without --gpus, which gives each rank a GPU",
-                names_no_gpu,
-                &["device"],
-            ),
+            only(gives_gpus, names_no_gpu, &["device"]),
         ]
     }
 
@@ -77,8 +74,7 @@ impl RankFlags {
             return Err(Error::Order {
                 op: "--gpus",
                 problem: format!("expected {count} ranks, and {started} are started"),
-                hint: "torchrun, srun and mpirun start the ranks themselves: leave --gpus out"
-                    .into(),
+                hint: "torchrun, srun and mpirun start ranks themselves: leave --gpus out".into(),
             });
         }
         let communicator = distributed::init(&DistConfig {

@@ -38,13 +38,11 @@ pub fn for_terminal(text: &str) -> String {
     if !std::io::stdout().is_terminal() {
         return text.into();
     }
-    let shown = text
-        .chars()
-        .map(|c| match c.is_control() && !c.is_whitespace() {
-            true => c.escape_default().to_string(),
-            false => c.to_string(),
-        });
-    shown.collect()
+    let shown = |c: char| match c.is_control() && !c.is_whitespace() {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    text.chars().map(shown).collect()
 }
 
 /// Returns whether the error means that stdout is closed (`| head`).
@@ -55,9 +53,7 @@ pub fn is_closed(error: &Error) -> bool {
 /// Returns whether the error means that stdout was a terminal that has been closed.
 fn is_hung_up(error: &Error) -> bool {
     const EIO: i32 = 5;
-    is_of_stdout(error, |cause| {
-        cfg!(unix) && cause.raw_os_error() == Some(EIO)
-    })
+    cfg!(unix) && is_of_stdout(error, |cause| cause.raw_os_error() == Some(EIO))
 }
 
 fn is_of_stdout(error: &Error, is_cause: impl FnOnce(&std::io::Error) -> bool) -> bool {

@@ -129,22 +129,19 @@ impl PaperFlags {
             [of_all] => Ok(*of_all),
             _ => value(flag, rates, index, self.world_size.len()),
         };
-        let rates = self
-            .world_size
-            .iter()
-            .enumerate()
-            .map(|(index, world_size)| {
-                let rates = Rates {
-                    matmul_flops: 1e12 * one("--product-tflops", &self.product_tflops)?,
-                    memory_bytes: 1e9 * one("--memory-gb-s", &self.memory_gb_s)?,
-                    kernel_seconds: 1e-6,
-                    reduce_bytes: 1e9 * of_each("--reduce-gb-s", &self.reduce_gb_s, index)?,
-                    gather_bytes: 1e9 * of_each("--gather-gb-s", &self.gather_gb_s, index)?,
-                    exchange_seconds: self.exchange_us / 1e6,
-                    contention: self.contention,
-                };
-                Ok((*world_size, rates))
-            });
+        let world_sizes = self.world_size.iter().enumerate();
+        let rates = world_sizes.map(|(index, world_size)| {
+            let rates = Rates {
+                matmul_flops: 1e12 * one("--product-tflops", &self.product_tflops)?,
+                memory_bytes: 1e9 * one("--memory-gb-s", &self.memory_gb_s)?,
+                kernel_seconds: 1e-6,
+                reduce_bytes: 1e9 * of_each("--reduce-gb-s", &self.reduce_gb_s, index)?,
+                gather_bytes: 1e9 * of_each("--gather-gb-s", &self.gather_gb_s, index)?,
+                exchange_seconds: self.exchange_us / 1e6,
+                contention: self.contention,
+            };
+            Ok((*world_size, rates))
+        });
         rates.collect()
     }
 }
@@ -152,11 +149,9 @@ impl PaperFlags {
 /// Returns one of the `count` values of a flag.
 fn value(flag: &'static str, values: &[f64], index: usize, count: usize) -> Result<f64> {
     let hint = "measure them (--part collectives, e2e_benchmark), or read them off a data sheet";
+    let expected = format!("{} for --part paper", counted(count, "number"));
     match values.len() == count {
         true => Ok(values[index]),
-        false => {
-            let expected = format!("{} for --part paper", counted(count, "number"));
-            Err(refusal(flag, expected, values.len(), hint))
-        }
+        false => Err(refusal(flag, expected, values.len(), hint)),
     }
 }
