@@ -258,16 +258,14 @@ impl Flags {
                 Accounting => Ok(rank.accounting()),
             });
             let mut reports: Vec<Report> = reports.collect::<Result<_>>()?;
-            let first = Report {
+            let report = Report {
                 environment: self.common.environment(rank.communicator.device()),
                 configuration: rank.configuration()?,
                 ..reports.remove(0)
             };
+            let details = reports;
             match is_first {
-                true => self.output.publish(&Report {
-                    details: reports,
-                    ..first
-                }),
+                true => self.output.publish(&Report { details, ..report }),
                 false => Ok(()), // all ranks have the same tables
             }
         })
@@ -290,6 +288,9 @@ fn with_time(row: &Fields, time: &Statistics) -> Fields {
     line.insert("time", time.to_string());
     line
 }
+
+/// A model, and what was measured with each strategy and exchange.
+type OfModel<'m, T> = (&'m Model, Vec<(Way, T)>);
 
 /// A rank of the job, which measures the parts.
 struct Rank<'f> {
@@ -318,7 +319,7 @@ impl Rank<'_> {
         &self,
         part: &str,
         measure: impl Fn(&Model, Way) -> Result<T>,
-    ) -> Result<Vec<(&Model, Vec<(Way, T)>)>> {
+    ) -> Result<Vec<OfModel<'_, T>>> {
         let ways = self.flags.ways.all();
         let mut progress = self.progress(self.models.len() * ways.len());
         let of_models = self.models.iter().map(|model| {

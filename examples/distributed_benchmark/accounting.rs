@@ -3,7 +3,8 @@
 //!
 //! A block has `w` weights of D F elements. On N = X Y devices, X by FSDP (or data alone) and Y by tensor parallelism,
 //! each with b tokens, a device receives in forward, in bf16,
-//! - by FSDP the weights of its columns, `(X - 1)/X 2 w D F / Y` bytes. Data parallelism sends as much in backward;
+//! - by FSDP the weights of its columns, `(X - 1)/X 2 w D F / Y` bytes. Data parallelism has the same bound: it receives
+//!   twice as much in backward, which has twice the FLOPs;
 //! - by tensor parallelism the inputs and in parts the outputs, `(Y - 1)/Y 4 b Y D` bytes.
 
 use super::common::models::{Handout, Model};
