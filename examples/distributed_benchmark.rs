@@ -5,7 +5,7 @@
 //! torchrun, srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
 //!
 //! ```text
-//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size small xl --precision bf16
+//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size xl --precision bf16
 //! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
 //!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
 //!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
@@ -30,7 +30,7 @@ mod paper;
 mod steps;
 
 use accounting::AccountingFlags;
-use clap::{CommandFactory, Parser, ValueEnum};
+use clap::{Args, CommandFactory, Parser, ValueEnum};
 use common::effects::{self, Effect, names_gpu, only, only_group};
 use common::models::{Model, ModelFlags, describe};
 use common::precision::PrecisionFlags;
@@ -39,16 +39,18 @@ use common::sweep::Progress;
 use common::ways::Way;
 use common::{Common, Output, gib_bytes, values};
 use paper::PaperFlags;
+use serde::Serialize;
+use serde_json::Value;
 use std::num::NonZeroUsize;
-use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::mpsc::channel;
 use steps::Ways;
 use tallow::attention::Algorithm;
 use tallow::bench::Stopwatch;
 use tallow::compile::StepConfig;
 use tallow::distributed::{self, Communicator, Ranks};
-use tallow::report::{Fields, Report, Statistics, counted};
+use tallow::report::{Column, Fields, Report, Statistics, counted};
 use tallow::{Error, Result};
 
 /// Times collectives and training steps of several ranks, and measures their memory
@@ -134,6 +136,24 @@ enum Part {
 }
 use Part::{Accounting, Collectives, Memory, Paper, Steps};
 
+/// Parts that run on ranks.
+const MEASURED: [Part; 3] = [Collectives, Steps, Memory];
+
+/// Parts that plan training steps.
+const OF_STEPS: [Part; 3] = [Steps, Memory, Paper];
+
+/// Parts about models.
+const OF_MODELS: [Part; 4] = [Steps, Memory, Paper, Accounting];
+
+/// The condition of ranks that are threads.
+const ON_THREADS: &str = "without torchrun, srun or mpirun, which start the ranks, on the CPU";
+
+/// Returns the condition that one of these parts is given.
+fn in_words(parts: &[Part]) -> String {
+    let names = parts.iter().map(|part| format!("{part:?}").to_lowercase());
+    format!("with --part {}", names.collect::<Vec<_>>().join(" or "))
+}
+
 fn main() -> ExitCode {
     let mut flags = effects::parse(Flags::command(), Flags::effects);
     flags.models.fill_context(&mut flags.context_length, &[256]);
@@ -146,45 +166,29 @@ fn main() -> ExitCode {
 impl Flags {
     /// Returns what the flags' effects depend on.
     fn effects(&self) -> Vec<Effect> {
-        const WITH_MODEL: &str = "with --part steps, memory, paper or accounting";
-        const WITH_STEP: &str = "with --part steps, memory or paper";
-        let of = |parts: &[Part]| self.has(parts);
-        let with_model = of(&[Steps, Memory, Paper, Accounting]);
-        let with_step = of(&[Steps, Memory, Paper]);
+        let with = |parts: &[Part], flags: &[&str]| only(in_words(parts), self.has(parts), flags);
         let on_threads = matches!(self.ranks_as_threads(), Ok(Some(_)));
         let mut effects = self.processes.effects(&self.common);
         effects.extend([
-            only(
-                "without torchrun, srun or mpirun, which start the ranks, on the CPU",
-                on_threads,
-                &["ranks"],
-            ),
-            only(
-                "with --part collectives, steps or memory",
-                of(&[Collectives, Steps, Memory]),
-                &["ranks"],
-            ),
-            only("with --part collectives", of(&[Collectives]), &["mib"]),
-            only(
-                "with --part steps or memory",
-                of(&[Steps, Memory]),
-                &["without-alone", "seed"],
-            ),
-            only(
-                "with --part collectives or steps",
-                of(&[Collectives, Steps]),
-                &["warmup-steps", "steps"],
-            ),
-            only("with --part steps", of(&[Steps]), &["trace"]),
-            only(WITH_MODEL, with_model, &["batch-size", "context-length"]),
-            only_group::<ModelFlags>(WITH_MODEL, with_model),
-            only(WITH_STEP, with_step, &["attention"]),
-            only_group::<PrecisionFlags>(WITH_STEP, with_step),
-            only_group::<Ways>(WITH_STEP, with_step),
-            only_group::<PaperFlags>("with --part paper", of(&[Paper])),
-            only_group::<AccountingFlags>("with --part accounting", of(&[Accounting])),
+            only(ON_THREADS, on_threads, &["ranks"]),
+            with(&MEASURED, &["ranks"]),
+            with(&[Collectives], &["mib"]),
+            with(&[Steps, Memory], &["without-alone", "seed"]),
+            with(&[Collectives, Steps], &["warmup-steps", "steps"]),
+            with(&[Steps], &["trace"]),
+            with(&OF_MODELS, &["batch-size", "context-length"]),
+            self.with_group::<ModelFlags>(&OF_MODELS),
+            with(&OF_STEPS, &["attention"]),
+            self.with_group::<PrecisionFlags>(&OF_STEPS),
+            self.with_group::<Ways>(&OF_STEPS),
+            self.with_group::<PaperFlags>(&[Paper]),
+            self.with_group::<AccountingFlags>(&[Accounting]),
         ]);
         effects
+    }
+
+    fn with_group<G: Args>(&self, parts: &[Part]) -> Effect {
+        only_group::<G>(in_words(parts), self.has(parts))
     }
 
     /// Returns T: the last context length given, since a repeated flag replaces the one before.
@@ -211,65 +215,82 @@ impl Flags {
 
     fn run(&self) -> Result<()> {
         let Some(ranks) = self.ranks_as_threads()? else {
-            return self.run_rank(self.processes.join(&self.common)?, false);
+            return self.run_rank(self.processes.join(&self.common)?);
         };
         let ranks = distributed::threads(ranks)?;
-        let mut errors: Vec<Error> = std::thread::scope(|scope| {
-            let ranks = ranks.into_iter();
-            let threads = ranks.map(|rank| scope.spawn(|| self.run_rank(rank, true)));
-            let threads: Vec<_> = threads.collect();
-            let ended = threads.into_iter().map(|thread| thread.join());
-            let ended = ended.map(|ended| ended.unwrap_or_else(|panic| resume_unwind(panic)));
-            ended.filter_map(Result::err).collect()
+        let (failed, errors) = channel();
+        std::thread::scope(|scope| {
+            for rank in ranks {
+                let failed = failed.clone();
+                scope.spawn(move || self.run_rank(rank).or_else(|error| failed.send(error)));
+            }
         });
+        drop(failed);
         // A rank that fails takes the others with it: its own error says why.
-        errors.sort_by_key(|error| matches!(error, Error::Rank { .. }));
-        errors.into_iter().next().map_or(Ok(()), Err)
+        let errors = errors.into_iter();
+        let first = errors.min_by_key(|error| matches!(error, Error::Rank { .. }));
+        first.map_or(Ok(()), Err)
     }
 
     /// Runs all parts as one rank. Rank 0 prints them.
-    fn run_rank(&self, communicator: Communicator, is_thread: bool) -> Result<()> {
+    fn run_rank(&self, communicator: Communicator) -> Result<()> {
         self.common.around(|| {
             let is_first = communicator.rank() == 0;
             if is_first {
                 self.output.check_with([&self.trace])?;
             }
-            let mut rank = Rank::new(self, communicator, is_thread)?;
-            let reports = self.part.iter().map(|part| rank.report(*part));
+            let rank = Rank {
+                flags: self,
+                communicator,
+                are_threads: self.ranks_as_threads()?.is_some(),
+                models: self.models.models(self.length(), &[self.attention])?,
+                step: StepConfig {
+                    precision: self.precision.precision()?,
+                    memory_budget_bytes: self.ways.memory_budget_gib.map(gib_bytes),
+                    ..Default::default()
+                },
+            };
+            let reports = self.part.iter().map(|part| match part {
+                Collectives => rank.collectives(),
+                Steps => rank.training_steps(),
+                Memory => rank.memory(),
+                Paper => rank.paper(),
+                Accounting => Ok(rank.accounting()),
+            });
             let mut reports: Vec<Report> = reports.collect::<Result<_>>()?;
-            let first = Report {
+            let report = Report {
                 environment: self.common.environment(rank.communicator.device()),
                 configuration: rank.configuration()?,
                 ..reports.remove(0)
             };
+            let details = reports;
             match is_first {
-                true => self.output.publish(&Report {
-                    details: reports,
-                    ..first
-                }),
+                true => self.output.publish(&Report { details, ..report }),
                 false => Ok(()), // all ranks have the same tables
             }
         })
     }
 }
 
-impl Part {
-    /// Returns the table without rows.
-    fn table(self) -> Report {
-        let (title, columns) = match self {
-            Collectives => ("Collectives", collectives::columns()),
-            Steps => ("Training steps", steps::columns()),
-            Memory => ("Memory of a rank", memory::columns()),
-            Paper => ("Estimated steps of more GPUs", paper::columns()),
-            Accounting => ("Accounting of feed-forward layers", accounting::columns()),
-        };
-        Report {
-            title: title.into(),
-            columns,
-            ..Default::default()
-        }
+/// Returns a table without rows.
+fn table(title: &str, columns: Vec<Column>, notes: &[&str]) -> Report {
+    Report {
+        title: title.into(),
+        columns,
+        notes: notes.iter().map(|note| note.to_string()).collect(),
+        ..Default::default()
     }
 }
+
+/// Returns a row as tables show it: its time is mean ± standard deviation.
+fn with_time(row: &Fields, time: &Statistics) -> Fields {
+    let mut line = row.clone();
+    line.insert("time", time.to_string());
+    line
+}
+
+/// A model, and what was measured with each strategy and exchange.
+type OfModel<'m, T> = (&'m Model, Vec<(Way, T)>);
 
 /// A rank of the job, which measures the parts.
 struct Rank<'f> {
@@ -279,85 +300,84 @@ struct Rank<'f> {
     are_threads: bool,
     models: Vec<Model>,
     step: StepConfig,
-    progress: Progress,
 }
 
-impl<'f> Rank<'f> {
-    fn new(flags: &'f Flags, communicator: Communicator, are_threads: bool) -> Result<Self> {
-        let models = flags.models.models(flags.length(), &[flags.attention])?;
-        let ways = models.len() * flags.ways.all(communicator.shard()).len();
-        let runs = flags.part.iter().map(|part| match part {
-            Collectives => collectives::COLLECTIVES.len() * flags.mib.len(),
-            Steps | Memory | Paper => ways,
-            Accounting => 0,
-        });
-        Ok(Self {
-            flags,
-            progress: Progress::of_rank(communicator.rank(), runs.sum()),
-            communicator,
-            are_threads,
-            models,
-            step: StepConfig {
-                precision: flags.precision.precision()?,
-                memory_budget_bytes: flags.ways.memory_budget_gib.map(gib_bytes),
-                ..Default::default()
-            },
-        })
-    }
-
-    fn report(&mut self, part: Part) -> Result<Report> {
-        let mut report = part.table();
-        match part {
-            Collectives => self.collectives(&mut report)?,
-            Steps => self.training_steps(&mut report)?,
-            Memory => self.memory(&mut report)?,
-            Paper => self.paper(&mut report)?,
-            Accounting => self.accounting(&mut report),
-        }
-        Ok(report)
-    }
-
-    /// Returns every strategy with every exchange that it has, the step alone first.
-    fn ways(&self) -> Vec<Way> {
-        let all = self.flags.ways.all(self.communicator.shard());
-        all.into_iter().map(Way::new).collect()
+impl Rank<'_> {
+    /// Returns the progress of `runs` runs, which rank 0 shows.
+    fn progress(&self, runs: usize) -> Progress {
+        Progress::new(runs, self.communicator.rank() == 0)
     }
 
     fn timed(&self, work: impl FnMut() -> Result<()>) -> Result<Statistics> {
         let stopwatch = Stopwatch::new(self.communicator.device());
-        let timing = stopwatch
-            .warmup(self.flags.warmup_steps)
-            .measure(self.flags.steps, work)?;
-        timing.statistics()
+        let mut stopwatch = stopwatch.warmup(self.flags.warmup_steps);
+        stopwatch.measure(self.flags.steps, work)?.statistics()
+    }
+
+    /// Measures each model with each strategy and exchange.
+    fn measure<T>(
+        &self,
+        part: &str,
+        measure: impl Fn(&Model, Way) -> Result<T>,
+    ) -> Result<Vec<OfModel<'_, T>>> {
+        let ways = self.flags.ways.all();
+        let mut progress = self.progress(self.models.len() * ways.len());
+        let of_models = self.models.iter().map(|model| {
+            let of_ways = ways.iter().map(|&way| {
+                progress.begin(format_args!("{} {part} {way}", model.name));
+                Ok((way, measure(model, way)?))
+            });
+            Ok((model, of_ways.collect::<Result<_>>()?))
+        });
+        of_models.collect()
+    }
+
+    /// Returns the row of a measurement: the model, a rank's B and T, the way and the figures.
+    fn row(&self, model: &Model, way: Way, figures: &impl Serialize) -> Result<Fields> {
+        let [b, t] = self.flags.sizes();
+        let mut row = Fields::from_iter([("model", model.name.as_str())]);
+        row.insert("batch_size", b)
+            .insert("context_length", t)
+            .insert("strategy", way.strategy())
+            .insert("exchange", way.exchange())
+            .merge(Fields::of(figures)?);
+        Ok(row)
+    }
+
+    /// Returns the columns of [`row`](Self::row), with `others` for the figures.
+    fn columns<const N: usize>(others: [Column; N]) -> Vec<Column> {
+        let mut columns = vec![
+            Column::text("model", "Model"),
+            Column::text("batch_size", "B"),
+            Column::text("context_length", "T"),
+            Column::text("strategy", "Strategy"),
+            Column::text("exchange", "Gradients averaged"),
+        ];
+        columns.extend(others);
+        columns
     }
 
     fn configuration(&self) -> Result<Fields> {
-        let (flags, mut fields) = (self.flags, Fields::new());
-        let steps = flags.has(&[Steps, Memory, Paper]);
-        if flags.has(&[Collectives, Steps, Memory]) {
-            let ranks = match self.communicator.world_size() {
-                ranks if self.are_threads => counted(ranks, "thread"),
-                ranks => ranks.to_string(),
-            };
-            fields
-                .insert("ranks", ranks)
-                .insert("warm-up", flags.warmup_steps)
-                .insert("steps", flags.steps);
-        }
-        if steps {
-            fields
-                .insert("precision", self.step.precision.name())
-                .insert("attention", flags.attention.name());
-        }
-        if flags.has(&[Accounting]) {
-            fields
-                .insert("B of a rank", flags.batch_size)
-                .insert("T", flags.length());
-        }
+        let flags = self.flags;
+        let ranks = match (self.are_threads, self.communicator.world_size()) {
+            (true, count) => counted(count, "thread"),
+            (false, count) => count.to_string(),
+        };
+        let settings: [(&[Part], &str, Value); 7] = [
+            (&MEASURED, "ranks", ranks.into()),
+            (&MEASURED, "warm-up", flags.warmup_steps.into()),
+            (&MEASURED, "steps", flags.steps.into()),
+            (&OF_STEPS, "precision", self.step.precision.name().into()),
+            (&OF_STEPS, "attention", flags.attention.name().into()),
+            (&[Accounting], "B of a rank", flags.batch_size.into()),
+            (&[Accounting], "T", flags.length().into()),
+        ];
+        let settings = settings.into_iter().filter(|(parts, ..)| flags.has(parts));
+        let mut fields: Fields = settings.map(|(_, name, value)| (name, value)).collect();
         if flags.has(&[Paper]) {
             fields.merge(Fields::of(&flags.paper)?);
         }
-        if steps || flags.models.names_a_single_model() {
+        if flags.has(&OF_STEPS) || flags.models.names_a_single_model() {
             fields.merge(describe(&self.models));
         }
         Ok(fields)

@@ -25,7 +25,6 @@ use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, only};
 use common::modes::OptimizerFlag;
 use common::ranks::{ExchangeFlags, RankFlags};
-use common::ways::Way;
 use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
 use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags};
@@ -309,7 +308,7 @@ impl Flags {
     fn configuration(&self, data: String, family: Option<&Family>, trainer: &Trainer) -> Fields {
         let config = trainer.config();
         let ranks = trainer.communicator().map(|ranks| {
-            let (count, way) = (ranks.world_size(), Way::new(self.step_ranks(ranks)));
+            let (count, way) = (ranks.world_size(), self.exchange.way());
             let dtype = ["their own dtype", "bf16"][usize::from(self.exchange.exchange_bf16)];
             format!("{count}, {way}, gradients averaged in {dtype}")
         });

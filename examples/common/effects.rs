@@ -4,28 +4,28 @@
 use super::Common;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Args, Command, Parser};
+use clap::{Arg, ArgAction, Args, Command, Parser};
 
 /// Flags with the condition under which they have an effect.
 pub struct Effect {
     /// The condition, in words.
-    only: &'static str,
+    only: String,
     holds: bool,
     /// The flags' long names.
     flags: Vec<String>,
 }
 
 /// Declares that `flags` have an effect only under a condition, which is stated in words.
-pub fn only(only: &'static str, holds: bool, flags: &[&str]) -> Effect {
+pub fn only(only: impl Into<String>, holds: bool, flags: &[&str]) -> Effect {
     Effect {
-        only,
+        only: only.into(),
         holds,
         flags: flags.iter().map(|flag| flag.to_string()).collect(),
     }
 }
 
 /// Declares the same of every flag of the group `G`.
-pub fn only_group<G: Args>(condition: &'static str, holds: bool) -> Effect {
+pub fn only_group<G: Args>(condition: impl Into<String>, holds: bool) -> Effect {
     let group = G::augment_args(Command::new(""));
     let flags: Vec<&str> = group.get_arguments().filter_map(Arg::get_long).collect();
     only(condition, holds, &flags)
@@ -35,9 +35,8 @@ pub fn only_group<G: Args>(condition: &'static str, holds: bool) -> Effect {
 /// that names a flag that would be ignored.
 pub fn parse<F: Parser>(command: Command, effects: impl FnOnce(&F) -> Vec<Effect>) -> F {
     let help = Arg::new("help").short('h').long("help").help("Print help");
-    let all = Arg::new("help_all")
-        .long("help-all")
-        .help("Print help on all flags");
+    let all = Arg::new("help_all").long("help-all");
+    let all = all.help("Print help on all flags");
     let mut command = command
         .max_term_width(100)
         .disable_help_flag(true)
@@ -47,9 +46,11 @@ pub fn parse<F: Parser>(command: Command, effects: impl FnOnce(&F) -> Vec<Effect
     let matches = command.get_matches_mut();
     let flags = F::from_arg_matches(&matches);
     let flags = flags.unwrap_or_else(|error| error.format(&mut command).exit());
+    // A flag's field has its name; clap panics on a name that the program does not declare.
+    let source = |name: &str| matches.value_source(&name.replace('-', "_"));
+    let is_given = |name: &&String| source(name) == Some(ValueSource::CommandLine);
     for Effect { only, holds, flags } in effects(&flags) {
-        let given = flags.iter().find(|name| is_given(&command, &matches, name));
-        if let (Some(name), false) = (given, holds) {
+        if let (Some(name), false) = (flags.iter().find(is_given), holds) {
             let text = format!("--{name} would be ignored: it has an effect only {only}");
             command.error(ErrorKind::ArgumentConflict, text).exit();
         }
@@ -60,12 +61,4 @@ pub fn parse<F: Parser>(command: Command, effects: impl FnOnce(&F) -> Vec<Effect
 /// Returns whether the common flags name a GPU.
 pub fn names_gpu(common: &Common) -> bool {
     !common.device.eq_ignore_ascii_case("cpu")
-}
-
-/// Returns whether a flag is on the command line. Panics if the program does not declare it.
-fn is_given(command: &Command, matches: &ArgMatches, name: &str) -> bool {
-    let mut arguments = command.get_arguments();
-    let argument = arguments.find(|argument| argument.get_long() == Some(name));
-    let argument = argument.unwrap_or_else(|| panic!("there is no flag --{name}"));
-    matches.value_source(argument.get_id().as_str()) == Some(ValueSource::CommandLine)
 }

@@ -21,11 +21,12 @@ pub mod words;
 #[allow(unused_imports)] // train prints no table
 pub use outputs::Output;
 #[allow(unused_imports)]
-pub use sweep::{Sweep, wrote};
+pub use sweep::Sweep;
 
 use clap::Args;
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use tallow::memory::tracker::Tracker;
 use tallow::ops::KernelPolicy;
@@ -40,10 +41,8 @@ pub const PROGRAM: &str = env!("CARGO_CRATE_NAME");
 #[global_allocator]
 static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 
-/// `mi_option_purge_delay` of mimalloc 3. The bindings do not have this constant or the next.
+/// Options of mimalloc 3, which the bindings do not have: `mi_option_purge_delay` and `mi_option_disallow_arena_alloc`.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-
-/// `mi_option_disallow_arena_alloc`.
 const DISALLOW_ARENA_ALLOC: libmimalloc_sys::mi_option_t = 26;
 
 /// Makes mimalloc keep freed pages. By default it returns them after a while, and a later step faults them in again.
@@ -103,10 +102,7 @@ impl Common {
 
     /// Runs `f` with the requested kernel policy and NVTX ranges.
     pub fn around<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        let _emitting = match self.nvtx {
-            true => Some(tallow::profile::emit_nvtx()?),
-            false => None,
-        };
+        let _emitting = self.nvtx.then(tallow::profile::emit_nvtx).transpose()?;
         let policy = match self.strict {
             true => KernelPolicy::Strict,
             false => KernelPolicy::Prefer,
@@ -139,15 +135,14 @@ pub fn gib_bytes(gib: f64) -> u64 {
 
 /// Returns the ops that ran their reference implementation, for the header.
 pub fn fallbacks() -> String {
-    let fallbacks = tallow::ops::fallbacks();
-    if fallbacks.is_empty() {
-        return "none".into();
+    let fallbacks = tallow::ops::fallbacks().into_iter();
+    let names = fallbacks.map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device));
+    let names = names.collect::<Vec<_>>().join(", ");
+    if names.is_empty() {
+        "none".into()
+    } else {
+        names
     }
-    let names = fallbacks.iter();
-    let names: Vec<String> = names
-        .map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device))
-        .collect();
-    names.join(", ")
 }
 
 /// Prints a line to stderr; an error of writing is ignored.
@@ -160,6 +155,11 @@ pub fn progress(text: impl Display) {
     if std::io::stderr().is_terminal() {
         print_progress(text);
     }
+}
+
+/// Prints that a file was written.
+pub fn wrote(path: &Path) {
+    print_progress(format_args!("wrote {}", path.display()));
 }
 
 /// Runs an example. An error is printed to stderr and sets the exit code.
@@ -201,40 +201,28 @@ fn status(error: &Error) -> u8 {
         return 0;
     }
     let text = error.to_string();
-    match text.strip_prefix(PROGRAM) {
-        Some(rest) if rest.starts_with(": ") => print_progress(format_args!("error: {text}")),
-        _ => print_progress(format_args!("error: {PROGRAM}: {text}")),
-    }
+    let program = concat!(env!("CARGO_CRATE_NAME"), ": "); // once: errors about flags begin with it
+    let text = text.strip_prefix(program).unwrap_or(&text);
+    print_progress(format_args!("error: {program}{text}"));
     1
 }
 
 /// Returns the version of candle in Cargo.lock.
 fn candle_version() -> Option<String> {
     let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock"));
-    let package = lock
-        .split("[[package]]")
-        .find(|p| p.contains("name = \"candle-core\""))?;
-    let line = package.lines().find(|line| line.starts_with("version"))?;
-    Some(line.split('"').nth(1)?.to_string())
+    let (_, version) = lock.split_once("name = \"candle-core\"")?;
+    Some(version.split('"').nth(1)?.to_string())
 }
 
 /// Returns the commit of the sources, marked if they were modified.
 fn commit() -> Option<String> {
-    let git = |arguments: &[&str]| {
-        let mut git = Command::new("git");
-        let output = git
-            // Otherwise `status` may rewrite the index, under a lock that blocks other git processes.
-            .args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")])
-            .args(arguments)
-            .output();
-        let output = output.ok().filter(|output| output.status.success())?;
-        String::from_utf8(output.stdout).ok()
-    };
-    let head = git(&["rev-parse", "--short", "HEAD"])?;
-    let changed = !git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
-    Some(format!(
-        "{}{}",
-        head.trim(),
-        if changed { ", modified" } else { "" }
-    ))
+    let mut git = Command::new("git");
+    // Otherwise `status` may rewrite the index, under a lock that blocks other git processes.
+    git.args(["--no-optional-locks", "-C", env!("CARGO_MANIFEST_DIR")]);
+    git.args(["status", "--porcelain=v2", "--branch", "-uno"]); // -uno: not untracked files
+    let status = String::from_utf8(git.output().ok()?.stdout).ok()?;
+    let (_, commit) = status.split_once("# branch.oid ")?;
+    let is_modified = status.lines().any(|line| !line.starts_with('#'));
+    let modified = ["", ", modified"][usize::from(is_modified)];
+    Some(format!("{}{modified}", commit.get(..8)?))
 }

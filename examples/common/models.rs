@@ -129,10 +129,11 @@ pub enum Handout {
 impl Handout {
     /// Returns the names of the models in its table.
     fn sizes(self) -> [&'static str; 5] {
-        match self {
-            Self::Of2025 => ["small", "medium", "large", "xl", "2.7b"],
-            Self::Of2026 => ["small", "medium", "large", "xl", "10b"],
-        }
+        let largest = match self {
+            Self::Of2025 => "2.7b",
+            Self::Of2026 => "10b",
+        };
+        ["small", "medium", "large", "xl", largest]
     }
 
     /// Returns the preset of one of its models: the xl of 2026 is the 2.7b of 2025.
@@ -195,20 +196,16 @@ impl ModelFlags {
             _ => self.size.clone(),
         };
         let handout = self.handout.unwrap_or(Handout::Of2025);
-        let presets = names.into_iter().map(|name| {
-            let preset = handout.preset(&name)?;
-            Result::Ok((name, preset))
-        });
+        let presets = names.into_iter().map(|name| (handout.preset(&name), name));
         let families = self.family.iter().map(|folder| {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
-            let config = hf::config(hf::find(folder)?)?;
-            Ok((name.to_string_lossy().into_owned(), config))
+            let config = hf::find(folder).and_then(hf::config);
+            (config, name.to_string_lossy().into_owned())
         });
-        let models = presets.chain(families).map(|given| {
-            let (name, preset) = given?;
+        let models = presets.chain(families).map(|(preset, name)| {
             let config = self.resized(TransformerConfig {
                 context_length,
-                ..preset
+                ..preset?
             });
             config.validate()?;
             for &attention in attention {
@@ -223,32 +220,22 @@ impl ModelFlags {
 
 /// Returns the models' sizes, for a report's configuration.
 pub fn describe(models: &[Model]) -> Fields {
-    let described = models.iter();
-    described
-        .map(|Model { name, config }| (format!("model {name}"), sizes(config)))
-        .collect()
+    let models = models.iter();
+    let described = models.map(|model| (format!("model {}", model.name), sizes(&model.config)));
+    described.collect()
 }
 
 /// Describes a model's sizes.
 pub fn sizes(config: &TransformerConfig) -> String {
     let parameters = group_digits(config.num_parameters() as u64);
+    let heads = match (config.num_heads, config.num_kv_heads()) {
+        (all, of_kv) if all == of_kv => all.to_string(),
+        (all, of_kv) => format!("{all} ({of_kv} of k and v)"),
+    };
     format!(
-        "d_model {}, d_ff {}, layers {}, heads {}{}, vocabulary {}: {parameters} parameters",
-        config.d_model,
-        config.d_ff,
-        config.num_layers,
-        config.num_heads,
-        kv_heads(config),
-        config.vocab_size
+        "d_model {}, d_ff {}, layers {}, heads {heads}, vocabulary {}: {parameters} parameters",
+        config.d_model, config.d_ff, config.num_layers, config.vocab_size
     )
-}
-
-/// Describes the number of key and value heads, if it is smaller than the number of query heads.
-fn kv_heads(config: &TransformerConfig) -> String {
-    match config.num_kv_heads() == config.num_heads {
-        true => String::new(),
-        false => format!(" ({} of k and v)", config.num_kv_heads()),
-    }
 }
 
 /// Flags of attention and checkpointing.

@@ -1,6 +1,6 @@
 //! Output files, which are checked for writing before hours are spent on their content.
 
-use super::stdout;
+use super::{print_progress, refusal, stdout, wrote};
 use clap::Args;
 use std::fs::OpenOptions;
 use std::io::ErrorKind;
@@ -22,37 +22,42 @@ pub struct Output {
 }
 
 impl Output {
-    /// Checks that this output and others can be written.
+    /// Checks that this output and others can be written, and refuses two outputs to one file.
     pub fn check_with<const N: usize>(&self, others: [&Option<PathBuf>; N]) -> Result<()> {
-        check([&self.output].into_iter().chain(others))
+        let mut files = Vec::new();
+        for path in [&self.output].into_iter().chain(others).flatten() {
+            check_writable(path)?;
+            if files.contains(&path) {
+                let got = format!("one file for two outputs, {}", path.display());
+                let hint = "the second would replace the first: name another";
+                return Err(refusal("outputs", "files of their own", got, hint));
+            }
+            let is_special = std::fs::metadata(path).is_ok_and(|there| !there.is_file());
+            files.extend((!is_special).then_some(path)); // a device takes any number of outputs
+        }
+        Ok(())
     }
 
     /// Writes the rows so far if `--output` names a file, so that a sweep that is stopped leaves them.
     pub fn save_so_far(&self, report: &Report) -> Result<()> {
         let path = self.output.as_deref();
-        path.map_or(Ok(()), |path| self.save(report, path).map(|_| ()))
+        path.map_or(Ok(()), |path| self.save(report, path).map(drop))
     }
 
     /// Writes the finished report to the file of `--output`, or to stdout.
     pub fn publish(&self, report: &Report) -> Result<()> {
-        match &self.output {
-            Some(path) => {
-                let written = self.save(report, path)?;
-                written.iter().for_each(|path| super::wrote(path));
-                Ok(())
-            }
-            None => {
-                if self.format == Format::Csv && !report.details.is_empty() {
-                    let titles: Vec<&str> =
-                        report.details.iter().map(|d| d.title.as_str()).collect();
-                    let titles = titles.join("; ");
-                    super::print_progress(format_args!(
-                        "not in one CSV: {titles}; --output FILE.csv writes these too"
-                    ));
-                }
-                stdout::write(&self.document(report)?)
-            }
+        if let Some(path) = &self.output {
+            let written = self.save(report, path)?;
+            written.iter().for_each(|path| wrote(path));
+            return Ok(());
         }
+        if self.format == Format::Csv && !report.details.is_empty() {
+            let titles: Vec<&str> = report.details.iter().map(|d| d.title.as_str()).collect();
+            let titles = titles.join("; ");
+            let hint = "--output FILE.csv writes these too";
+            print_progress(format_args!("not in one CSV: {titles}; {hint}"));
+        }
+        stdout::write(&self.document(report)?)
     }
 
     /// Returns the report for stdout, as text as wide as the terminal.
@@ -81,10 +86,8 @@ pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
     if runs == 1 {
         return path.to_path_buf();
     }
-    let words: Vec<&str> = title
-        .split([' ', ',', '/'])
-        .filter(|word| !word.is_empty())
-        .collect();
+    let words = title.split([' ', ',', '/']);
+    let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let mut name = format!("{stem}-{}", words.join("-"));
     if let Some(ending) = path.extension() {
@@ -96,35 +99,12 @@ pub fn named(path: &Path, title: &str, runs: usize) -> PathBuf {
 /// Returns the number of characters in a line on stdout: from `COLUMNS`, else from the terminal, else 100. In both
 /// sources 0 means unknown.
 pub fn terminal_width() -> usize {
-    let said = std::env::var("COLUMNS")
-        .ok()
-        .and_then(|columns| columns.parse().ok())
-        .filter(|columns| *columns > 0);
-    let own = || {
-        console::Term::stdout()
-            .size_checked()
-            .map(|(_, columns)| columns.into())
-            .filter(|columns| *columns > 0)
-    };
-    said.or_else(own).unwrap_or(100)
-}
-
-/// Checks that every named output can be written, and refuses two outputs to one file.
-pub fn check<'p>(outputs: impl IntoIterator<Item = &'p Option<PathBuf>>) -> Result<()> {
-    let paths: Vec<&PathBuf> = outputs.into_iter().flatten().collect();
-    for (i, path) in paths.iter().enumerate() {
-        check_writable(path)?;
-        if paths[..i].contains(path) && !is_special(path) {
-            return Err(Error::Config {
-                config: super::PROGRAM,
-                field: "outputs",
-                expected: "files of their own".into(),
-                got: format!("one file for two outputs, {}", path.display()),
-                hint: "the second would replace the first: name another".into(),
-            });
-        }
-    }
-    Ok(())
+    let of_environment = std::env::var("COLUMNS").ok();
+    let of_environment = of_environment.and_then(|columns| columns.parse().ok());
+    let of_terminal = console::Term::stdout().size_checked();
+    let of_terminal = of_terminal.map(|(_, columns)| columns.into());
+    let mut known = [of_environment, of_terminal].into_iter().flatten();
+    known.find(|columns| *columns > 0).unwrap_or(100)
 }
 
 /// Refuses a folder, a file that cannot be opened for writing, and a path at which none can be created; a file created
@@ -141,9 +121,4 @@ pub fn check_writable(path: &Path) -> Result<()> {
         }
     };
     tried.map_err(|error| Error::io("write", path, error))
-}
-
-/// Returns whether the path exists and is not a regular file.
-fn is_special(path: &Path) -> bool {
-    std::fs::metadata(path).is_ok_and(|there| !there.is_file())
 }

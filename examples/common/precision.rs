@@ -1,6 +1,7 @@
 //! The flag that selects precisions.
 
 use clap::Args;
+use indexmap::IndexSet;
 use tallow::Result;
 use tallow::precision::Precision;
 
@@ -22,13 +23,8 @@ impl PrecisionFlags {
         if self.precision.is_empty() {
             return vec![Precision::F32];
         }
-        let mut all = Vec::new();
-        for precision in &self.precision {
-            if !all.contains(precision) {
-                all.push(*precision);
-            }
-        }
-        all
+        let unique: IndexSet<Precision> = self.precision.iter().copied().collect();
+        unique.into_iter().collect()
     }
 
     /// Returns the single precision of the flag, or f32: for programs that run once.

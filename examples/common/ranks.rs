@@ -1,16 +1,15 @@
 //! Flags of the examples that run on several GPUs, and the start of such a run.
 
 use super::effects::{Effect, names_gpu, only, only_group};
+use super::ways::{Strategy, Way};
 use super::{Common, stdout};
 use candle_core::DType;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
 use tallow::compile::StepRanks;
-use tallow::distributed::{
-    self, Communicator, DistConfig, Exchange, FullyShardConfig, Ranks, ReplicatedConfig, Shard,
-};
+use tallow::distributed::{self, Communicator, DistConfig, Exchange, Ranks, Shard};
 use tallow::{Error, Result};
 
 /// Flags of a job's ranks.
@@ -38,14 +37,11 @@ impl RankFlags {
     pub fn effects(&self, common: &Common) -> Vec<Effect> {
         let on_gpus = self.are_several() && (self.gpus.is_some() || names_gpu(common));
         let names_no_gpu = self.gpus.is_none() || common.device == "cuda";
+        let gives_gpus = "without --gpus, which gives each rank a GPU";
         vec![
             only(SEVERAL, self.are_several(), &["timeout"]),
             only("where several GPUs run NCCL", on_gpus, &["nccl-max-ctas"]),
-            only(
-                "without --gpus, which gives each rank a GPU",
-                names_no_gpu,
-                &["device"],
-            ),
+            only(gives_gpus, names_no_gpu, &["device"]),
         ]
     }
 
@@ -78,8 +74,7 @@ impl RankFlags {
             return Err(Error::Order {
                 op: "--gpus",
                 problem: format!("expected {count} ranks, and {started} are started"),
-                hint: "torchrun, srun and mpirun start the ranks themselves: leave --gpus out"
-                    .into(),
+                hint: "torchrun, srun and mpirun start ranks themselves: leave --gpus out".into(),
             });
         }
         let communicator = distributed::init(&DistConfig {
@@ -118,82 +113,37 @@ fn launch(_count: usize) -> Result<ExitCode> {
     })
 }
 
-/// When gradients are averaged over the ranks.
+/// Flags for the strategy of several ranks.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Ranks")]
 pub struct ExchangeFlags {
     /// replicated, sharded-optimizer or fully-shard
     #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME")]
-    pub strategy: Strategy,
+    strategy: Strategy,
 
-    /// per-parameter, flat or overlapped
-    #[arg(long, hide_short_help = true, value_enum, default_value_t = When::Overlapped, value_name = "NAME")]
-    pub exchange: When,
-
-    /// Size of a bucket of gradients
+    /// Size of a bucket of gradients; 0 exchanges each by itself
     #[arg(long, hide_short_help = true, default_value_t = 25.0, value_name = "MIB", value_parser = super::values::from_0)]
-    pub bucket_mib: f64,
+    bucket_mib: f64,
 
     /// Exchange gradients in bf16
     #[arg(long, hide_short_help = true)]
     pub exchange_bf16: bool,
 }
 
-/// The values of `--strategy`: what the ranks divide in addition to the batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Strategy {
-    /// Nothing: each rank has model, gradients and optimizer
-    Replicated,
-    /// The optimizer's state and update (ZeRO, stage 1)
-    ShardedOptimizer,
-    /// Weights, gradients, the optimizer's state and update (ZeRO, stage 3; FSDP)
-    FullyShard,
-}
-
-/// The values of `--exchange`: how gradients are averaged ([`Exchange`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum When {
-    PerParameter,
-    Flat,
-    Overlapped,
-}
-
 impl ExchangeFlags {
     /// Returns what these flags' effects depend on.
     pub fn effects(&self, ranks: &RankFlags) -> Vec<Effect> {
-        let is_sharded = self.strategy == Strategy::FullyShard;
-        let in_buckets = self.exchange == When::Overlapped;
-        vec![
-            only_group::<Self>(SEVERAL, ranks.are_several()),
-            only("without --strategy fully-shard", !is_sharded, &["exchange"]),
-            only(
-                "with --exchange overlapped or --strategy fully-shard",
-                in_buckets || is_sharded,
-                &["bucket-mib"],
-            ),
-        ]
+        vec![only_group::<Self>(SEVERAL, ranks.are_several())]
+    }
+
+    pub fn way(&self) -> Way {
+        let bucket_bytes = (self.bucket_mib * 2f64.powi(20)) as u64;
+        Way::Exchanged(self.strategy, Exchange::Overlapped { bucket_bytes })
     }
 
     /// Returns how the planned step of this rank, of several, exchanges.
     pub fn step_ranks(&self, shard: Shard) -> StepRanks {
-        let bucket_bytes = (self.bucket_mib * 2f64.powi(20)) as u64;
         let dtype = self.exchange_bf16.then_some(DType::BF16);
-        let exchange = match self.exchange {
-            When::PerParameter => Exchange::PerParameter,
-            When::Flat => Exchange::Flat,
-            When::Overlapped => Exchange::Overlapped { bucket_bytes },
-        };
-        let replicated = ReplicatedConfig { exchange, dtype };
-        match self.strategy {
-            Strategy::Replicated => StepRanks::Replicated(replicated),
-            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(replicated, shard),
-            Strategy::FullyShard => {
-                let sharded = FullyShardConfig {
-                    dtype,
-                    bucket_bytes,
-                };
-                StepRanks::FullySharded(sharded, shard)
-            }
-        }
+        self.way().step_ranks(dtype, shard)
     }
 }

@@ -38,33 +38,26 @@ pub fn for_terminal(text: &str) -> String {
     if !std::io::stdout().is_terminal() {
         return text.into();
     }
-    let mut shown = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c.is_control() && !c.is_whitespace() {
-            true => shown.extend(c.escape_default()),
-            false => shown.push(c),
-        }
-    }
-    shown
+    let shown = |c: char| match c.is_control() && !c.is_whitespace() {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    text.chars().map(shown).collect()
 }
 
 /// Returns whether the error means that stdout is closed (`| head`).
 pub fn is_closed(error: &Error) -> bool {
-    own(error).is_some_and(|own| own.kind() == ErrorKind::BrokenPipe)
+    is_of_stdout(error, |cause| cause.kind() == ErrorKind::BrokenPipe)
 }
 
 /// Returns whether the error means that stdout was a terminal that has been closed.
 fn is_hung_up(error: &Error) -> bool {
     const EIO: i32 = 5;
-    cfg!(unix) && own(error).is_some_and(|own| own.raw_os_error() == Some(EIO))
+    cfg!(unix) && is_of_stdout(error, |cause| cause.raw_os_error() == Some(EIO))
 }
 
-/// Returns the cause of an error of stdout.
-fn own(error: &Error) -> Option<&std::io::Error> {
-    match error {
-        Error::Io { path, source, .. } if path.as_os_str() == NAME => Some(source),
-        _ => None,
-    }
+fn is_of_stdout(error: &Error, is_cause: impl FnOnce(&std::io::Error) -> bool) -> bool {
+    matches!(error, Error::Io { path, source, .. } if path.as_os_str() == NAME && is_cause(source))
 }
 
 /// Ignores an error of a closed stdout if the run also leaves files: it then continues without a reader.

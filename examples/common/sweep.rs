@@ -1,6 +1,5 @@
 //! Sweeps of runs: progress with the estimated time left, and Ctrl-C, which keeps the rows measured so far.
 
-use super::print_progress;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 use std::fmt::Display;
@@ -17,43 +16,33 @@ pub struct Progress {
     runs: usize,
     begun: usize,
     start: Instant,
-    is_silent: bool,
+    is_shown: bool,
 }
 
 impl Progress {
-    /// Creates the progress of `runs` runs, starting now.
-    pub fn new(runs: usize) -> Self {
+    /// Creates the progress of `runs` runs, starting now. One rank of a job shows it.
+    pub fn new(runs: usize, is_shown: bool) -> Self {
         Self {
             runs,
+            is_shown,
             begun: 0,
             start: Instant::now(),
-            is_silent: false,
         }
     }
 
-    /// Creates progress that only rank 0 of a job prints.
-    pub fn of_rank(rank: usize, runs: usize) -> Self {
-        Self {
-            is_silent: rank > 0,
-            ..Self::new(runs)
-        }
-    }
-
-    /// Prints the next run's number, `title` and the time left, if stderr is a terminal.
+    /// Prints the next run's number, `title` and the time left, if stderr is a terminal. The estimate is the mean time
+    /// of the runs so far, for each that is left.
     pub fn begin(&mut self, title: impl Display) {
-        let left = self.seconds_left();
-        let left = left.map_or(String::new(), |s| format!(", about {s:.0} s left"));
+        let (ended, runs) = (self.begun, self.runs);
+        let seconds = self.start.elapsed().as_secs_f64() * (runs as f64 / ended as f64 - 1.0);
+        let left = match ended {
+            0 => String::new(),
+            _ => format!(", about {seconds:.0} s left"),
+        };
         self.begun += 1;
-        let (run, runs) = (self.begun, self.runs);
-        if !self.is_silent {
-            super::progress(format_args!("[{run}/{runs}] {title}{left}"));
+        if self.is_shown {
+            super::progress(format_args!("[{}/{runs}] {title}{left}", self.begun));
         }
-    }
-
-    /// Estimates the seconds left from the mean time of the runs so far; `None` before the first has ended.
-    fn seconds_left(&self) -> Option<f64> {
-        let mean = self.start.elapsed().as_secs_f64() / self.begun as f64;
-        (self.begun > 0).then(|| mean * self.runs.saturating_sub(self.begun) as f64)
     }
 }
 
@@ -70,11 +59,11 @@ impl Sweep {
     /// [`Error::Io`] if no signal handler can be installed.
     pub fn new(runs: usize) -> Result<Self> {
         let is_interrupted = Arc::<AtomicBool>::default();
-        let registered = flag::register_conditional_shutdown(SIGINT, 130, is_interrupted.clone())
-            .and_then(|_| flag::register(SIGINT, is_interrupted.clone()));
-        registered.map_err(|e| Error::io("listen to", "Ctrl-C", e))?;
+        flag::register_conditional_shutdown(SIGINT, 130, is_interrupted.clone())
+            .and_then(|_| flag::register(SIGINT, is_interrupted.clone()))
+            .map_err(|e| Error::io("listen to", "Ctrl-C", e))?;
         Ok(Self {
-            progress: Progress::new(runs),
+            progress: Progress::new(runs, true),
             is_interrupted,
         })
     }
@@ -82,12 +71,12 @@ impl Sweep {
     /// Begins the next run, and prints `title` as progress. Returns `false` once Ctrl-C was pressed: the caller then
     /// leaves its loop and prints the rows so far.
     pub fn begins(&mut self, title: impl Display) -> bool {
-        if self.is_interrupted.load(Ordering::SeqCst) {
-            IS_STOPPED.store(true, Ordering::SeqCst);
-            return false;
+        let is_interrupted = self.is_interrupted.load(Ordering::SeqCst);
+        match is_interrupted {
+            true => IS_STOPPED.store(true, Ordering::SeqCst),
+            false => self.progress.begin(title),
         }
-        self.progress.begin(title);
-        true
+        !is_interrupted
     }
 
     /// Returns the note for the report of a sweep that was stopped.
@@ -100,9 +89,4 @@ impl Sweep {
 /// Returns whether Ctrl-C stopped a sweep of this program.
 pub fn is_stopped() -> bool {
     IS_STOPPED.load(Ordering::SeqCst)
-}
-
-/// Prints that a file was written.
-pub fn wrote(path: &std::path::Path) {
-    print_progress(format_args!("wrote {}", path.display()));
 }

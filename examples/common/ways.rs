@@ -1,90 +1,73 @@
-//! Strategies of ranks by name.
+//! Strategies of ranks: what they divide, and when they average gradients.
 
-use serde::Serialize;
+use candle_core::DType;
+use clap::ValueEnum;
 use std::fmt;
-use tallow::Result;
 use tallow::compile::StepRanks;
-use tallow::distributed::{Exchange, FullyShardConfig};
-use tallow::report::{Column, Fields};
+use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
 
-/// A strategy with an exchange.
-#[derive(Clone, Copy)]
-pub struct Way {
-    pub ranks: StepRanks,
-    /// The strategy by name; `alone` without an exchange.
-    pub strategy: &'static str,
-    pub exchange: Option<Exchange>,
+/// The values of `--strategy`: what the ranks divide in addition to the batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Strategy {
+    /// Nothing: each rank has model, gradients and optimizer
+    Replicated,
+    /// The optimizer's state and update (ZeRO, stage 1)
+    ShardedOptimizer,
+    /// Weights, gradients, the optimizer's state and update (ZeRO, stage 3; FSDP)
+    FullyShard,
+}
+
+/// A strategy with an exchange, or the step of each rank alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Alone,
+    Exchanged(Strategy, Exchange),
 }
 
 impl Way {
-    pub fn new(ranks: StepRanks) -> Self {
-        let (strategy, exchange) = match ranks {
-            StepRanks::Single => ("alone", None),
-            StepRanks::Replicated(config) => ("replicated", Some(config.exchange)),
-            StepRanks::ShardedOptimizer(config, _) => ("sharded optimizer", Some(config.exchange)),
-            StepRanks::FullySharded(FullyShardConfig { bucket_bytes, .. }, _) => {
-                ("fully shard", Some(Exchange::Overlapped { bucket_bytes }))
-            }
+    /// Returns the strategy by name.
+    pub fn strategy(self) -> &'static str {
+        match self {
+            Self::Alone => "alone",
+            Self::Exchanged(Strategy::Replicated, _) => "replicated",
+            Self::Exchanged(Strategy::ShardedOptimizer, _) => "sharded optimizer",
+            Self::Exchanged(Strategy::FullyShard, _) => "fully shard",
+        }
+    }
+
+    /// Describes when gradients are averaged.
+    pub fn exchange(self) -> String {
+        match self {
+            Self::Alone => "none".into(),
+            Self::Exchanged(_, exchange) => exchange.to_string(),
+        }
+    }
+
+    /// Returns the setting of a planned step of this rank. Gradients are exchanged in `dtype`, if one is set.
+    pub fn step_ranks(self, dtype: Option<DType>, shard: Shard) -> StepRanks {
+        let Self::Exchanged(strategy, exchange) = self else {
+            return StepRanks::Single;
         };
-        Self {
-            ranks,
-            strategy,
-            exchange,
+        let replicated = ReplicatedConfig { exchange, dtype };
+        let bucket_bytes = match exchange {
+            Exchange::Overlapped { bucket_bytes } => bucket_bytes,
+            _ => 0, // each weight by itself
+        };
+        let sharded = FullyShardConfig {
+            dtype,
+            bucket_bytes,
+        };
+        match strategy {
+            Strategy::Replicated => StepRanks::Replicated(replicated),
+            Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(replicated, shard),
+            Strategy::FullyShard => StepRanks::FullySharded(sharded, shard),
         }
-    }
-
-    /// Returns the row of a measurement: the model, a rank's B and T, the way and the figures.
-    pub fn row(&self, model: &str, [b, t]: [usize; 2], figures: &impl Serialize) -> Result<Fields> {
-        let exchange = self.exchange.map_or("none".into(), |e| e.to_string());
-        let mut row = Fields::from_iter([("model", model)]);
-        row.insert("batch_size", b)
-            .insert("context_length", t)
-            .insert("strategy", self.strategy)
-            .insert("exchange", exchange)
-            .merge(Fields::of(figures)?);
-        Ok(row)
-    }
-
-    /// Returns the columns of [`row`](Self::row), with `others` for the figures.
-    pub fn columns<const N: usize>(others: [Column; N]) -> Vec<Column> {
-        let mut columns = vec![
-            Column::text("model", "Model"),
-            Column::text("batch_size", "B"),
-            Column::text("context_length", "T"),
-            Column::text("strategy", "Strategy"),
-            Column::text("exchange", "Gradients averaged"),
-        ];
-        columns.extend(others);
-        columns
-    }
-
-    /// Names the exchange in a sentence: `an exchange in buckets of 10 MiB`.
-    pub fn name(&self) -> String {
-        match self.exchange {
-            Some(exchange) if self.is_bucket() => format!("an exchange in {exchange}"),
-            Some(exchange) => format!("an exchange {exchange}"),
-            None => "no exchange".into(),
-        }
-    }
-
-    pub fn is_alone(&self) -> bool {
-        self.exchange.is_none()
-    }
-
-    pub fn is_bucket(&self) -> bool {
-        matches!(
-            self.exchange,
-            Some(Exchange::Overlapped { bucket_bytes: 1.. })
-        )
     }
 }
 
 /// Writes strategy and exchange: `replicated buckets of 10 MiB`.
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.exchange {
-            Some(exchange) => write!(f, "{} {exchange}", self.strategy),
-            None => write!(f, "{} none", self.strategy),
-        }
+        write!(f, "{} {}", self.strategy(), self.exchange())
     }
 }

@@ -1,18 +1,15 @@
 //! CS336's communication accounting: feed-forward layers divided among devices by data, by weights (FSDP) and by the
-//! columns of weights (tensor parallelism).
+//! columns of weights (tensor parallelism). ("How to Scale Your Model", Austin et al., 2025, chapter 5.)
 //!
 //! A block has `w` weights of D F elements. On N = X Y devices, X by FSDP (or data alone) and Y by tensor parallelism,
-//! a device has b tokens, and the forward of a block computes `2 w b D F` FLOPs. Meanwhile it receives, in bf16,
-//! - by FSDP the weights of its columns from X devices, `(X - 1)/X 2 w D F / Y` bytes over M_X links;
-//! - by tensor parallelism, of the b Y tokens of its Y devices, the inputs and in parts the outputs,
-//!   `(Y - 1)/Y 4 b Y D` bytes over M_Y links.
-//!
-//! It is compute-bound where the FLOPs take as long as both: from the b of the table on. Data parallelism alone
-//! receives nothing in forward. Its backward, of twice the FLOPs, all-reduces the gradients, `2 (X - 1)/X 2 w D F`
-//! bytes: FSDP's bound. ("How to Scale Your Model", Austin et al., 2025, chapter 5.)
+//! each with b tokens, a device receives in forward, in bf16,
+//! - by FSDP the weights of its columns, `(X - 1)/X 2 w D F / Y` bytes. Data parallelism has the same bound: it receives
+//!   twice as much in backward, which has twice the FLOPs;
+//! - by tensor parallelism the inputs and in parts the outputs, `(Y - 1)/Y 4 b Y D` bytes.
 
 use super::common::models::{Handout, Model};
-use super::{Rank, values};
+use super::common::values;
+use super::{Rank, table};
 use clap::Args;
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
@@ -48,23 +45,9 @@ pub struct AccountingFlags {
     device_gb: f64,
 }
 
-pub fn columns() -> Vec<Column> {
-    let tokens = |key, title| Column::count(key, title).group("Compute-bound from tokens");
-    let gigabytes = Column::number("device_bytes", "Each holds", "GB", 1);
-    vec![
-        Column::text("model", "Model"),
-        Column::text("division", "Divided by"),
-        Column::text("devices", "Devices"),
-        gigabytes.scaled(1e9).grouped(),
-        Column::text("fits", "Fits"),
-        tokens("tokens_of_device", "of a device"),
-        tokens("tokens", "in all"),
-    ]
-}
-
 impl Rank<'_> {
     /// Accounts for the models, or for the handout's where no model is named.
-    pub fn accounting(&self, report: &mut Report) {
+    pub fn accounting(&self) -> Report {
         let (flags, models) = (&self.flags.accounting, &self.flags.models);
         let is_of_2026 = models.handout == Some(Handout::Of2026);
         let xxl = [Model {
@@ -81,11 +64,28 @@ impl Rank<'_> {
             true => &self.models[..],
             false => &xxl,
         };
+        let tokens = |key, title| Column::count(key, title).group("Compute-bound from tokens");
+        let gigabytes = Column::number("device_bytes", "Each holds", "GB", 1);
+        let columns = vec![
+            Column::text("model", "Model"),
+            Column::text("division", "Divided by"),
+            Column::text("devices", "Devices"),
+            gigabytes.scaled(1e9).grouped(),
+            Column::text("fits", "Fits"),
+            tokens("tokens_of_device", "of a device"),
+            tokens("tokens", "in all"),
+        ];
+        let note = format!(
+            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division \
+             alone has all of them.",
+            flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
+        );
+        let mut report = table("Accounting of feed-forward layers", columns, &[&note]);
         let (x, y) = (flags.fsdp, flags.tensor_parallel);
         let (n, all_links) = (x * y, [flags.links.iter().sum(); 2]);
-        let tokens = self.flags.batch_size as f64 * self.flags.length() as f64;
+        let batch = self.flags.sizes().map(|size| size as f64);
         for Model { name, config } in models {
-            let layers = Layers::new(config, tokens, flags);
+            let layers = Layers::new(config, batch[0] * batch[1], flags);
             let (whole, divided) = (layers.device_bytes(1), layers.device_bytes(n));
             let by_weights = layers.compute_bound([n, 1], all_links);
             let by_columns = layers.compute_bound([1, n], all_links);
@@ -98,29 +98,30 @@ impl Rank<'_> {
                 (&format!("FSDP {x}, tensor {y}"), n, divided, by_both),
             ] {
                 let fits = ["no", "yes"][usize::from(bytes < 1e9 * flags.device_gb)];
+                let tokens = bound.map(|tokens| (tokens * devices as f64).ceil());
                 let mut row = Fields::from_iter([("model", name.as_str()), ("division", division)]);
                 row.insert("devices", devices)
                     .insert("device_bytes", bytes)
                     .insert("fits", fits)
                     .insert("tokens_of_device", bound.map(f64::ceil))
-                    .insert(
-                        "tokens",
-                        bound.map(|tokens| (tokens * devices as f64).ceil()),
-                    );
+                    .insert("tokens", tokens);
                 report.rows.push(row);
             }
-            report.answers.extend(match is_of_2026 {
-                true => layers.answers_of_2026(name),
-                false => layers.answers_of_2025(name, by_both),
-            });
+            let (questions, answers) = match is_of_2026 {
+                true => layers.answers_of_2026(),
+                false => layers.answers_of_2025(by_both),
+            };
+            let answers = questions.into_iter().zip(answers);
+            let answers =
+                answers.map(|(question, text)| Answer::new(format!("{name}: {question}"), text));
+            report.answers.extend(answers);
         }
-        report.notes.push(format!(
-            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division \
-             alone has all of them.",
-            flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
-        ));
+        report
     }
 }
+
+/// The questions of an edition of the handout, and their answers.
+type Answers = ([&'static str; 4], [String; 4]);
 
 /// The feed-forward layers of a model, trained on these devices.
 struct Layers<'f> {
@@ -133,9 +134,9 @@ struct Layers<'f> {
     tokens: f64,
     /// Weights, gradients and AdamW's two moments, all f32: 16 bytes a parameter.
     state_bytes: f64,
-    /// Activations in bf16 that are saved for backward: a block's input, and the inputs of its last weight and of its
-    /// activation.
-    kept_bytes: f64,
+    /// Half of the activations in bf16 that are saved for backward: a block's input, and the inputs of its last weight
+    /// and of its activation.
+    half_bytes: f64,
 }
 
 impl<'f> Layers<'f> {
@@ -151,13 +152,13 @@ impl<'f> Layers<'f> {
             weights,
             tokens,
             state_bytes: 16.0 * blocks * weights * d * f,
-            kept_bytes: 2.0 * blocks * tokens * (d + hidden * f),
+            half_bytes: blocks * tokens * (d + hidden * f),
         }
     }
 
     /// Returns the memory of one of `n` devices, which divide the state and half of the activations.
     fn device_bytes(&self, n: usize) -> f64 {
-        (self.state_bytes + self.kept_bytes / 2.0) / n as f64 + self.kept_bytes / 2.0
+        (self.state_bytes + self.half_bytes) / n as f64 + self.half_bytes
     }
 
     /// Returns the fewest tokens of a device with which a block's FLOPs take as long as what the device receives;
@@ -173,11 +174,14 @@ impl<'f> Layers<'f> {
         (left > 0.0).then(|| weights / left)
     }
 
-    /// Answers communication_accounting (a) to (d), of the handout of 2025. `bound` is of FSDP with tensor parallelism.
-    fn answers_of_2025(&self, name: &str, bound: Option<f64>) -> Vec<Answer> {
+    /// Answers communication_accounting of the handout of 2025. `bound` is of FSDP with tensor parallelism.
+    fn answers_of_2025(&self, bound: Option<f64>) -> Answers {
         let (x, y) = (self.flags.fsdp, self.flags.tensor_parallel);
-        let bytes = 1e9 * self.flags.device_gb;
-        let (half, state) = (self.kept_bytes / 2.0, self.state_bytes);
+        let (bytes, half, state) = (
+            1e9 * self.flags.device_gb,
+            self.half_bytes,
+            self.state_bytes,
+        );
         let gb = |bytes: f64| match bytes / 1e9 {
             small if small < 10.0 => format!("{small:.2} GB"),
             large => format!("{} GB", group_digits(large.round() as u64)),
@@ -192,53 +196,46 @@ impl<'f> Layers<'f> {
             true => format!("at least {fewest}"),
             false => format!("no number: half of the activations alone is {half_gb}"),
         };
-        let batch = bound.map(|b| [b, b * (x * y) as f64].map(count));
-        let batch = match batch {
+        let batch = match bound.map(|b| [b, b * (x * y) as f64].map(count)) {
             Some([own, all]) => format!("{own} tokens a device, {all} in all"),
             None => "no number of tokens".into(),
         };
         let questions = [
-            "how much memory do weights, gradients and optimizer state take on one device?".into(),
-            "how many devices, with the state and half of the activations divided by FSDP?".into(),
-            format!("from which batch is FSDP {x} x tensor {y} bound by compute?"),
-            "how can the batch be smaller at the same throughput?".into(),
+            "(a) how much memory do weights, gradients and optimizer state take on one device?",
+            "(b) how many devices, with the state and half of the activations divided by FSDP?",
+            "(c) from which batch is FSDP with tensor parallelism bound by compute?",
+            "(d) how can the batch be smaller at the same throughput?",
         ];
         let answers = [
             format!(
-                "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, the \
-                 memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
+                "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, \
+                 the memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
             ),
             format!(
-                "A device of N holds (state + activations / 2) / N + activations / 2. For it to be under {device}: \
-                 {fewest}."
+                "A device of N holds (state + activations / 2) / N + activations / 2. To be under {device}: {fewest}."
             ),
             format!(
-                "From {batch}: there 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 b D / (M_Y W), for b \
-                 tokens a device, w weights of D F in a block, C FLOP/s a device, and M_X and M_Y links of W bytes a \
-                 second for FSDP X and tensor Y."
+                "FSDP {x} x tensor {y}: from {batch}. There 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 \
+                 b D / (M_Y W), for b tokens a device, w weights of D F in a block, C FLOP/s a device, and M_X and M_Y \
+                 links of W bytes a second for FSDP X and tensor Y."
             ),
-            "Communication has to shrink with it: divide the weights' columns among more devices (FSDP's bytes go with \
-             1/Y), give tensor parallelism as many links as it needs, exchange in 8 bits, and gather the next block's \
-             weights while this one computes. Where memory allows, several micro-batches can share one gather."
+            "Send less: divide the weights' columns among more devices (FSDP's bytes go with 1/Y), exchange in 8 bits, \
+             or let several micro-batches share a gather where memory allows. Or hide it: give tensor parallelism more \
+             links, and gather the next block's weights while this one computes."
                 .into(),
         ];
-        let letters = ["(a)", "(b)", "(c)", "(d)"].iter().zip(questions);
-        let answers = letters.zip(answers).map(|((letter, question), answer)| {
-            Answer::new(format!("{letter} {name}: {question}"), answer)
-        });
-        answers.collect()
+        (questions, answers)
     }
 
     /// Answers data_parallel_calcs, fsdp_calcs, tp_calcs and fsdp_tp_calcs, of the handout of 2026: how many devices a
     /// feed-forward network of w weights divides among before communication takes longer than compute, by B tokens, C
     /// FLOP/s a device and W bytes a second out of it, in half precision.
-    fn answers_of_2026(&self, name: &str) -> Vec<Answer> {
+    fn answers_of_2026(&self) -> Answers {
         let (f, w, b) = (self.f, self.weights, self.tokens);
         let ratio = 1e9 * self.flags.link_gb_s / (1e12 * self.flags.device_tflops); // W / C
         let [data, tensor, tensor_backward] = [b, w * f / 2.0, w * f].map(|x| 1.0 + x * ratio);
         let sum = 2.0 * w * f * (1.0 + b * ratio) + 4.0 * b;
         let (both, shared) = (data * tensor, sum * sum / (32.0 * w * b * f));
-        let setting = format!("here {w:.0} weights of D F, B {b:.0}, F {f:.0}, W / C {ratio:.2e}");
         let questions = [
             "data_parallel_calcs. How far does data parallelism scale?",
             "fsdp_calcs. How far does FSDP scale?",
@@ -247,13 +244,14 @@ impl<'f> Layers<'f> {
         ];
         let answers = [
             format!(
-                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight, a share of the batch each. (b) The \
-                 gradients' all-reduce takes 4 w D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, {setting}."
+                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight. (b) The gradients' all-reduce takes 4 w \
+                 D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, here {w:.0} weights of D F, B {b:.0}, F \
+                 {f:.0}, W / C {ratio:.2e}."
             ),
             format!(
-                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F \
-                 (N - 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So \
-                 N <= 1 + B W / C = {data:.1} in both."
+                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F (N - \
+                 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So N <= 1 \
+                 + B W / C = {data:.1} in both."
             ),
             format!(
                 "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
@@ -263,14 +261,11 @@ impl<'f> Layers<'f> {
             ),
             format!(
                 "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
-                 where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) \
-                 = {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W \
-                 / C + 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
+                 where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) = \
+                 {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C \
+                 + 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
             ),
         ];
-        let answers = questions.iter().zip(answers);
-        let answers =
-            answers.map(|(question, text)| Answer::new(format!("{name}: {question}"), text));
-        answers.collect()
+        (questions, answers)
     }
 }

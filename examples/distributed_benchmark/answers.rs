@@ -1,7 +1,7 @@
 //! Answers to the handout's questions on collectives, data parallelism and sharding.
 
-use super::common::ways::Way;
-use super::common::words::compared;
+use super::common::ways::{Strategy, Way};
+use super::common::words::{answered, compared};
 use serde::Serialize;
 use tallow::distributed::Exchange;
 use tallow::report::{Answer, Speedup, Statistics, Verdict, format_mib};
@@ -43,9 +43,7 @@ pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
     };
     let bytes = to_mib as f64 / from_mib as f64;
     let growth = match Speedup::new(large, small).filter(Speedup::is_clear) {
-        None => {
-            "but their spread is too large to say how fast; more steps on a quiet machine would"
-        }
+        None => "but their spread is too large to say how fast; more steps would",
         Some(slowed) if slowed.ratio + slowed.error < bytes => {
             "less than in proportion: the fixed cost of a call weighs on small buffers"
         }
@@ -55,106 +53,97 @@ pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
         Some(_) => "in proportion to the bytes",
     };
     let (from_ms, to_ms) = (small.mean_ms, large.mean_ms);
+    let scaling = format!(
+        "From {from_mib} to {to_mib} MiB ({bytes:.1} times) its time grows from {from_ms:.2} to {to_ms:.2} ms ({:.1} \
+         times), {growth}. The bus rate goes from {from_rate:.2} to {to_rate:.2} GB/s.",
+        to_ms / from_ms
+    );
+    let ring = format!(
+        "Reduce-scatter and all-gather in turn send 2 (N - 1) / N S bytes a rank. A ring that passes whole buffers \
+         around sends (N - 1) S, N / 2 times as much: {:.1} times with {ranks} ranks.",
+        ranks as f64 / 2.0
+    );
     vec![
-        Answer::new(
-            "How does an all-reduce scale with the size of its buffer?",
-            format!(
-                "From {from_mib} to {to_mib} MiB ({bytes:.1} times) its time grows from {from_ms:.2} to {to_ms:.2} ms \
-                 ({:.1} times), {growth}. The bus rate goes from {from_rate:.2} to {to_rate:.2} GB/s.",
-                to_ms / from_ms
-            ),
-        ),
-        Answer::new(
-            "Which ring does an all-reduce of S bytes need?",
-            format!(
-                "Reduce-scatter and all-gather in turn send 2 (N - 1) / N S bytes a rank. A ring that passes whole \
-                 buffers around sends (N - 1) S, N / 2 times as much: {:.1} times with {ranks} ranks.",
-                ranks as f64 / 2.0
-            ),
-        ),
+        Answer::new("How does an all-reduce scale with its size?", scaling),
+        Answer::new("Which ring does an all-reduce of S bytes need?", ring),
     ]
 }
 
 /// Answers naive_ddp, minimal_ddp_flat, ddp_overlap and ddp_bucketed, and what sharding costs in time.
 pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<Answer> {
-    let mut answers = Vec::new();
     if ranks == 1 {
-        return answers;
+        return Vec::new();
     }
-    let mut answer = |question: &str, text: String| {
-        answers.push(Answer::new(format!("{model}: {question}"), sentence(&text)));
-    };
     let mut by_time: Vec<_> = measured.iter().collect();
     by_time.sort_by(|(_, a), (_, b)| a.mean_ms.total_cmp(&b.mean_ms));
-    let of = |strategy| {
-        let by_time = by_time.iter();
-        by_time.filter(move |(way, _)| way.strategy == strategy)
+    let step = |way| Some(&by_time.iter().find(|(own, _)| *own == way)?.1);
+    let replicated = |exchange| step(Way::Exchanged(Strategy::Replicated, exchange));
+    let naive = replicated(Exchange::PerParameter);
+    let flat = replicated(Exchange::Flat);
+    let overlapped = replicated(Exchange::Overlapped { bucket_bytes: 0 });
+    let changed = |after: Option<&Statistics>, name, other| {
+        Some(compared(name, other, Speedup::new(naive?, after?)?))
     };
-    let step = |strategy, exchange| {
-        let step = of(strategy).find(|(way, _)| way.exchange == exchange);
-        step.map(|(_, step)| step)
+    let fastest = |name: &str| by_time.iter().find(|(way, _)| way.strategy() == name);
+    let cost = |name: &str| {
+        let ((other, before), (own, after)) = (fastest("replicated")?, fastest(name)?);
+        let text = compared(name, "replicated", Speedup::new(before, after)?);
+        let (own, other) = (own.exchange(), other.exchange());
+        let exchanges = format!("each with its fastest exchange ({own} and {other})");
+        Some(format!("{exchanges}: {text}"))
     };
-    let naive = step("replicated", Some(Exchange::PerParameter));
-    let flat = step("replicated", Some(Exchange::Flat));
-    let overlapped = step("replicated", Some(Exchange::Overlapped { bucket_bytes: 0 }));
-    if let (Some(alone), Some(naive)) = (step("alone", None), naive) {
-        let question = "how long is a step of naive DDP, and which part is communication?";
-        answer(question, added(alone, naive));
-    }
-    for (question, after, name, other) in [
-        (
-            "what does one all-reduce of all gradients change?",
-            flat,
-            "a flat exchange",
-            "one of each parameter by itself",
-        ),
-        (
-            "what does overlapping communication with backward change?",
-            overlapped,
-            "an overlapped exchange",
-            "one after backward",
-        ),
-    ] {
-        let both = naive.zip(after);
-        if let Some(speedup) = both.and_then(|(naive, after)| Speedup::new(naive, after)) {
-            answer(question, compared(name, other, speedup));
+    let alone = step(Way::Alone).zip(naive);
+    let questions = [
+        "how long is a step of naive DDP, and which part is communication?",
+        "what does one all-reduce of all gradients change?",
+        "what does overlapping communication with backward change?",
+        "which bucket size, and why?",
+        "what does sharded optimizer cost in time?",
+        "what does fully shard cost in time?",
+    ];
+    let answers = [
+        alone.map(|(alone, naive)| added(alone, naive)),
+        changed(flat, "a flat exchange", "one of each parameter by itself"),
+        changed(overlapped, "an overlapped exchange", "one after backward"),
+        buckets(&by_time, overlapped),
+        cost("sharded optimizer"),
+        cost("fully shard"),
+    ];
+    let answers = questions.into_iter().zip(answers);
+    answered(answers.map(|(question, text)| (format!("{model}: {question}"), text.map(sentence))))
+}
+
+/// Compares the buckets of replicated training, and the fastest with an overlapped exchange of each parameter.
+fn buckets(by_time: &[&(Way, Statistics)], each: Option<&Statistics>) -> Option<String> {
+    use Exchange::Overlapped;
+    let mut buckets = by_time.iter().filter(|(way, _)| {
+        matches!(
+            way,
+            Way::Exchanged(Strategy::Replicated, Overlapped { bucket_bytes: 1.. })
+        )
+    });
+    let (best, fastest) = buckets.next()?;
+    let slower = buckets.next_back().and_then(|(worst, slowest)| {
+        let speedup = Speedup::new(slowest, fastest)?;
+        (speedup.verdict() == Verdict::Faster).then(|| (worst.exchange(), speedup))
+    });
+    let sizes = match slower {
+        Some((worst, speedup)) => {
+            let best = best.exchange();
+            format!("an exchange in {best} is fastest, {speedup} as fast as {worst}")
         }
-    }
-    let buckets = of("replicated").filter(|(way, _)| way.is_bucket());
-    let buckets: Vec<_> = buckets.collect();
-    if let (Some((best, fastest)), Some((worst, slowest))) = (buckets.first(), buckets.last()) {
-        let speedup = Speedup::new(slowest, fastest).filter(|_| buckets.len() > 1);
-        let mut text = match speedup.filter(|speedup| speedup.verdict() == Verdict::Faster) {
-            Some(speedup) => {
-                let (best, worst) = (best.name(), worst.name());
-                format!("{best} is fastest, {speedup} as fast as {worst}")
-            }
-            None => "these figures do not tell the bucket sizes apart".into(),
-        };
-        let each = overlapped.and_then(|each| Speedup::new(each, fastest));
-        if let Some(speedup) = each.filter(|speedup| speedup.verdict() != Verdict::Unclear) {
-            text += &format!(
-                "; {}",
-                compared("the fastest bucket", "one exchange a parameter", speedup)
-            );
-        }
-        text += ". With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after backward \
-                 is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes";
-        answer("which bucket size, and why?", text);
-    }
-    for strategy in ["sharded optimizer", "fully shard"] {
-        let both = of("replicated").next().zip(of(strategy).next());
-        let Some(((other, before), (own, after))) = both else {
-            continue;
-        };
-        if let Some(speedup) = Speedup::new(before, after) {
-            let (own, other) = (own.name(), other.name());
-            let text = compared(strategy, "replicated", speedup);
-            let text = format!("each with its fastest exchange ({own} and {other}): {text}");
-            answer(&format!("what does {strategy} cost in time?"), text);
-        }
-    }
-    answers
+        None => "these figures do not tell the bucket sizes apart".into(),
+    };
+    let each = each.and_then(|each| {
+        let speedup = Speedup::new(each, fastest)?;
+        let compared = compared("the fastest bucket", "one exchange a parameter", speedup);
+        Some(format!("; {compared}"))
+    });
+    let each = each.unwrap_or_default();
+    Some(format!(
+        "{sizes}{each}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after \
+         backward is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes"
+    ))
 }
 
 /// Says what an exchange adds to the step alone.
@@ -177,45 +166,41 @@ fn added(alone: &Statistics, step: &Statistics) -> String {
 /// Answers optimizer_state_sharding_accounting (a) and (c), and fsdp_accounting.
 pub fn memory(model: &str, ranks: usize, measured: &[(Way, Held)]) -> Vec<Answer> {
     let held = |strategy: &str| {
-        let found = measured.iter().find(|(way, _)| way.strategy == strategy);
-        found.map(|(_, held)| held)
+        let (_, held) = measured
+            .iter()
+            .find(|(way, _)| way.strategy() == strategy)?;
+        let bytes = [
+            held.init_bytes,
+            held.peak_bytes,
+            held.after_bytes,
+            held.state_bytes,
+        ];
+        Some(bytes.map(format_mib))
     };
-    let mut answers = Vec::new();
-    let Some(replicated) = held("replicated") else {
-        return answers;
-    };
-    for strategy in ["sharded optimizer", "fully shard"] {
-        let Some(own) = held(strategy) else { continue };
-        let both = |bytes: fn(&Held) -> u64| {
-            let [own, other] = [own, replicated].map(|held| format_mib(bytes(held)));
-            format!("{own} instead of {other}")
-        };
-        answers.push(Answer::new(
-            format!("{model}: how much memory does a rank use with and without {strategy}?"),
+    let both = |name| held(name).zip(held("replicated"));
+    let saved = ["sharded optimizer", "fully shard"].map(|name| {
+        let text = both(name).map(|([init, peak, after, state], other)| {
             format!(
-                "After init {}, at a step's peak {}, after it {}. Of these the optimizer's state is {}, with {ranks} \
-                 ranks.",
-                both(|held| held.init_bytes),
-                both(|held| held.peak_bytes),
-                both(|held| held.after_bytes),
-                both(|held| held.state_bytes)
-            ),
-        ));
-    }
-    if held("sharded optimizer").is_some() {
-        answers.push(Answer::new(
-            "How does this sharding differ from ZeRO stage 1?",
-            "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S \
-             bytes of gradients. ZeRO-1 cuts a flat buffer into equal shards: reduce-scatter, update, all-gather. \
-             Here a rank owns whole parameters: each gradient is reduced to its owner, which broadcasts the weight. \
-             So shards are equal only as far as the sizes of parameters allow.",
-        ));
-    }
-    answers
+                "After init {init} instead of {}, at a step's peak {peak} instead of {}, after it {after} instead of \
+                 {}. Of these the optimizer's state is {state} instead of {}, with {ranks} ranks.",
+                other[0], other[1], other[2], other[3]
+            )
+        });
+        (format!("{model}: how much memory does a rank use with and without {name}?"), text)
+    });
+    let zero_1 = both("sharded optimizer").map(|_| {
+        "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S bytes of \
+         gradients. ZeRO-1 cuts a flat buffer into equal shards: reduce-scatter, update, all-gather. Here a rank owns \
+         whole parameters: each gradient is reduced to its owner, which broadcasts the weight. So shards are equal \
+         only as far as the sizes of parameters allow."
+            .into()
+    });
+    let question = "How does this sharding differ from ZeRO stage 1?";
+    answered(saved.into_iter().chain([(question.into(), zero_1)]))
 }
 
 /// Returns the text as a sentence: with a capital letter and a full stop.
-fn sentence(text: &str) -> String {
+fn sentence(text: String) -> String {
     let mut chars = text.chars();
     let first = chars.next().map(|c| c.to_uppercase().to_string());
     format!("{}{}.", first.unwrap_or_default(), chars.as_str())

@@ -1,7 +1,7 @@
 //! Collectives by size.
 
-use super::Rank;
 use super::answers::{self, Collected};
+use super::{Rank, table, with_time};
 use candle_core::{DType, Tensor};
 use tallow::Result;
 use tallow::distributed::Reduce;
@@ -9,30 +9,31 @@ use tallow::report::{Column, Fields, Report};
 
 /// The collectives, and how many times their bytes cross a rank's link, over (ranks - 1) / ranks. So rates of all can
 /// be compared with the link's.
-pub const COLLECTIVES: [(&str, f64); 3] = [
+const COLLECTIVES: [(&str, f64); 3] = [
     ("all_reduce", 2.0),
     ("reduce_scatter", 1.0),
     ("all_gather", 1.0),
 ];
 
-pub fn columns() -> Vec<Column> {
-    vec![
-        Column::text("collective", "Collective"),
-        Column::number("mib", "Buffer", "MiB", 0),
-        Column::ms("time", "Time"),
-        Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
-    ]
-}
-
 impl Rank<'_> {
     /// Times each collective at each size.
-    pub fn collectives(&mut self, report: &mut Report) -> Result<()> {
-        let ranks = self.communicator.world_size();
+    pub fn collectives(&self) -> Result<Report> {
+        let (communicator, sizes) = (&self.communicator, &self.flags.mib);
+        let ranks = communicator.world_size();
+        let mut progress = self.progress(COLLECTIVES.len() * sizes.len());
         let mut collected = Vec::new();
+        let columns = vec![
+            Column::text("collective", "Collective"),
+            Column::number("mib", "Buffer", "MiB", 0),
+            Column::ms("time", "Time"),
+            Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
+        ];
+        let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
+                    2 (N - 1) / N times the buffer of an all-reduce, half of that of the others.";
+        let mut report = table("Collectives", columns, &[note]);
         for (collective, passes) in COLLECTIVES {
-            for &mib in &self.flags.mib {
-                self.progress.begin(format_args!("{collective}, {mib} MiB"));
-                let communicator = &self.communicator;
+            for &mib in sizes {
+                progress.begin(format_args!("{collective}, {mib} MiB"));
                 let bytes = mib << 20;
                 let elements = (bytes / size_of::<f32>()).next_multiple_of(ranks);
                 let x = Tensor::zeros(elements, DType::F32, communicator.device())?;
@@ -50,17 +51,12 @@ impl Rank<'_> {
                     time,
                 };
                 let row = Fields::of(&own)?;
-                let mut line = row.clone();
-                line.insert("time", own.time.to_string());
+                report.shown_rows.push(with_time(&row, &own.time));
                 report.rows.push(row);
-                report.shown_rows.push(line);
                 collected.push(own);
             }
         }
         report.answers = answers::collectives(ranks, &collected);
-        let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
-                    2 (N - 1) / N times the buffer of an all-reduce, half of that of the others.";
-        report.notes.push(note.into());
-        Ok(())
+        Ok(report)
     }
 }

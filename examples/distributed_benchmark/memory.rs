@@ -1,30 +1,17 @@
 //! The memory of a rank, before and after its steps.
 
-use super::Rank;
 use super::answers::{self, Held};
 use super::common::models::Model;
 use super::common::ways::Way;
+use super::{Rank, table};
 use tallow::bench::{EndToEnd, Execution};
-use tallow::compile::StepRanks;
 use tallow::memory::Meter;
 use tallow::report::{Column, Report};
 use tallow::{Error, Result};
 
-pub fn columns() -> Vec<Column> {
-    let held = |key, title| Column::mib(key, title).group("A rank");
-    Way::columns([
-        held("init_bytes", "after init"),
-        held("peak_bytes", "peak of a step"),
-        held("after_bytes", "after it"),
-        Column::mib("state_bytes", "Optimizer"),
-        Column::mib("predicted_bytes", "Predicted peak"),
-    ])
-}
-
 impl Rank<'_> {
     /// Measures a rank's memory with each strategy and exchange.
-    pub fn memory(&mut self, report: &mut Report) -> Result<()> {
-        let world_size = self.communicator.world_size();
+    pub fn memory(&self) -> Result<Report> {
         // A first step allocates the memory that kernels keep until the process ends, which is no rank's.
         let first = EndToEnd {
             attention: self.flags.attention,
@@ -33,30 +20,32 @@ impl Rank<'_> {
             ..Default::default()
         };
         first.warm_up(self.communicator.device())?;
-        for model in &self.models {
-            let mut measured = Vec::new();
-            for way in self.ways() {
-                self.progress.begin(format!("{} memory {way}", model.name));
-                let held = self.held(model, way.ranks)?;
-                report
-                    .rows
-                    .push(way.row(&model.name, self.flags.sizes(), &held)?);
-                measured.push((way, held));
-            }
-            let answers = answers::memory(&model.name, world_size, &measured);
+        let held = |key, title| Column::mib(key, title).group("A rank");
+        let columns = Self::columns([
+            held("init_bytes", "after init"),
+            held("peak_bytes", "peak of a step"),
+            held("after_bytes", "after it"),
+            Column::mib("state_bytes", "Optimizer"),
+            Column::mib("predicted_bytes", "Predicted peak"),
+        ]);
+        let notes = [
+            "After init are model and optimizer. A step's peak is just before the optimizer's update, with the plan's \
+             arena and all gradients; after it the arena stays, for the next step.",
+            "Ranks are threads of one process: its memory is divided by their number.",
+        ];
+        let notes = &notes[..1 + usize::from(self.are_threads)];
+        let mut report = table("Memory of a rank", columns, notes);
+        for (model, ways) in self.measure("memory", |model, way| self.held(model, way))? {
+            let answers = answers::memory(&model.name, self.communicator.world_size(), &ways);
             report.answers.extend(answers);
+            for (way, held) in ways {
+                report.rows.push(self.row(model, way, &held)?);
+            }
         }
-        let note = "After init are model and optimizer. A step's peak is just before the optimizer's update, with the \
-                    plan's arena and all gradients; after it the arena stays, for the next step.";
-        report.notes.push(note.into());
-        if self.are_threads {
-            let note = "Ranks are threads of one process: its memory is divided by their number.";
-            report.notes.push(note.into());
-        }
-        Ok(())
+        Ok(report)
     }
 
-    fn held(&self, model: &Model, ranks: StepRanks) -> Result<Held> {
+    fn held(&self, model: &Model, way: Way) -> Result<Held> {
         let (communicator, device) = (&self.communicator, self.communicator.device());
         let meter = Meter::new(device);
         // Threads share the meter: each reads it while all of them wait.
@@ -77,7 +66,7 @@ impl Rank<'_> {
         };
         let base = taken()?;
         let of_rank = |bytes: u64| bytes.saturating_sub(base) / sharing;
-        let (mut step, mut optimizer, [tokens, targets]) = self.job(model, ranks)?;
+        let (mut step, mut optimizer, [tokens, targets]) = self.job(model, way)?;
         let init_bytes = of_rank(taken()?);
         meter.reset_peak();
         communicator.barrier()?;

@@ -1,16 +1,16 @@
 //! Estimated training steps of more GPUs than the machine has.
 
 use super::common::models::Model;
-use super::common::refusal;
 use super::common::ways::Way;
-use super::{Rank, values};
+use super::common::{refusal, values};
+use super::{Rank, table};
 use clap::Args;
 use serde::Serialize;
 use tallow::Result;
 use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, Target};
 use tallow::distributed::Shard;
 use tallow::model::TransformerLM;
-use tallow::report::{Column, Report};
+use tallow::report::{Column, Report, counted};
 
 /// Measured rates of a GPU and of the network.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -51,125 +51,107 @@ pub struct PaperFlags {
     contention: f64,
 }
 
-pub fn columns() -> Vec<Column> {
-    Way::columns([
-        Column::text("world_size", "GPUs"),
-        Column::mib("rank_bytes", "Memory"),
-        Column::mib("sent_bytes", "Sent"),
-        Column::ms("kernel_seconds", "Kernels").scaled(1e-3),
-        Column::ms("exchange_seconds", "Exchange").scaled(1e-3),
-        Column::ms("waiting_seconds", "Waits").scaled(1e-3),
-        Column::ms("contention_seconds", "Contention").scaled(1e-3),
-        Column::ms("step_ms", "Step"),
-        Column::count("tokens_per_second", "Tokens/s"),
-        Column::number("efficiency_percent", "Efficiency", "%", 1),
-    ])
-}
-
 impl Rank<'_> {
     /// Plans the steps of rank 0 of each number of GPUs, and estimates their time by the given rates.
-    pub fn paper(&mut self, report: &mut Report) -> Result<()> {
-        let flags = &self.flags.paper;
-        let size = self.flags.sizes();
-        for (index, Model { name, config }) in self.models.iter().enumerate() {
-            let model = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
+    pub fn paper(&self) -> Result<Report> {
+        let (flags, [b, t]) = (&self.flags.paper, self.flags.sizes());
+        let mut ways = self.flags.ways.all();
+        ways.retain(|way| *way != Way::Alone);
+        let mut progress = self.progress(self.models.len() * ways.len());
+        let columns = Self::columns([
+            Column::text("world_size", "GPUs"),
+            Column::mib("rank_bytes", "Memory"),
+            Column::mib("sent_bytes", "Sent"),
+            Column::ms("kernel_seconds", "Kernels").scaled(1e-3),
+            Column::ms("exchange_seconds", "Exchange").scaled(1e-3),
+            Column::ms("waiting_seconds", "Waits").scaled(1e-3),
+            Column::ms("contention_seconds", "Contention").scaled(1e-3),
+            Column::ms("step_ms", "Step"),
+            Column::count("tokens_per_second", "Tokens/s"),
+            Column::number("efficiency_percent", "Efficiency", "%", 1),
+        ]);
+        let notes = [
+            "Estimated from a plan and the rates given, with 1 us for each kernel: kernels, the time they wait for \
+             exchanges, and the time they lose to exchanges that run next to them.",
+            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
+             optimizer's update among them.",
+        ];
+        let mut report = table("Estimated steps of more GPUs", columns, &notes);
+        for (index, model) in self.models.iter().enumerate() {
+            let Model { name, config } = model;
+            let meta = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
             let planned = |config: &StepConfig| -> Result<Plan> {
-                let batch = Batch::meta(size[0], size[1])?;
-                Ok(Step::plan_for_model(Target::Cuda, &model, config, batch)?.0)
+                Ok(Step::plan_for_model(Target::Cuda, &meta, config, Batch::meta(b, t)?)?.0)
             };
             let mut rates = flags.rates()?;
             if !flags.alone_ms.is_empty() {
-                check_count("--alone-ms", &flags.alone_ms, self.models.len())?;
+                let alone_ms = value("--alone-ms", &flags.alone_ms, index, self.models.len())?;
                 let alone = planned(&self.step)?;
                 for (_, rates) in &mut rates {
-                    *rates = rates.fitted_to(&alone, flags.alone_ms[index] / 1e3)?;
+                    *rates = rates.fitted_to(&alone, alone_ms / 1e3)?;
                 }
             }
             let alone = planned(&StepConfig {
                 memory_budget_bytes: None, // there may be no GPU with memory for all of it
                 ..self.step.clone()
             })?;
-            for (index, way) in self.ways().iter().enumerate() {
-                if way.is_alone() {
-                    continue;
-                }
-                self.progress.begin(format!("{name} paper {way}"));
+            for &way in &ways {
+                progress.begin(format_args!("{name} paper {way}"));
                 for &(world_size, ref rates) in &rates {
                     let rank = 0;
                     let plan = planned(&StepConfig {
-                        ranks: self.flags.ways.all(Shard { rank, world_size })[index],
+                        ranks: self.flags.ways.step_ranks(way, Shard { rank, world_size }),
                         ..self.step.clone()
                     })?;
                     let step = plan.timeline(world_size, rates)?;
                     let alone_seconds = alone.timeline(1, rates)?.step_seconds;
-                    let tokens = (world_size * size[0] * size[1]) as f64;
-                    let mut row = way.row(name, size, &step)?;
+                    let tokens = (world_size * b * t) as f64;
+                    let efficiency = 100.0 * alone_seconds / step.step_seconds;
+                    let mut row = self.row(model, way, &step)?;
                     row.insert("world_size", world_size)
                         .insert("rank_bytes", plan.total_bytes())
                         .insert("step_ms", 1e3 * step.step_seconds)
                         .insert("tokens_per_second", tokens / step.step_seconds)
-                        .insert(
-                            "efficiency_percent",
-                            100.0 * alone_seconds / step.step_seconds,
-                        );
+                        .insert("efficiency_percent", efficiency);
                     report.rows.push(row);
                 }
             }
         }
-        report.notes = vec![
-            "Estimated from a plan and the rates given, with 1 us for each kernel: kernels, the time they wait for \
-             exchanges, and the time they lose to exchanges that run next to them."
-                .into(),
-            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
-             optimizer's update among them."
-                .into(),
-        ];
-        Ok(())
+        Ok(report)
     }
 }
 
 impl PaperFlags {
     /// Returns each number of GPUs with its rates.
     fn rates(&self) -> Result<Vec<(usize, Rates)>> {
-        let product_flops = 1e12 * given("--product-tflops", self.product_tflops)?;
-        let memory_bytes = 1e9 * given("--memory-gb-s", self.memory_gb_s)?;
-        let count = self.world_size.len();
-        let of_each = |flag, rates: &[f64]| -> Result<Vec<f64>> {
-            let first = given(flag, rates.first().copied())?;
-            if rates.len() == 1 {
-                return Ok(vec![first; count]);
-            }
-            check_count(flag, rates, count)?;
-            Ok(rates.to_vec())
+        let one = |flag, rate: &Option<f64>| value(flag, rate.as_slice(), 0, 1);
+        let of_each = |flag, rates: &[f64], index| match rates {
+            [of_all] => Ok(*of_all),
+            _ => value(flag, rates, index, self.world_size.len()),
         };
-        let reduce = of_each("--reduce-gb-s", &self.reduce_gb_s)?;
-        let gather = of_each("--gather-gb-s", &self.gather_gb_s)?;
-        let rates = self.world_size.iter().zip(reduce.iter().zip(gather));
-        let rates = rates.map(|(world_size, (reduce, gather))| {
+        let world_sizes = self.world_size.iter().enumerate();
+        let rates = world_sizes.map(|(index, world_size)| {
             let rates = Rates {
-                matmul_flops: product_flops,
-                memory_bytes,
+                matmul_flops: 1e12 * one("--product-tflops", &self.product_tflops)?,
+                memory_bytes: 1e9 * one("--memory-gb-s", &self.memory_gb_s)?,
                 kernel_seconds: 1e-6,
-                reduce_bytes: 1e9 * reduce,
-                gather_bytes: 1e9 * gather,
+                reduce_bytes: 1e9 * of_each("--reduce-gb-s", &self.reduce_gb_s, index)?,
+                gather_bytes: 1e9 * of_each("--gather-gb-s", &self.gather_gb_s, index)?,
                 exchange_seconds: self.exchange_us / 1e6,
                 contention: self.contention,
             };
-            (*world_size, rates)
+            Ok((*world_size, rates))
         });
-        Ok(rates.collect())
+        rates.collect()
     }
 }
 
-fn given(flag: &'static str, rate: Option<f64>) -> Result<f64> {
-    let hint = "measure it (--part collectives, e2e_benchmark), or read it off a data sheet";
-    rate.ok_or_else(|| refusal(flag, "a rate for --part paper", "none", hint))
-}
-
-fn check_count(flag: &'static str, values: &[f64], count: usize) -> Result<()> {
-    let expected = format!("{count} numbers");
+/// Returns one of the `count` values of a flag.
+fn value(flag: &'static str, values: &[f64], index: usize, count: usize) -> Result<f64> {
+    let hint = "measure them (--part collectives, e2e_benchmark), or read them off a data sheet";
+    let expected = format!("{} for --part paper", counted(count, "number"));
     match values.len() == count {
-        true => Ok(()),
-        false => Err(refusal(flag, expected, values.len(), "give one for each")),
+        true => Ok(values[index]),
+        false => Err(refusal(flag, expected, values.len(), hint)),
     }
 }

@@ -3,15 +3,13 @@
 use super::answers::{self, is_slower};
 use super::common::models::Model;
 use super::common::outputs::named;
-use super::common::ranks::{ExchangeFlags, Strategy, When};
-use super::common::ways::Way;
-use super::common::wrote;
-use super::{Rank, values};
+use super::common::ways::{Strategy, Way};
+use super::common::{values, wrote};
+use super::{Rank, table, with_time};
 use candle_core::{DType, Tensor};
 use clap::Args;
-use std::path::PathBuf;
 use tallow::compile::{Step, StepRanks};
-use tallow::distributed::{FullyShard, Replicated, Shard};
+use tallow::distributed::{Exchange, FullyShard, Replicated, Shard};
 use tallow::model::TransformerLM;
 use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::profile::{self, Profiler};
@@ -25,7 +23,7 @@ const TRACED_STEPS: usize = 3;
 #[derive(Args, Clone, Debug)]
 pub struct Ways {
     /// Sizes of a bucket of gradients; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_parser = values::mib, value_name = "MIB")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 10, 100, 1000], value_name = "MIB")]
     bucket_mib: Vec<u64>,
 
     /// Exchange gradients in bf16
@@ -51,118 +49,97 @@ type Job = (Step<'static>, Optimizer, [Tensor; 2]);
 impl Ways {
     /// Returns every strategy with every exchange that it has: the step alone first, which the others are compared
     /// with.
-    pub fn all(&self, shard: Shard) -> Vec<StepRanks> {
-        let mut all = Vec::new();
-        if !self.without_alone {
-            all.push(StepRanks::Single);
-        }
+    pub fn all(&self) -> Vec<Way> {
+        let mut all = Vec::from_iter((!self.without_alone).then_some(Way::Alone));
+        let overlapped = |bucket_bytes| Exchange::Overlapped { bucket_bytes };
+        let buckets = self
+            .bucket_mib
+            .iter()
+            .map(|mib| mib.saturating_mul(1 << 20));
         for &strategy in &self.strategy {
-            let mut add = |exchange, mib: u64| {
-                let flags = ExchangeFlags {
-                    strategy,
-                    exchange,
-                    bucket_mib: mib as f64,
-                    exchange_bf16: self.exchange_bf16,
-                };
-                all.push(flags.step_ranks(shard));
+            let mut exchanges = match strategy {
+                Strategy::FullyShard => Vec::new(),
+                _ => vec![Exchange::PerParameter, Exchange::Flat, overlapped(0)],
             };
-            if strategy != Strategy::FullyShard {
-                let serial = [When::PerParameter, When::Flat, When::Overlapped];
-                serial.into_iter().for_each(|when| add(when, 0));
-            }
-            self.bucket_mib
-                .iter()
-                .for_each(|mib| add(When::Overlapped, *mib));
+            exchanges.extend(buckets.clone().map(overlapped));
+            let exchanges = exchanges.into_iter();
+            all.extend(exchanges.map(|exchange| Way::Exchanged(strategy, exchange)));
         }
         all
     }
-}
 
-pub fn columns() -> Vec<Column> {
-    Way::columns([
-        Column::ms("time", "Step"),
-        Column::ms("exposed_ms", "Exposed"),
-        Column::number("exposed_percent", "Exposed", "%", 1),
-        Column::count("tokens_per_s", "Tokens/s"),
-        Column::number("efficiency_percent", "Alone / step", "%", 1),
-    ])
+    /// Returns the setting of a planned step of this rank.
+    pub fn step_ranks(&self, way: Way, shard: Shard) -> StepRanks {
+        way.step_ranks(self.exchange_bf16.then_some(DType::BF16), shard)
+    }
 }
 
 impl Rank<'_> {
     /// Times training steps with each strategy and exchange.
-    pub fn training_steps(&mut self, report: &mut Report) -> Result<()> {
+    pub fn training_steps(&self) -> Result<Report> {
         let ranks = self.communicator.world_size();
         let tokens = ranks * self.flags.batch_size * self.flags.length();
-        for model in &self.models {
-            let mut measured: Vec<(Way, Statistics)> = Vec::new();
-            for way in self.ways() {
-                let title = format!("{} {way}", model.name);
-                self.progress.begin(&title);
-                let traces = self.models.len() * self.ways().len();
-                let trace = self.flags.trace.as_ref();
-                let trace = trace.map(|path| named(path, &title, traces));
-                let step = self.timed_step(model, way.ranks, trace)?;
-                let alone = measured.first().filter(|(way, _)| way.is_alone());
-                let alone = alone.map(|(_, alone)| alone);
+        let columns = Self::columns([
+            Column::ms("time", "Step"),
+            Column::ms("exposed_ms", "Exposed"),
+            Column::number("exposed_percent", "Exposed", "%", 1),
+            Column::count("tokens_per_s", "Tokens/s"),
+            Column::number("efficiency_percent", "Alone / step", "%", 1),
+        ]);
+        let notes = [
+            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same step \
+             on every rank at once, without an exchange.",
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
+             noise where the two steps do not differ by two standard errors.",
+            "One rank: nothing is exchanged and nothing divided. Give --ranks 2.",
+        ];
+        let notes = &notes[..2 + usize::from(ranks == 1)];
+        let mut report = table("Training steps", columns, notes);
+        for (model, ways) in self.measure("steps", |model, way| self.timed_step(model, way))? {
+            let alone = ways.iter().find(|(way, _)| *way == Way::Alone);
+            let alone = alone.map(|(_, alone)| alone);
+            for (way, step) in &ways {
+                let alone = alone.filter(|_| *way != Way::Alone);
                 let percent = |ms: f64| 100.0 * ms / step.mean_ms;
                 let exposed_ms = alone.map(|alone| step.mean_ms - alone.mean_ms);
-                let mut row = way.row(&model.name, self.flags.sizes(), &step)?;
+                let efficiency_percent = alone.map(|alone| percent(alone.mean_ms));
+                let mut row = self.row(model, *way, step)?;
                 row.insert("exposed_ms", exposed_ms)
                     .insert("exposed_percent", exposed_ms.map(percent))
                     .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64)
-                    .insert(
-                        "efficiency_percent",
-                        alone.map(|alone| percent(alone.mean_ms)),
-                    );
-                let mut line = row.clone();
-                line.insert("time", step.to_string());
-                if alone.is_some_and(|alone| !is_slower(alone, &step)) {
+                    .insert("efficiency_percent", efficiency_percent);
+                let mut line = with_time(&row, step);
+                if alone.is_some_and(|alone| !is_slower(alone, step)) {
                     line.insert("exposed_ms", "in the noise")
                         .insert("exposed_percent", "in the noise");
                 }
                 report.rows.push(row);
                 report.shown_rows.push(line);
-                measured.push((way, step));
             }
-            let answers = answers::steps(&model.name, ranks, &measured);
+            let answers = answers::steps(&model.name, ranks, &ways);
             report.answers.extend(answers);
         }
-        report.notes = vec![
-            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same \
-             step on every rank at once, without an exchange."
-                .into(),
-            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
-             noise where the two steps do not differ by two standard errors."
-                .into(),
-        ];
-        if ranks == 1 {
-            let note = "One rank: nothing is exchanged and nothing divided. Give --ranks 2.";
-            report.notes.push(note.into());
-        }
-        Ok(())
+        Ok(report)
     }
 
-    fn timed_step(
-        &self,
-        model: &Model,
-        ranks: StepRanks,
-        trace: Option<PathBuf>,
-    ) -> Result<Statistics> {
+    fn timed_step(&self, model: &Model, way: Way) -> Result<Statistics> {
         let communicator = &self.communicator;
-        let (mut planned, mut optimizer, [tokens, targets]) = self.job(model, ranks)?;
+        let (mut planned, mut optimizer, [tokens, targets]) = self.job(model, way)?;
         planned.prepare((&tokens, &targets))?;
         communicator.barrier()?;
         let mut step = || planned.run(&mut optimizer, (&tokens, &targets)).map(drop);
         let time = self.timed(&mut step);
-        if let Some(path) = trace {
-            let profiler =
-                (communicator.rank() == 0).then(|| Profiler::start_on(communicator.device()));
+        if let Some(path) = &self.flags.trace {
+            let is_first = communicator.rank() == 0;
+            let profiler = is_first.then(|| Profiler::start_on(communicator.device()));
             let profiler = profiler.transpose()?;
             for _ in 0..TRACED_STEPS {
                 let _step = profile::step();
                 step()?;
             }
             if let Some(profiler) = profiler {
+                let traces = self.models.len() * self.flags.ways.all().len();
+                let path = named(path, &format!("{} {way}", model.name), traces);
                 profiler.finish()?.save_trace(&path)?;
                 wrote(&path);
             }
@@ -172,10 +149,9 @@ impl Rank<'_> {
     }
 
     /// Returns a rank's planned step and optimizer, and its batch of tokens and targets, (B, T) u32.
-    pub fn job(&self, model: &Model, ranks: StepRanks) -> Result<Job> {
+    pub fn job(&self, model: &Model, way: Way) -> Result<Job> {
         let (communicator, config) = (&self.communicator, &model.config);
-        let attention = self.flags.attention;
-        let device = communicator.device();
+        let (device, attention) = (communicator.device(), self.flags.attention);
         let shape = (self.flags.batch_size, self.flags.length());
         let count = shape.0 * shape.1;
         // Multiples of a prime, other ones on each rank.
@@ -185,6 +161,7 @@ impl Rank<'_> {
         };
         let start = communicator.rank() * count;
         let batch = [ids(start)?, ids(start + 1)?];
+        let ranks = self.flags.ways.step_ranks(way, communicator.shard());
         let weights = nn::seeded(self.flags.common.seed, DType::F32, device);
         if let StepRanks::FullySharded(parts, _) = ranks {
             let sharded = FullyShard::new(communicator, parts)?;

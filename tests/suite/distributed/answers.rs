@@ -8,22 +8,16 @@ mod common {
 #[path = "../../../examples/distributed_benchmark/answers.rs"]
 mod sentences;
 #[path = "../../../examples/common/ways.rs"]
-#[allow(dead_code)] // rows and columns
+#[allow(dead_code)] // the settings of steps
 mod ways;
 
 use sentences::{Collected, Held};
-use tallow::compile::StepRanks;
-use tallow::distributed::{Exchange, FullyShardConfig, ReplicatedConfig, Shard};
+use tallow::distributed::Exchange;
 use tallow::report::{Answer, Statistics};
-use ways::Way;
+use ways::{Strategy, Way};
 
 const BUCKET: Exchange = Exchange::Overlapped {
     bucket_bytes: 10 << 20,
-};
-
-const SHARD: Shard = Shard {
-    rank: 0,
-    world_size: 2,
 };
 
 /// Returns step times around `mean` ms, at most `spread` from it.
@@ -32,25 +26,8 @@ fn times(mean: f64, spread: f64) -> Statistics {
     Statistics::new(&samples).unwrap()
 }
 
-fn alone() -> Way {
-    Way::new(StepRanks::Single)
-}
-
-fn config(exchange: Exchange) -> ReplicatedConfig {
-    let dtype = None;
-    ReplicatedConfig { exchange, dtype }
-}
-
 fn replicated(exchange: Exchange) -> Way {
-    Way::new(StepRanks::Replicated(config(exchange)))
-}
-
-fn fully_sharded() -> Way {
-    let config = FullyShardConfig {
-        dtype: None,
-        bucket_bytes: 10 << 20,
-    };
-    Way::new(StepRanks::FullySharded(config, SHARD))
+    Way::Exchanged(Strategy::Replicated, exchange)
 }
 
 /// Returns all steps of a report, each exchange a tenth faster than the previous one.
@@ -60,13 +37,13 @@ fn steps(spread: f64) -> Vec<(Way, Statistics)> {
         bucket_bytes: 1 << 20,
     };
     let means = [
-        (alone(), 80.0),
+        (Way::Alone, 80.0),
         (replicated(Exchange::PerParameter), 120.0),
         (replicated(Exchange::Flat), 110.0),
         (replicated(each), 100.0),
         (replicated(small), 98.0),
         (replicated(BUCKET), 88.0),
-        (fully_sharded(), 99.0),
+        (Way::Exchanged(Strategy::FullyShard, BUCKET), 99.0),
     ];
     means.map(|(way, mean)| (way, times(mean, spread))).to_vec()
 }
@@ -118,7 +95,7 @@ fn of_noisy_steps() {
 #[test]
 fn of_steps_that_contradict() {
     let naive = replicated(Exchange::PerParameter);
-    let measured = [(alone(), times(120.0, 1.0)), (naive, times(100.0, 1.0))];
+    let measured = [(Way::Alone, times(120.0, 1.0)), (naive, times(100.0, 1.0))];
     let answer = text(&sentences::steps("tiny", 2, &measured), "naive DDP");
     assert!(
         answer.contains("hides what communication adds") && !answer.contains('%'),
@@ -155,7 +132,7 @@ fn of_memory() {
         state_bytes: (8 * part) << 20,
         predicted_bytes: 80 << 20,
     };
-    let sharded = Way::new(StepRanks::ShardedOptimizer(config(BUCKET), SHARD));
+    let sharded = Way::Exchanged(Strategy::ShardedOptimizer, BUCKET);
     let measured = [(replicated(BUCKET), held(2)), (sharded, held(1))];
     let answers = sentences::memory("tiny", 2, &measured);
     let answer = text(&answers, "sharded optimizer");
