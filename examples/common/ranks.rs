@@ -4,7 +4,7 @@ use super::effects::{Effect, names_gpu, only, only_group};
 use super::ways::{Strategy, Way};
 use super::{Common, stdout};
 use candle_core::DType;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -121,6 +121,10 @@ pub struct ExchangeFlags {
     #[arg(long, value_enum, default_value_t = Strategy::Replicated, value_name = "NAME")]
     strategy: Strategy,
 
+    /// per-parameter, flat or overlapped
+    #[arg(long, hide_short_help = true, value_enum, default_value_t = When::Overlapped, value_name = "NAME")]
+    exchange: When,
+
     /// Size of a bucket of gradients; 0 exchanges each by itself
     #[arg(long, hide_short_help = true, default_value_t = 25.0, value_name = "MIB", value_parser = super::values::from_0)]
     bucket_mib: f64,
@@ -130,15 +134,38 @@ pub struct ExchangeFlags {
     pub exchange_bf16: bool,
 }
 
+/// The values of `--exchange`: how gradients are averaged ([`Exchange`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum When {
+    PerParameter,
+    Flat,
+    Overlapped,
+}
+
 impl ExchangeFlags {
     /// Returns what these flags' effects depend on.
     pub fn effects(&self, ranks: &RankFlags) -> Vec<Effect> {
-        vec![only_group::<Self>(SEVERAL, ranks.are_several())]
+        let is_sharded = self.strategy == Strategy::FullyShard;
+        let in_buckets = self.exchange == When::Overlapped;
+        vec![
+            only_group::<Self>(SEVERAL, ranks.are_several()),
+            only("without --strategy fully-shard", !is_sharded, &["exchange"]),
+            only(
+                "with --exchange overlapped or --strategy fully-shard",
+                in_buckets || is_sharded,
+                &["bucket-mib"],
+            ),
+        ]
     }
 
     pub fn way(&self) -> Way {
         let bucket_bytes = (self.bucket_mib * 2f64.powi(20)) as u64;
-        Way::Exchanged(self.strategy, Exchange::Overlapped { bucket_bytes })
+        let exchange = match self.exchange {
+            When::PerParameter => Exchange::PerParameter,
+            When::Flat => Exchange::Flat,
+            When::Overlapped => Exchange::Overlapped { bucket_bytes },
+        };
+        Way::Exchanged(self.strategy, exchange)
     }
 
     /// Returns how the planned step of this rank, of several, exchanges.

@@ -194,8 +194,10 @@ impl FileFlags {
         if let Some(folder) = &self.out {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
         }
-        let [svg, csv] = self.curves();
-        outputs::check([&self.checkpoint, &svg, &csv])?;
+        let files = self.curves().into_iter().chain([self.checkpoint.clone()]);
+        files
+            .flatten()
+            .try_for_each(|path| outputs::check_writable(&path))?;
         match self.checkpoint.as_ref().filter(|path| path.exists()) {
             Some(path) if !self.resume => Err(refusal(
                 "--checkpoint",

@@ -228,6 +228,7 @@ const CASES: &[Case] = &[
                 "strategy",
                 &["--strategy fully-shard", "--compile --strategy fully-shard"],
             ),
+            ("exchange", &["--compile --exchange flat"]),
             ("bucket-mib", &["--compile --bucket-mib 1"]),
             ("exchange-bf16", &["--compile --exchange-bf16"]),
         ],
@@ -407,7 +408,17 @@ const CASES: &[Case] = &[
                 "strategy",
                 &["--strategy fully-shard", "--gpus 1 --strategy fully-shard"],
             ),
-            ("bucket-mib", &["--bucket-mib 1"]),
+            (
+                "exchange",
+                &[
+                    "--exchange flat",
+                    "--gpus 2 --strategy fully-shard --exchange flat",
+                ],
+            ),
+            (
+                "bucket-mib",
+                &["--bucket-mib 1", "--gpus 2 --exchange flat --bucket-mib 1"],
+            ),
             ("exchange-bf16", &["--exchange-bf16"]),
             ("checkpoint-every", &["--checkpoint-every 5"]),
             ("keep", &["--keep 5"]),
