@@ -126,7 +126,7 @@ pub fn to_svg(charts: &[Chart]) -> Result<String> {
     if charts.is_empty() {
         return Err(Error::Plot("a figure needs a chart".into()));
     }
-    let (mut svg, mut end) = (Svg::new(draw::WIDTH), 0);
+    let (mut svg, mut end) = (Svg::new(draw::WIDTH), 0.0);
     for chart in charts {
         let refused = |problem| Error::Plot(format!("chart {:?}: {problem}", chart.title));
         chart.check().map_err(refused)?;
