@@ -118,23 +118,19 @@ impl Column {
 
     /// Returns the formatted value; `n/a` if it is missing or null.
     pub fn cell(&self, value: Option<&Value>) -> String {
-        let Some(value) = value.filter(|value| !value.is_null()) else {
-            return NOT_AVAILABLE.to_string();
-        };
-        let text = match self.number_text(value) {
+        let value = value.unwrap_or(&Value::Null);
+        match self.number_text(value) {
+            Some(text) if self.grouped => group(&text),
             Some(text) => text,
-            None => return plain(value),
-        };
-        if self.grouped { group(&text) } else { text }
+            None => plain(value),
+        }
     }
 
     /// Returns whether cells are right-aligned: the column has decimals, or all of its values are numbers.
     pub(super) fn aligns_right<'a>(&self, values: impl Iterator<Item = &'a Value>) -> bool {
-        if self.decimals.is_some() {
-            return true;
-        }
         let mut values = values.filter(|value| !value.is_null()).peekable();
-        values.peek().is_some() && values.all(Value::is_number)
+        let are_numbers = values.peek().is_some() && values.all(Value::is_number);
+        self.decimals.is_some() || are_numbers
     }
 
     /// Returns the text of a number that the column rounds or scales, else `None`.
@@ -145,11 +141,12 @@ impl Column {
             return Some(value.to_string());
         }
         let value = value.as_f64()? / self.divisor;
-        let decimals = match self.rounded {
-            true => decimals.min(decimals_of(value)),
-            false => decimals,
+        let most = if self.rounded {
+            decimals_of(value)
+        } else {
+            decimals
         };
-        Some(fixed(value, decimals))
+        Some(fixed(value, decimals.min(most)))
     }
 }
 

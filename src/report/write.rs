@@ -68,16 +68,13 @@ impl FromStr for Format {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        Format::ALL
-            .into_iter()
-            .find(|format| format.name().eq_ignore_ascii_case(name))
-            .ok_or_else(|| {
-                let names: Vec<_> = Format::ALL.iter().map(|format| format.name()).collect();
-                Error::config("format", "name", format!("{name:?}")).must_be(
-                    format!("one of {}", names.join(", ")),
-                    "choose one of these names",
-                )
-            })
+        let mut all = Format::ALL.into_iter();
+        let known = all.find(|format| format.name().eq_ignore_ascii_case(name));
+        known.ok_or_else(|| {
+            let names = Format::ALL.map(Format::name).join(", ");
+            Error::config("format", "name", format!("{name:?}"))
+                .must_be(format!("one of {names}"), "choose one of these names")
+        })
     }
 }
 
