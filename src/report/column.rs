@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::words::{decimals_of, fixed, group};
+use super::words::{MIB, decimals_of, fixed, group};
 
 /// The text of a cell without a value.
 pub(super) const NOT_AVAILABLE: &str = "n/a";
@@ -79,9 +79,8 @@ impl Column {
 
     /// Creates a column of bytes, shown in MiB (2^20 bytes) with one decimal.
     pub fn mib(key: impl Into<String>, title: impl Into<String>) -> Self {
-        Self::number(key, title, "MiB", 1)
-            .scaled(super::bytes_to_mib(1).recip())
-            .grouped()
+        let column = Self::number(key, title, "MiB", 1);
+        column.scaled(MIB).grouped()
     }
 
     /// Sets the divisor: `1e9` shows FLOP in GFLOP.

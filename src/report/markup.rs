@@ -11,7 +11,8 @@ use super::{Answer, Fields, Report};
 /// Writes the headers as lists, the table, the notes as a numbered list, and the detail tables.
 pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let escape = escape_markdown;
-    for (title, fields) in report.headers() {
+    let headers = report.headers().into_iter();
+    for (title, fields) in headers.filter(|(_, fields)| !fields.is_empty()) {
         writeln!(out, "**{title}**\n")?;
         for (key, value) in fields.iter() {
             writeln!(out, "- {}: {}", escape(key), escape(&plain(value)))?;
@@ -77,10 +78,8 @@ fn escape_markdown(text: &str) -> String {
     escaped.collect()
 }
 
-/// The largest number of columns in a LaTeX table, which is what fits on a page. A column of names whose cells are all
-/// equal moves into the caption. A table with more columns is divided, and each part begins with the columns that tell
-/// rows apart.
-pub const LATEX_COLUMNS: usize = 8;
+/// The largest number of columns in a LaTeX table, which is what fits on a page.
+const LATEX_COLUMNS: usize = 8;
 
 /// Writes a table to include in a paper, with its answers and notes as text below it. Environment and configuration are
 /// comments, so the file can be included anywhere and still documents where the numbers come from.
@@ -91,8 +90,8 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
 
 /// Writes a table whose caption ends in `known`: the values that are equal in all rows around it, and the machine.
 fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> io::Result<()> {
-    let header = report.headers().flat_map(|(_, fields)| fields.iter());
-    for (key, value) in header {
+    let headers = report.headers().into_iter();
+    for (key, value) in headers.flat_map(|(_, fields)| fields.iter()) {
         let comment = format!("{key}: {}", plain(value));
         writeln!(out, "% {}", one_line(&comment))?;
     }

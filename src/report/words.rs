@@ -2,7 +2,8 @@
 
 use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 
-const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
+/// Bytes per MiB.
+pub(super) const MIB: f64 = (1u64 << 20) as f64;
 
 /// Converts bytes to MiB: `bytes / 2^20`.
 ///
@@ -10,7 +11,7 @@ const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
 /// assert_eq!(tallow::report::bytes_to_mib(3 << 19), 1.5);
 /// ```
 pub fn bytes_to_mib(bytes: u64) -> f64 {
-    bytes as f64 / BYTES_PER_MIB
+    bytes as f64 / MIB
 }
 
 /// Formats bytes as MiB with one decimal.

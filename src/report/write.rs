@@ -30,9 +30,9 @@ pub enum Format {
     Csv,
     /// One document with everything, unrounded. Missing values are `null`.
     Json,
-    /// Tables with booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns each. The caption is the
-    /// title, the values that are equal in all rows, and the machine (field `hardware` of the environment). Answers and
-    /// notes follow as text; environment and configuration are comments.
+    /// Tables with booktabs rules and at most 8 columns each: a table with more is divided as in
+    /// [`Report::to_text`]. The caption is the title, the values that are equal in all rows, and the machine (field
+    /// `hardware` of the environment). Answers and notes follow as text; environment and configuration are comments.
     Latex,
 }
 

@@ -1,6 +1,7 @@
 //! Axes: their range, their ticks and the tick labels.
 
 use crate::report::words::{fixed, group};
+use std::iter::once;
 
 const MAX_LOG_TICKS: usize = 9;
 
@@ -65,7 +66,7 @@ fn position(value: f64, log: bool) -> f64 {
 }
 
 /// Returns ticks at the values themselves if these are few integers and far enough apart (256, 1024, 4096 are more
-/// useful than 100, 1000), else at round numbers. A range narrower than a step of these has linear ticks.
+/// useful than 100, 1000), else at round numbers, or as on a linear axis if there would be fewer than three.
 fn log_ticks(values: Vec<f64>, low: f64, high: f64) -> Vec<(f64, String)> {
     let apart = (high - low) / (1.5 * MAX_LOG_TICKS as f64);
     let few = (2..=MAX_LOG_TICKS).contains(&values.len());
@@ -76,32 +77,27 @@ fn log_ticks(values: Vec<f64>, low: f64, high: f64) -> Vec<(f64, String)> {
         true => values,
         false => round_numbers(low, high),
     };
-    match ticks.len() < 2 {
+    match ticks.is_empty() {
         true => linear_ticks(10f64.powf(low), 10f64.powf(high)),
         false => ticks.into_iter().map(|t| (t, label(t, t))).collect(),
     }
 }
 
-/// Returns the most detailed list of round numbers between two logarithms that is still readable: all digits, 1, 2 and
-/// 5, powers of ten, or only some powers of ten.
+/// Returns the most detailed readable list of round numbers between two logarithms: 1, 2 and 5, powers of ten, or only
+/// some of these. It is empty if there are fewer than three.
 fn round_numbers(low: f64, high: f64) -> Vec<f64> {
-    const DIGITS: [&[f64]; 3] = [
-        &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
-        &[1.0, 2.0, 5.0],
-        &[1.0],
-    ];
     let exponents = (low.floor() as i32)..=(high.ceil() as i32);
-    let numbers = |(digits, stride): (&[f64], usize)| -> Vec<f64> {
+    let numbers = |digits: &[f64], stride: usize| -> Vec<f64> {
         let powers = exponents.clone().map(|exponent| 10f64.powi(exponent));
         let numbers = powers.flat_map(|power| digits.iter().map(move |digit| digit * power));
         let inside = numbers.filter(|number| (low..=high).contains(&number.log10()));
         inside.step_by(stride).collect()
     };
-    let some_powers = (2..=exponents.clone().count()).map(|stride| (DIGITS[2], stride));
-    let lists = DIGITS.map(|digits| (digits, 1)).into_iter();
-    let mut lists = lists.chain(some_powers).map(numbers);
-    lists
-        .find(|numbers| numbers.len() <= MAX_LOG_TICKS)
+    let powers = (1..=exponents.clone().count()).map(|stride| numbers(&[1.0], stride));
+    let mut lists = once(numbers(&[1.0, 2.0, 5.0], 1)).chain(powers);
+    let readable = lists.find(|numbers| numbers.len() <= MAX_LOG_TICKS);
+    readable
+        .filter(|numbers| numbers.len() > 2)
         .unwrap_or_default()
 }
 
