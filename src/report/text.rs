@@ -99,8 +99,8 @@ fn table(report: &Report, width: usize) -> (Vec<String>, Fields) {
     cells.for_each(|cell| *cell = one_line(cell));
     let same = move_constant_columns(&mut columns);
     let mut lines = Vec::new();
-    for mut block in divide(columns, |columns| total(&widths(columns)) <= width) {
-        while total(&widths(&block)) > width && cut_words(&mut block, width) {}
+    for mut block in divide(columns, |columns| self::width(columns) <= width) {
+        while self::width(&block) > width && cut_words(&mut block, width) {}
         let has_block_above = !lines.is_empty();
         lines.extend(has_block_above.then(String::new));
         lines.extend(draw(&block));
@@ -164,26 +164,26 @@ pub(super) fn move_constant_columns(columns: &mut Vec<ColumnText<'_>>) -> Fields
 }
 
 fn draw(columns: &[ColumnText<'_>]) -> Vec<String> {
-    let widths = widths(columns);
     let gap = " ".repeat(GAP);
-    let mut lines = Vec::new();
-    if columns.iter().any(|column| !column.column.group.is_empty()) {
-        let spans = spans(columns).map(|span| {
-            let width = total(&self::widths(span));
-            match over(span) {
-                over if over.is_empty() => " ".repeat(width),
-                over => format!("{:─<width$.width$}", over + " "),
-            }
+    let (mut above, mut texts) = (Vec::new(), Vec::new());
+    for span in spans(columns) {
+        let (shared, headings) = headings(span);
+        let (widths, width) = (widths(span), width(span));
+        above.push(match shared.is_empty() {
+            true => " ".repeat(width),
+            false => format!("{:─<width$.width$}", shared + " "),
         });
-        lines.push(spans.collect::<Vec<_>>().join(&gap));
+        let columns = span.iter().zip(headings).zip(widths);
+        texts.extend(columns.map(|((column, heading), width)| {
+            let heading = [heading, "─".repeat(width)].into_iter();
+            let texts = heading.chain(column.cells.iter().cloned());
+            texts.map(|text| column.padded(&text, width)).collect()
+        }));
     }
-    let texts = columns.iter().zip(headings(columns)).zip(&widths);
-    let texts = texts.map(|((column, heading), &width)| {
-        let above = [heading, "─".repeat(width)].into_iter();
-        let texts = above.chain(column.cells.iter().cloned());
-        texts.map(|text| column.padded(&text, width)).collect()
-    });
-    lines.extend(join_columns(&texts.collect::<Vec<_>>(), &gap));
+    let mut lines = join_columns(&texts, &gap);
+    if columns.iter().any(|column| !column.column.group.is_empty()) {
+        lines.insert(0, above.join(&gap));
+    }
     lines.iter().map(|line| line.trim_end().into()).collect()
 }
 
@@ -201,8 +201,7 @@ const LEAST_WORDS: usize = 20;
 
 /// Cuts the widest column of words by the excess width, and returns whether there was one to cut.
 fn cut_words(columns: &mut [ColumnText<'_>], width: usize) -> bool {
-    let widths = widths(columns);
-    let too_much = total(&widths) - width;
+    let (widths, too_much) = (widths(columns), self::width(columns) - width);
     let columns = columns.iter_mut().zip(widths).map(|(column, width)| {
         let heading = column.column.own_heading().chars().count();
         (column, width, heading.max(LEAST_WORDS))
@@ -269,10 +268,6 @@ impl ColumnText<'_> {
     }
 }
 
-fn total(widths: &[usize]) -> usize {
-    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
-}
-
 /// Returns the spans of neighbours that share a heading; a column without one is its own span.
 fn spans<'s, 'r>(columns: &'s [ColumnText<'r>]) -> impl Iterator<Item = &'s [ColumnText<'r>]> {
     columns.chunk_by(|one, next| {
@@ -281,49 +276,46 @@ fn spans<'s, 'r>(columns: &'s [ColumnText<'r>]) -> impl Iterator<Item = &'s [Col
     })
 }
 
-/// Returns the heading above a span, with the unit if its columns have only one.
-fn over(span: &[ColumnText<'_>]) -> String {
+/// Returns the heading that the columns of a span share, and the heading of each below it. A unit that all columns with
+/// a unit have in common is in the shared heading.
+fn headings(span: &[ColumnText<'_>]) -> (String, Vec<String>) {
     let group = &span[0].column.group;
-    match shared_unit(span) {
-        Some(unit) => format!("{group} ({unit})"),
-        None => group.clone(),
-    }
-}
-
-/// Returns the unit of the columns under one heading, if all that have a unit agree.
-fn shared_unit<'s>(span: &'s [ColumnText<'_>]) -> Option<&'s str> {
-    let units = span.iter().map(|column| column.column.unit.as_str());
+    let columns = span.iter().map(|column| column.column);
+    let units = columns.clone().map(|column| &column.unit);
     let mut units = units.filter(|unit| !unit.is_empty());
-    let first = units.next()?;
-    let is_shared = !span[0].column.group.is_empty() && units.all(|unit| unit == first);
-    is_shared.then_some(first)
-}
-
-/// Returns the heading directly above each column, below the shared headings.
-fn headings(columns: &[ColumnText<'_>]) -> Vec<String> {
-    let headings = spans(columns).flat_map(|span| {
-        let has_unit_over = shared_unit(span).is_some();
-        span.iter().map(move |column| match has_unit_over {
-            true => column.column.title.clone(),
-            false => column.column.own_heading(),
-        })
-    });
-    headings.collect()
+    let unit = units.next();
+    let shared = unit.filter(|first| !group.is_empty() && units.all(|unit| unit == *first));
+    match shared {
+        Some(unit) => (
+            format!("{group} ({unit})"),
+            columns.map(|column| column.title.clone()).collect(),
+        ),
+        None => (group.clone(), columns.map(Column::own_heading).collect()),
+    }
 }
 
 fn widths(columns: &[ColumnText<'_>]) -> Vec<usize> {
     let length = |text: &String| text.chars().count();
     let widths = spans(columns).flat_map(|span| {
-        let own = span.iter().zip(headings(span)).map(|(column, heading)| {
+        let (shared, headings) = headings(span);
+        let own = span.iter().zip(headings).map(|(column, heading)| {
             let cells = column.cells.iter().map(length);
             cells.fold(length(&heading), usize::max)
         });
         let mut own: Vec<usize> = own.collect();
-        let missing = length(&over(span)).saturating_sub(total(&own));
+        let missing = length(&shared).saturating_sub(with_gaps(&own));
         if let Some(last) = own.last_mut() {
             *last += missing;
         }
         own
     });
     widths.collect()
+}
+
+fn width(columns: &[ColumnText<'_>]) -> usize {
+    with_gaps(&widths(columns))
+}
+
+fn with_gaps(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
 }

@@ -149,10 +149,9 @@ impl Report {
             files::write_bytes(path, &content)?;
             written.push(path.to_path_buf());
         }
-        if format == Format::Csv {
-            for detail in self.details.iter().filter(|detail| !detail.rows.is_empty()) {
-                written.extend(detail.save(format, beside(path, &detail.title))?);
-            }
+        let has_file = |detail: &&Report| format == Format::Csv && !detail.rows.is_empty();
+        for detail in self.details.iter().filter(has_file) {
+            written.extend(detail.save(format, beside(path, &detail.title))?);
         }
         Ok(written)
     }
@@ -170,17 +169,11 @@ impl Report {
 
 /// Returns `rows-largest-allocations.csv` for `rows.csv` and `Largest allocations`.
 fn beside(path: &Path, title: &str) -> PathBuf {
-    let is_word = |c: &char| c.is_alphanumeric() || *c == '.';
-    let words = title.to_lowercase();
-    let words = words
-        .split(|c: char| !is_word(&c))
-        .filter(|word| !word.is_empty());
+    let title = title.to_lowercase();
+    let words = title.split(|c: char| !c.is_alphanumeric() && c != '.');
+    let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
     let mut name = path.file_stem().unwrap_or_default().to_os_string();
-    name.push("-");
-    name.push(words.collect::<Vec<_>>().join("-"));
-    if let Some(extension) = path.extension() {
-        name.push(".");
-        name.push(extension);
-    }
+    name.push(format!("-{}", words.join("-")));
     path.with_file_name(name)
+        .with_added_extension(path.extension().unwrap_or_default())
 }

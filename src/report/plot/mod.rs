@@ -139,9 +139,9 @@ impl Chart {
     /// Returns the reason why the chart cannot be drawn as an error.
     fn check(&self) -> std::result::Result<(), String> {
         if self.stacked && !self.can_be_stacked() {
-            let needs =
-                "finite values from 0 on a linear axis, over the same ascending x, not all equal";
-            return Err(format!("areas need {needs}"));
+            return Err(
+                "areas need finite values from 0 on a linear axis, over the same ascending x, not all equal".into(),
+            );
         }
         for series in &self.series {
             for (x, y) in series.finite_points() {
