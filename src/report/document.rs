@@ -9,14 +9,12 @@ use super::{Column, Fields};
 
 /// A benchmark's results, which can be written in five formats.
 ///
-/// Columns show some of the fields of the rows. Text and LaTeX divide a table that is too wide into blocks, each with the
-/// columns that tell rows apart. CSV and JSON have every field of every row, unrounded: first the fields of the columns,
-/// then the others (such as `samples_ms`).
+/// Columns show some of the fields of the rows. CSV and JSON have every field of every row, unrounded: first the fields
+/// of the columns, then the others (such as `samples_ms`). All rows of a table have the same keys. A missing value is
+/// `null` in JSON, an empty cell in CSV, and `n/a` in the other formats.
 ///
 /// The JSON document is `{"title": "..", "environment": {..}, "configuration": {..}, "answers": [..], "notes": [..],
 /// "rows": [{..}, ..], "details": [..]}`, and each of the details is such a document.
-/// All rows of a table have the same keys. A missing value is `null` in JSON, an empty cell in CSV, and `n/a` in the
-/// other formats.
 ///
 /// ```
 /// use tallow::report::{Column, Fields, Format, Report, Statistics};

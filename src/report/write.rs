@@ -1,7 +1,7 @@
 //! Writing reports, in each of the formats.
 
 use std::fmt;
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -84,9 +84,15 @@ impl Report {
     /// # Errors
     /// [`Error::Io`] if writing to `out` fails. Its path is `output`, because the writer's path is unknown.
     pub fn write_to(&self, format: Format, out: &mut dyn Write) -> Result<()> {
-        self.render(format, out)
-            .and_then(|()| out.flush())
-            .map_err(|e| Error::io("write", "output", e))
+        let written = match format {
+            Format::Text => out.write_all(self.to_text(None).as_bytes()),
+            Format::Markdown => markup::write_markdown(self, out),
+            Format::Csv => data::write_csv(self, out),
+            Format::Json => data::write_json(self, out),
+            Format::Latex => markup::write_latex(self, out),
+        };
+        let written = written.and_then(|()| out.flush());
+        written.map_err(|e| Error::io("write", "output", e))
     }
 
     /// Returns the document as text with lines of at most `width` characters. [`write_to`](Self::write_to) sets no limit.
@@ -154,16 +160,6 @@ impl Report {
             written.extend(detail.save(format, beside(path, &detail.title))?);
         }
         Ok(written)
-    }
-
-    fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {
-        match format {
-            Format::Text => out.write_all(self.to_text(None).as_bytes()),
-            Format::Markdown => markup::write_markdown(self, out),
-            Format::Csv => data::write_csv(self, out),
-            Format::Json => data::write_json(self, out),
-            Format::Latex => markup::write_latex(self, out),
-        }
     }
 }
 

@@ -13,14 +13,21 @@ pub(super) struct Axis {
     /// The first and the last position, which always differ.
     low: f64,
     high: f64,
+    /// The pixels of these positions.
+    pixels: (f64, f64),
     /// The values that have ticks, with their labels.
     pub ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// Returns the axis that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
+    /// Returns the axis between two pixels that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
     /// space at both ends, so that no line touches the frame, but none below zero if no value is negative.
-    pub fn fit(values: impl Iterator<Item = f64>, log: bool, has_room: bool) -> Self {
+    pub fn fit(
+        values: impl Iterator<Item = f64>,
+        log: bool,
+        has_room: bool,
+        pixels: (f64, f64),
+    ) -> Self {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
         values.dedup();
@@ -49,14 +56,15 @@ impl Axis {
             log,
             low,
             high,
+            pixels,
             ticks,
         }
     }
 
-    /// Returns the pixel of a value, from the pixels of the axis's first and last position.
-    pub fn pixel(&self, value: f64, first: f64, last: f64) -> f64 {
+    /// Returns the pixel of a value.
+    pub fn pixel(&self, value: f64) -> f64 {
         let share = (position(value, self.log) - self.low) / (self.high - self.low);
-        let pixel = first + share * (last - first);
+        let pixel = self.pixels.0 + share * (self.pixels.1 - self.pixels.0);
         f64::from(pixel.round() as i32) // a number even for NaN
     }
 }

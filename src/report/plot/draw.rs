@@ -52,28 +52,21 @@ struct Plot {
 }
 
 impl Plot {
-    fn x(&self, x: f64) -> f64 {
-        self.x.pixel(x, LEFT, RIGHT)
-    }
-
-    fn y(&self, y: f64) -> f64 {
-        self.y.pixel(y, self.bottom, self.top)
-    }
-
     fn points(&self, points: impl IntoIterator<Item = (f64, f64)>) -> Vec<Point> {
         let points = points.into_iter();
-        points.map(|(x, y)| (self.x(x), self.y(y))).collect()
+        let points = points.map(|(x, y)| (self.x.pixel(x), self.y.pixel(y)));
+        points.collect()
     }
 
     fn draw_axes(&self, svg: &mut Svg, chart: &Chart) {
         let (top, bottom) = (self.top, self.bottom);
         for (value, name) in &self.x.ticks {
-            let x = self.x(*value);
+            let x = self.x.pixel(*value);
             svg.line(&[(x, top), (x, bottom)], GRID, 1.0, "");
             svg.text((x, bottom + 16.0), TICK_SIZE, "middle", name);
         }
         for (value, name) in &self.y.ticks {
-            let y = self.y(*value);
+            let y = self.y.pixel(*value);
             svg.line(&[(LEFT, y), (RIGHT, y)], GRID, 1.0, "");
             svg.text((LEFT - 8.0, y), TICK_SIZE, "end", name);
         }
@@ -99,17 +92,21 @@ impl Chart {
     pub(super) fn draw(&self, svg: &mut Svg, start: f64) -> f64 {
         svg.text((LEFT, start + 22.0), TITLE_SIZE, "start", &self.title);
         let legend_end = self.draw_legend(svg, start + TITLE_HEIGHT);
-        let (x, y) = self.axes();
+        let points = self.series.iter().flat_map(Series::finite_points);
+        let crosses = self.series.iter().flat_map(|one| one.crosses.clone());
+        let x = points.clone().map(|(x, _)| x).chain(crosses);
+        let x = Axis::fit(x, self.log_x, false, (LEFT, RIGHT));
         let places = self.span_places(&x);
         let lines = places.iter().map(|place| place.line + 1);
         let names_end = legend_end + LINE_HEIGHT * f64::from(lines.max().unwrap_or(0));
         let mut end = names_end + HEIGHT - TITLE_HEIGHT;
-        let plot = Plot {
-            top: names_end + MARGIN_TOP,
-            bottom: end - BOTTOM_HEIGHT,
-            x,
-            y,
+        let (top, bottom) = (names_end + MARGIN_TOP, end - BOTTOM_HEIGHT);
+        let y: Vec<f64> = match self.stacked {
+            true => vec![0.0, self.peak().1],
+            false => points.map(|(_, y)| y).collect(),
         };
+        let y = Axis::fit(y.into_iter(), self.log_y, true, (bottom, top));
+        let plot = Plot { top, bottom, x, y };
         plot.draw_axes(svg, self);
         match self.stacked {
             true => self.draw_areas(svg, &plot),
@@ -124,21 +121,6 @@ impl Chart {
             end += CAPTION_HEIGHT;
         }
         end
-    }
-
-    fn axes(&self) -> (Axis, Axis) {
-        let points = self.series.iter().flat_map(Series::finite_points);
-        let crosses = self.series.iter().flat_map(|one| one.crosses.clone());
-        let x = points.clone().map(|(x, _)| x).chain(crosses);
-        let y: Vec<f64> = match self.stacked {
-            true if self.peak().1 > 0.0 => vec![0.0, self.peak().1],
-            true => vec![0.0, 1.0],
-            false => points.map(|(_, y)| y).collect(),
-        };
-        (
-            Axis::fit(x, self.log_x, false),
-            Axis::fit(y.into_iter(), self.log_y, true),
-        )
     }
 
     /// Draws the legend below `top` if a series has a name, and returns its lower end.
@@ -176,7 +158,7 @@ impl Chart {
                 let earlier = self.series[..index].iter();
                 let above = earlier.filter(|other| other.crosses.contains(cross));
                 let (x, y) = (
-                    plot.x(*cross),
+                    plot.x.pixel(*cross),
                     plot.top + 12.0 + 14.0 * above.count() as f64,
                 );
                 for slope in [-5.0, 5.0] {
@@ -216,7 +198,7 @@ impl Chart {
 
     fn mark_peak(&self, svg: &mut Svg, plot: &Plot) {
         let (x, sum) = self.peak();
-        let (x, y) = (plot.x(x), plot.y(sum));
+        let (x, y) = (plot.x.pixel(x), plot.y.pixel(sum));
         let (side, anchor) = match 2.0 * x > LEFT + RIGHT {
             true => (-8.0, "end"),
             false => (8.0, "start"),
@@ -296,7 +278,7 @@ impl Chart {
 
 /// Returns the pixels of a span's edges, within the plot.
 fn edges(span: &TimeSpan, x: &Axis) -> [f64; 2] {
-    [span.from, span.to].map(|edge| x.pixel(edge, LEFT, RIGHT).clamp(LEFT, RIGHT))
+    [span.from, span.to].map(|edge| x.pixel(edge).clamp(LEFT, RIGHT))
 }
 
 /// Returns the corners of steps through points, each of which holds until the next x.

@@ -164,7 +164,7 @@ impl Chart {
     }
 
     fn can_be_stacked(&self) -> bool {
-        let x = |series: &Series| -> Vec<f64> { series.points.iter().map(|(x, _)| *x).collect() };
+        let x = |area: &Series| -> Vec<f64> { area.points.iter().map(|(x, _)| *x).collect() };
         let first = self.series.first().map(x).unwrap_or_default();
         let is_ascending = first.is_sorted() && first.iter().all(|x| x.is_finite());
         let is_height = |(_, y): &(f64, f64)| y.is_finite() && *y >= 0.0;
