@@ -111,7 +111,7 @@ impl Report {
 
     /// Returns the columns with their formatted cells, unescaped.
     pub(super) fn column_texts(&self) -> Vec<ColumnText<'_>> {
-        let strips = self.columns.iter().map(|column| {
+        let texts = self.columns.iter().map(|column| {
             let values = || self.shown().iter().map(|row| row.get(&column.key));
             ColumnText {
                 column,
@@ -119,7 +119,7 @@ impl Report {
                 right: column.aligns_right(values().flatten()),
             }
         });
-        strips.collect()
+        texts.collect()
     }
 
     /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. If the
