@@ -84,8 +84,7 @@ impl Plan {
         });
         for category in shown {
             let name = category.name();
-            let corners = [(x, 36.0), (x + 12.0, 36.0), (x + 12.0, 48.0), (x, 48.0)];
-            svg.area(&corners, colour(*category));
+            svg.square((x, 42.0), 12.0, colour(*category));
             svg.text((x + 17.0, 42.0), FONT_SIZE, "start", name);
             x += 130.0;
         }

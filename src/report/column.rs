@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::words::{decimals_of, fixed, group};
+use super::words::{MIB, decimals_of, fixed, group};
 
 /// The text of a cell without a value.
 pub(super) const NOT_AVAILABLE: &str = "n/a";
@@ -79,9 +79,8 @@ impl Column {
 
     /// Creates a column of bytes, shown in MiB (2^20 bytes) with one decimal.
     pub fn mib(key: impl Into<String>, title: impl Into<String>) -> Self {
-        Self::number(key, title, "MiB", 1)
-            .scaled(super::bytes_to_mib(1).recip())
-            .grouped()
+        let column = Self::number(key, title, "MiB", 1);
+        column.scaled(MIB).grouped()
     }
 
     /// Sets the divisor: `1e9` shows FLOP in GFLOP.
@@ -118,23 +117,19 @@ impl Column {
 
     /// Returns the formatted value; `n/a` if it is missing or null.
     pub fn cell(&self, value: Option<&Value>) -> String {
-        let Some(value) = value.filter(|value| !value.is_null()) else {
-            return NOT_AVAILABLE.to_string();
-        };
-        let text = match self.number_text(value) {
+        let value = value.unwrap_or(&Value::Null);
+        match self.number_text(value) {
+            Some(text) if self.grouped => group(&text),
             Some(text) => text,
-            None => return plain(value),
-        };
-        if self.grouped { group(&text) } else { text }
+            None => plain(value),
+        }
     }
 
     /// Returns whether cells are right-aligned: the column has decimals, or all of its values are numbers.
     pub(super) fn aligns_right<'a>(&self, values: impl Iterator<Item = &'a Value>) -> bool {
-        if self.decimals.is_some() {
-            return true;
-        }
         let mut values = values.filter(|value| !value.is_null()).peekable();
-        values.peek().is_some() && values.all(Value::is_number)
+        let are_numbers = values.peek().is_some() && values.all(Value::is_number);
+        self.decimals.is_some() || are_numbers
     }
 
     /// Returns the text of a number that the column rounds or scales, else `None`.
@@ -145,11 +140,12 @@ impl Column {
             return Some(value.to_string());
         }
         let value = value.as_f64()? / self.divisor;
-        let decimals = match self.rounded {
-            true => decimals.min(decimals_of(value)),
-            false => decimals,
+        let most = if self.rounded {
+            decimals_of(value)
+        } else {
+            decimals
         };
-        Some(fixed(value, decimals))
+        Some(fixed(value, decimals.min(most)))
     }
 }
 

@@ -9,30 +9,32 @@ use super::{Column, Fields};
 
 /// A benchmark's results, which can be written in five formats.
 ///
-/// Columns show some of the fields of the rows. Text and LaTeX divide a table that is too wide into blocks, each with the
-/// columns that tell rows apart. CSV and JSON have every field of every row, unrounded: first the fields of the columns,
-/// then the others (such as `samples_ms`).
+/// Columns show some of the fields of the rows. CSV and JSON have every field of every row, unrounded: first the fields
+/// of the columns, then the others (such as `samples_ms`). All rows of a table have the same keys. A missing value is
+/// `null` in JSON, an empty cell in CSV, and `n/a` in the other formats.
 ///
 /// The JSON document is `{"title": "..", "environment": {..}, "configuration": {..}, "answers": [..], "notes": [..],
 /// "rows": [{..}, ..], "details": [..]}`, and each of the details is such a document.
-/// All rows of a table have the same keys. A missing value is `null` in JSON, an empty cell in CSV, and `n/a` in the
-/// other formats.
 ///
 /// ```
-/// use tallow::report::{Column, Fields, Format, Report};
+/// use tallow::report::{Column, Fields, Format, Report, Statistics};
 ///
+/// let mut forward = Fields::from_iter([("phase", "forward"), ("status", "ok")]);
+/// forward.merge(Statistics::new(&[116.7, 117.4, 118.6])?.fields());
+/// let backward = Fields::from_iter([("phase", "backward"), ("status", "OOM")]);
 /// let report = Report {
-///     environment: Fields::from_iter([("device", "cpu")]),
-///     columns: vec![Column::text("phase", "Phase"), Column::number("mean_ms", "Mean", "ms", 1)],
-///     rows: vec![Fields::from_iter([("phase", "forward"), ("status", "OOM")])],
+///     columns: vec![Column::text("phase", "Phase"), Column::number("mean_ms", "Mean", "ms", 2)],
+///     rows: vec![forward, backward],
 ///     ..Default::default()
 /// };
 /// let mut out = Vec::new();
+/// report.write_to(Format::Markdown, &mut out)?;
+/// assert!(out.starts_with(b"| Phase    | Mean (ms) |"));
+/// let mut out = Vec::new();
 /// report.write_to(Format::Json, &mut out)?;
 /// let json: serde_json::Value = serde_json::from_slice(&out).expect("JSON");
-/// assert_eq!(json["environment"]["device"], "cpu");
-/// assert_eq!(json["rows"][0]["status"], "OOM");
-/// assert!(json["rows"][0]["mean_ms"].is_null());
+/// assert_eq!(json["rows"][0]["n"], 3);
+/// assert!(json["rows"][1]["mean_ms"].is_null());
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -109,7 +111,7 @@ impl Report {
 
     /// Returns the columns with their formatted cells, unescaped.
     pub(super) fn column_texts(&self) -> Vec<ColumnText<'_>> {
-        let strips = self.columns.iter().map(|column| {
+        let texts = self.columns.iter().map(|column| {
             let values = || self.shown().iter().map(|row| row.get(&column.key));
             ColumnText {
                 column,
@@ -117,7 +119,7 @@ impl Report {
                 right: column.aligns_right(values().flatten()),
             }
         });
-        strips.collect()
+        texts.collect()
     }
 
     /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. If the
@@ -133,14 +135,12 @@ impl Report {
         keys.into_iter().collect()
     }
 
-    /// Returns title and content of the two headers that are not empty.
-    pub(super) fn headers(&self) -> impl Iterator<Item = (&'static str, &Fields)> {
+    /// Returns title and content of the two headers.
+    pub(super) fn headers(&self) -> [(&'static str, &Fields); 2] {
         [
             ("Environment", &self.environment),
             ("Configuration", &self.configuration),
         ]
-        .into_iter()
-        .filter(|(_, fields)| !fields.is_empty())
     }
 
     pub(super) fn shown(&self) -> &[Fields] {

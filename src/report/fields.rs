@@ -101,10 +101,7 @@ impl Fields {
 impl<K: Into<String>, V: Into<Value>> FromIterator<(K, V)> for Fields {
     fn from_iter<I: IntoIterator<Item = (K, V)>>(pairs: I) -> Self {
         let pairs = pairs.into_iter();
-        Self(
-            pairs
-                .map(|(key, value)| (key.into(), value.into()))
-                .collect(),
-        )
+        let pairs = pairs.map(|(key, value)| (key.into(), value.into()));
+        Self(pairs.collect())
     }
 }

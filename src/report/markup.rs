@@ -10,15 +10,12 @@ use super::{Answer, Fields, Report};
 
 /// Writes the headers as lists, the table, the notes as a numbered list, and the detail tables.
 pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    for (title, fields) in report.headers() {
+    let escape = escape_markdown;
+    let headers = report.headers().into_iter();
+    for (title, fields) in headers.filter(|(_, fields)| !fields.is_empty()) {
         writeln!(out, "**{title}**\n")?;
         for (key, value) in fields.iter() {
-            writeln!(
-                out,
-                "- {}: {}",
-                escape_markdown(key),
-                escape_markdown(&plain(value))
-            )?;
+            writeln!(out, "- {}: {}", escape(key), escape(&plain(value)))?;
         }
         writeln!(out)?;
     }
@@ -29,17 +26,16 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
         writeln!(out, "\n**Answers**\n")?;
     }
     for Answer { question, answer } in &report.answers {
-        let [question, answer] = [question, answer].map(|text| escape_markdown(text));
-        writeln!(out, "- **{question}** {answer}")?;
+        writeln!(out, "- **{}** {}", escape(question), escape(answer))?;
     }
     if !report.notes.is_empty() {
         writeln!(out)?;
     }
-    for (i, note) in report.notes.iter().enumerate() {
-        writeln!(out, "{}. {}", i + 1, escape_markdown(note))?;
+    for (number, note) in (1..).zip(&report.notes) {
+        writeln!(out, "{number}. {}", escape(note))?;
     }
     for detail in &report.details {
-        writeln!(out, "\n**{}**\n", escape_markdown(&detail.title))?;
+        writeln!(out, "\n**{}**\n", escape(&detail.title))?;
         write_markdown(detail, out)?;
     }
     Ok(())
@@ -47,14 +43,13 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
 
 /// Writes the table with its source aligned too, because people read Markdown before it is rendered.
 fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
-    let columns = report.column_texts().into_iter().map(|strip| {
-        let texts = once(strip.column.heading()).chain(strip.cells.iter().cloned());
-        let texts: Vec<String> = texts.map(|text| escape_markdown(&text)).collect();
-        let width = texts.iter().map(|text| text.chars().count()).max();
-        let width = width.unwrap_or(0).max(3);
-        let texts = texts.iter().map(|text| strip.padded(text, width));
+    let columns = report.column_texts().into_iter().map(|column| {
+        let texts = column.escaped(escape_markdown);
+        let widths = texts.iter().map(|text| text.chars().count());
+        let width = widths.fold(3, usize::max);
+        let texts = texts.iter().map(|text| column.padded(text, width));
         let mut lines: Vec<String> = texts.collect();
-        let rule = match strip.right {
+        let rule = match column.right {
             true => format!("{}:", "-".repeat(width - 1)),
             false => "-".repeat(width),
         };
@@ -69,32 +64,22 @@ fn write_table(report: &Report, out: &mut dyn Write) -> io::Result<()> {
 
 /// Escapes plain text for Markdown. An underscore within a word has no meaning in Markdown and is not escaped.
 fn escape_markdown(text: &str) -> String {
-    let text = text.replace("\r\n", "\n");
-    let mut escaped = String::with_capacity(text.len());
-    let mut before = ' ';
-    let mut rest = text.chars().peekable();
-    while let Some(c) = rest.next() {
-        let in_word =
-            before.is_alphanumeric() && rest.peek().is_some_and(|next| next.is_alphanumeric());
-        match c {
-            '\n' => escaped.push_str("<br>"),
-            '_' if in_word => escaped.push('_'),
-            '\\' | '|' | '`' | '*' | '_' | '<' | '>' | '[' | ']' | '~' | '&' | '$' => {
-                escaped.push('\\');
-                escaped.push(c);
-            }
-            c if c.is_control() => escaped.push(' '),
-            c => escaped.push(c),
+    let text = format!(" {} ", text.replace("\r\n", "\n")); // each character has a neighbour on both sides
+    let chars: Vec<char> = text.chars().collect();
+    let escaped = chars.windows(3).map(|near| match near[1] {
+        '\n' => "<br>".into(),
+        '_' if near[0].is_alphanumeric() && near[2].is_alphanumeric() => "_".into(),
+        c @ ('\\' | '|' | '`' | '*' | '_' | '<' | '>' | '[' | ']' | '~' | '&' | '$') => {
+            format!("\\{c}")
         }
-        before = c;
-    }
-    escaped
+        c if c.is_control() => " ".into(),
+        c => c.into(),
+    });
+    escaped.collect()
 }
 
-/// The largest number of columns in a LaTeX table, which is what fits on a page. A column of names whose cells are all
-/// equal moves into the caption. A table with more columns is divided, and each part begins with the columns that tell
-/// rows apart.
-pub const LATEX_COLUMNS: usize = 8;
+/// The largest number of columns in a LaTeX table, which is what fits on a page.
+const LATEX_COLUMNS: usize = 8;
 
 /// Writes a table to include in a paper, with its answers and notes as text below it. Environment and configuration are
 /// comments, so the file can be included anywhere and still documents where the numbers come from.
@@ -105,18 +90,18 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
 
 /// Writes a table whose caption ends in `known`: the values that are equal in all rows around it, and the machine.
 fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> io::Result<()> {
-    let header = report.headers().flat_map(|(_, fields)| fields.iter());
-    for (key, value) in header {
+    let headers = report.headers().into_iter();
+    for (key, value) in headers.flat_map(|(_, fields)| fields.iter()) {
         let comment = format!("{key}: {}", plain(value));
         writeln!(out, "% {}", one_line(&comment))?;
     }
-    let mut strips = report.column_texts();
-    let mut same = move_constant_columns(&mut strips);
+    let mut columns = report.column_texts();
+    let mut same = move_constant_columns(&mut columns);
     // The caption has the first column too if it does not tell rows apart.
-    if let Some(first) = strips
-        .first()
-        .filter(|first| first.is_of_names() && first.agrees())
+    if let Some(first) = columns.first()
         && let Some(cell) = first.cells.first()
+        && first.is_of_names()
+        && first.agrees()
     {
         same.insert(in_a_sentence(&first.column.heading()), cell.as_str());
     }
@@ -125,9 +110,9 @@ fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> i
             same.insert(key, value.clone());
         }
     }
-    if !strips.is_empty() {
-        for strips in divide(strips, |strips| strips.len() <= LATEX_COLUMNS) {
-            write_latex_table(report, &strips, &same, out)?;
+    if !columns.is_empty() {
+        for columns in divide(columns, |columns| columns.len() <= LATEX_COLUMNS) {
+            write_latex_table(&report.title, &columns, &same, out)?;
         }
     }
     for Answer { question, answer } in &report.answers {
@@ -135,13 +120,11 @@ fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> i
         writeln!(out, "\n\\paragraph{{{question}}} {answer}")?;
     }
     if !report.notes.is_empty() {
-        let notes = report.notes.iter().map(|note| escape_latex(note));
-        let items: Vec<String> = notes.map(|note| format!("\\item {note}\n")).collect();
-        writeln!(
-            out,
-            "\n\\begin{{enumerate}}\n{}\\end{{enumerate}}",
-            items.concat()
-        )?;
+        writeln!(out, "\n\\begin{{enumerate}}")?;
+        for note in &report.notes {
+            writeln!(out, "\\item {}", escape_latex(note))?;
+        }
+        writeln!(out, "\\end{{enumerate}}")?;
     }
     for detail in &report.details {
         writeln!(out)?;
@@ -152,68 +135,59 @@ fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> i
 
 /// Writes a table, with `same` in its caption.
 fn write_latex_table(
-    report: &Report,
-    strips: &[ColumnText<'_>],
+    title: &str,
+    columns: &[ColumnText<'_>],
     same: &Fields,
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    let columns = strips.iter().map(|strip| {
-        let texts = once(strip.column.heading()).chain(strip.cells.iter().cloned());
-        texts.map(|text| escape_latex(&text)).collect()
-    });
-    let lines = join_columns(&columns.collect::<Vec<_>>(), " & ").into_iter();
-    let lines: Vec<String> = lines.map(|line| format!("{line} \\\\\n")).collect();
-    let alignment = strips
+    let texts = columns.iter().map(|column| column.escaped(escape_latex));
+    let mut lines = join_columns(&texts.collect::<Vec<_>>(), " & ").into_iter();
+    let alignment = columns
         .iter()
-        .map(|strip| if strip.right { 'r' } else { 'l' });
+        .map(|column| if column.right { 'r' } else { 'l' });
     let alignment: String = alignment.collect();
+    let same = fields(same);
+    let separator = if title.is_empty() || same.is_empty() {
+        ""
+    } else {
+        ". "
+    };
+    let caption = escape_latex(&format!("{title}{separator}{same}"));
 
     writeln!(
         out,
         "% needs \\usepackage{{booktabs}}\n\\begin{{table}}[ht]\n\\centering"
     )?;
-    let caption = [report.title.clone(), fields(same)];
-    let caption: Vec<String> = caption
-        .into_iter()
-        .filter(|part| !part.is_empty())
-        .collect();
     if !caption.is_empty() {
-        let caption = escape_latex(&caption.join(". "));
         writeln!(out, "\\caption{{{caption}}}")?;
     }
-    writeln!(out, "\\begin{{tabular}}{{{alignment}}}")?;
-    let (heading, rows) = (&lines[0], lines[1..].concat());
-    write!(out, "\\toprule\n{heading}\\midrule\n{rows}")?;
+    writeln!(out, "\\begin{{tabular}}{{{alignment}}}\n\\toprule")?;
+    if let Some(heading) = lines.next() {
+        writeln!(out, "{heading} \\\\\n\\midrule")?;
+    }
+    for line in lines {
+        writeln!(out, "{line} \\\\")?;
+    }
     writeln!(out, "\\bottomrule\n\\end{{tabular}}\n\\end{{table}}")
 }
 
 fn escape_latex(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    let mut before = ' ';
-    for c in one_line(text).chars() {
-        match c {
-            '&' | '%' | '$' | '#' | '_' | '{' | '}' => {
-                escaped.push('\\');
-                escaped.push(c);
-            }
-            '\\' => escaped.push_str("\\textbackslash{}"),
-            '~' => escaped.push_str("\\textasciitilde{}"),
-            '^' => escaped.push_str("\\textasciicircum{}"),
-            '<' => escaped.push_str("\\textless{}"),
-            '>' => escaped.push_str("\\textgreater{}"),
-            '|' => escaped.push_str("\\textbar{}"),
-            '`' => escaped.push_str("\\textasciigrave{}"),
-            // At the start of a row these two would be parsed as arguments of the preceding \\.
-            '[' | '*' => {
-                escaped.push('{');
-                escaped.push(c);
-                escaped.push('}');
-            }
-            // Two hyphens would become a dash.
-            '-' if before == '-' => escaped.push_str("{-}"),
-            c => escaped.push(c),
-        }
-        before = c;
-    }
-    escaped
+    let text = one_line(text);
+    let before = once(' ').chain(text.chars());
+    let escaped = text.chars().zip(before).map(|(c, before)| match c {
+        '&' | '%' | '$' | '#' | '_' | '{' | '}' => format!("\\{c}"),
+        '\\' => "\\textbackslash{}".into(),
+        '~' => "\\textasciitilde{}".into(),
+        '^' => "\\textasciicircum{}".into(),
+        '<' => "\\textless{}".into(),
+        '>' => "\\textgreater{}".into(),
+        '|' => "\\textbar{}".into(),
+        '`' => "\\textasciigrave{}".into(),
+        // At the start of a row these two would be parsed as arguments of the preceding \\.
+        '[' | '*' => format!("{{{c}}}"),
+        // Two hyphens would become a dash.
+        '-' if before == '-' => "{-}".into(),
+        c => c.into(),
+    });
+    escaped.collect()
 }

@@ -7,31 +7,6 @@
 //! - [`plot`] draws charts as SVG or PNG.
 //!
 //! Measuring is done by `bench` (time) and `memory` (bytes).
-//!
-//! ```
-//! use tallow::report::{Column, Fields, Format, Report, Statistics};
-//!
-//! let times = Statistics::new(&[116.7, 117.4, 118.6])?;
-//! let mut row = Fields::new();
-//! row.insert("phase", "forward");
-//! row.insert("status", "ok");
-//! row.merge(times.fields());
-//!
-//! let report = Report {
-//!     columns: vec![
-//!         Column::text("phase", "Phase"),
-//!         Column::number("mean_ms", "Mean", "ms", 2),
-//!     ],
-//!     rows: vec![row],
-//!     ..Default::default()
-//! };
-//! let mut out = Vec::new();
-//! report.write_to(Format::Markdown, &mut out)?;
-//! let lines: Vec<_> = out.split(|&byte| byte == b'\n').collect();
-//! assert_eq!(lines[0], b"| Phase   | Mean (ms) |");
-//! assert_eq!(lines[2], b"| forward |    117.57 |");
-//! # Ok::<(), tallow::Error>(())
-//! ```
 
 mod column;
 mod data;
@@ -49,7 +24,6 @@ mod write;
 pub use column::Column;
 pub use document::{Answer, Report};
 pub use fields::Fields;
-pub use markup::LATEX_COLUMNS;
 pub use statistics::{PowerLaw, Speedup, Statistics, Verdict};
 pub use words::{NOTE_CHARS, bytes_to_mib, counted, format_mib, group_digits, list_in_note};
 pub use write::Format;

@@ -27,26 +27,15 @@ pub(crate) fn png(svg: &str) -> Result<Vec<u8>> {
     const SCALE: f32 = 2.0;
     let refused = |problem: String| Error::Plot(format!("the picture as PNG: {problem}"));
 
-    let mut fonts = usvg::fontdb::Database::new();
+    let mut options = usvg::Options::default();
+    let fonts = options.fontdb_mut();
     fonts.load_font_data(dejavu::sans_condensed::regular().to_vec());
-    let family = fonts
-        .faces()
-        .find_map(|face| Some(face.families.first()?.0.clone()))
-        .unwrap_or_default();
-    fonts.set_sans_serif_family(family.clone());
-    let options = usvg::Options {
-        font_family: family,
-        fontdb: fonts.into(),
-        ..Default::default()
-    };
+    fonts.set_sans_serif_family("DejaVu Sans");
     let tree = usvg::Tree::from_str(svg, &options).map_err(|e| refused(e.to_string()))?;
     let (width, height) = (tree.size().width() * SCALE, tree.size().height() * SCALE);
-    let mut pixels =
-        tiny_skia::Pixmap::new(width.ceil() as u32, height.ceil() as u32).ok_or_else(|| {
-            refused(format!(
-                "{width} x {height} pixels cannot be drawn; save it as .svg"
-            ))
-        })?;
+    let pixels = tiny_skia::Pixmap::new(width.ceil() as u32, height.ceil() as u32);
+    let too_large = || format!("{width} x {height} pixels cannot be drawn; save it as .svg");
+    let mut pixels = pixels.ok_or_else(|| refused(too_large()))?;
     pixels.fill(tiny_skia::Color::WHITE);
     let scale = tiny_skia::Transform::from_scale(SCALE, SCALE);
     resvg::render(&tree, scale, &mut pixels.as_mut());

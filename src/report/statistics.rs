@@ -1,5 +1,6 @@
 //! Mean, deviation and median of timings, speedups, and power-law fits of growth.
 
+use std::collections::HashSet;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -53,11 +54,9 @@ impl Statistics {
                 .must_be("at least one sample", "measure at least one step"));
         }
         if let Some(position) = samples_ms.iter().position(|x| !x.is_finite()) {
-            return Err(Error::data(
-                "statistics",
-                format!("{} at position {position}", samples_ms[position]),
-            )
-            .must_be("finite samples", "leave out what could not be measured"));
+            let got = format!("{} at position {position}", samples_ms[position]);
+            return Err(Error::data("statistics", got)
+                .must_be("finite samples", "leave out what could not be measured"));
         }
 
         let mut sorted_ms = samples_ms.to_vec();
@@ -221,19 +220,18 @@ impl PowerLaw {
             .filter(|(x, y)| usable(*x) && usable(*y))
             .map(|(x, y)| (x.ln(), y.ln()))
             .collect();
-        let mut different: Vec<f64> = logs.iter().map(|(x, _)| *x).collect();
-        different.sort_by(f64::total_cmp);
-        different.dedup();
+        let different: HashSet<u64> = logs.iter().map(|(x, _)| x.to_bits()).collect();
         if different.len() < 3 {
             return None;
         }
         let n = logs.len() as f64;
         let mean_x = logs.iter().map(|(x, _)| x).sum::<f64>() / n;
         let mean_y = logs.iter().map(|(_, y)| y).sum::<f64>() / n;
-        let covariance: f64 = logs.iter().map(|(x, y)| (x - mean_x) * (y - mean_y)).sum();
-        let variance: f64 = logs.iter().map(|(x, _)| (x - mean_x).powi(2)).sum();
+        let distances = logs.iter().map(|(x, y)| (x - mean_x, y - mean_y));
+        let covariance: f64 = distances.clone().map(|(x, y)| x * y).sum();
+        let variance: f64 = distances.clone().map(|(x, _)| x.powi(2)).sum();
+        let total: f64 = distances.map(|(_, y)| y.powi(2)).sum();
         let exponent = covariance / variance;
-        let total: f64 = logs.iter().map(|(_, y)| (y - mean_y).powi(2)).sum();
         let explained = exponent * covariance;
         Some(Self {
             exponent,

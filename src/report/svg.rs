@@ -6,7 +6,7 @@ use std::fmt::{Arguments, Write};
 pub(crate) const TEXT: &str = "#222222";
 
 /// A point in pixels, from the left and from the top.
-pub(crate) type Point<N> = (N, N);
+pub(crate) type Point = (f64, f64);
 
 /// An SVG document of a fixed width. Later elements cover earlier ones.
 pub(crate) struct Svg {
@@ -15,37 +15,33 @@ pub(crate) struct Svg {
 }
 
 impl Svg {
-    pub fn new(width: impl Into<f64>) -> Self {
-        Self {
-            width: width.into(),
-            elements: String::new(),
-        }
+    pub fn new(width: f64) -> Self {
+        let elements = String::new();
+        Self { width, elements }
     }
 
     /// Returns the document with this height.
-    pub fn finish(self, height: impl Into<f64>) -> String {
-        let (width, height) = (self.width, height.into());
+    pub fn finish(self, height: f64) -> String {
+        let Self { width, elements } = self;
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
              viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\">\n\
-             <rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>\n{}</svg>\n",
-            self.elements
+             <rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>\n{elements}</svg>\n"
         )
     }
 
     /// Draws text whose start, middle or end (`anchor`) is at a point, vertically centred.
-    pub fn text<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, anchor: &str, text: &str) {
-        self.turned_text((x.into(), y.into()), size, anchor, "", text);
+    pub fn text(&mut self, at: Point, size: i32, anchor: &str, text: &str) {
+        self.turned_text(at, size, anchor, "", text);
     }
 
     /// Draws text that is read upwards, centred at a point.
-    pub fn text_upwards<N: Into<f64>>(&mut self, (x, y): Point<N>, size: i32, text: &str) {
-        let (x, y) = (x.into(), y.into());
+    pub fn text_upwards(&mut self, (x, y): Point, size: i32, text: &str) {
         let turn = format!(" transform=\"rotate(-90 {x} {y})\"");
         self.turned_text((x, y), size, "middle", &turn, text);
     }
 
-    fn turned_text(&mut self, (x, y): Point<f64>, size: i32, anchor: &str, turn: &str, text: &str) {
+    fn turned_text(&mut self, (x, y): Point, size: i32, anchor: &str, turn: &str, text: &str) {
         // SVG's y is the baseline, which is below the middle of the letters.
         let (x, y) = (rounded(x), rounded(y + f64::from(size) * 0.35));
         let text = escaped(text);
@@ -55,13 +51,7 @@ impl Svg {
     }
 
     /// Draws a line through points. `more` is appended to the element's attributes.
-    pub fn line<N: Into<f64> + Copy>(
-        &mut self,
-        points: &[Point<N>],
-        colour: &str,
-        width: f64,
-        more: &str,
-    ) {
+    pub fn line(&mut self, points: &[Point], colour: &str, width: f64, more: &str) {
         let points = listed(points);
         self.write(format_args!(
             "<polyline points=\"{points}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"{width}\"{more}/>"
@@ -69,15 +59,22 @@ impl Svg {
     }
 
     /// Fills the polygon of these points.
-    pub fn area<N: Into<f64> + Copy>(&mut self, points: &[Point<N>], colour: &str) {
+    pub fn area(&mut self, points: &[Point], colour: &str) {
         let points = listed(points);
         self.write(format_args!(
             "<polygon points=\"{points}\" fill=\"{colour}\"/>"
         ));
     }
 
+    /// Fills a square, for a legend. The middle of its left side is at a point.
+    pub fn square(&mut self, (left, middle): Point, side: f64, colour: &str) {
+        let (right, above, below) = (left + side, middle - side / 2.0, middle + side / 2.0);
+        let corners = [(left, above), (right, above), (right, below), (left, below)];
+        self.area(&corners, colour);
+    }
+
     /// Draws a dot.
-    pub fn marker(&mut self, (x, y): Point<i32>, colour: &str) {
+    pub fn marker(&mut self, (x, y): Point, colour: &str) {
         self.write(format_args!(
             "<circle cx=\"{x}\" cy=\"{y}\" r=\"4\" fill=\"{colour}\"/>"
         ));
@@ -106,11 +103,9 @@ fn rounded(x: f64) -> f64 {
     (x * 100.0).round() / 100.0
 }
 
-fn listed<N: Into<f64> + Copy>(points: &[Point<N>]) -> String {
-    let points = points.iter().map(|(x, y)| {
-        let [x, y] = [*x, *y].map(|x| rounded(x.into()));
-        format!("{x},{y}")
-    });
+fn listed(points: &[Point]) -> String {
+    let points = points.iter();
+    let points = points.map(|(x, y)| format!("{},{}", rounded(*x), rounded(*y)));
     points.collect::<Vec<_>>().join(" ")
 }
 

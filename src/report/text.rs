@@ -5,14 +5,10 @@ use super::words::{one_line, wrap};
 use super::{Answer, Column, Fields, Report};
 use std::collections::HashSet;
 use std::iter::once;
+use std::mem::replace;
 
 pub(super) fn text(report: &Report, width: Option<usize>) -> String {
-    let title = (!report.title.is_empty()).then(|| wrap(&report.title, width, 2).join("\n"));
-    let mut blocks: Vec<String> = title.into_iter().collect();
-    blocks.extend(self::blocks(report, "Configuration", width));
-    for detail in &report.details {
-        add_detail(&mut blocks, detail, width);
-    }
+    let mut blocks = blocks(report, false, width);
     blocks.extend(header("Environment", &report.environment, width));
     match blocks.is_empty() {
         true => String::new(),
@@ -20,22 +16,10 @@ pub(super) fn text(report: &Report, width: Option<usize>) -> String {
     }
 }
 
-fn add_detail(all: &mut Vec<String>, report: &Report, width: Option<usize>) {
-    let title = wrap(&report.title, width, 2).join("\n");
-    let name = match report.configuration.is_empty() {
-        true => "In every row",
-        false => "Configuration",
-    };
-    let own = blocks(report, name, width).join("\n\n");
-    all.push(format!("{title}\n{own}"));
-    for detail in &report.details {
-        add_detail(all, detail, width);
-    }
-}
-
-fn blocks(report: &Report, name: &str, width: Option<usize>) -> Vec<String> {
+/// Returns the parts of a report and of its details between which there is an empty line.
+fn blocks(report: &Report, is_detail: bool, width: Option<usize>) -> Vec<String> {
     let given = &report.configuration;
-    let (lines, same) = table(report, width);
+    let (table, same) = table(report, width.unwrap_or(usize::MAX));
     let mut known = given.clone();
     for (title, value) in same.iter() {
         let said = [title.to_string(), format!("{title} {}", plain(value))];
@@ -44,33 +28,40 @@ fn blocks(report: &Report, name: &str, width: Option<usize>) -> Vec<String> {
             known.insert(title, value.clone());
         }
     }
-    let mut blocks: Vec<String> = header(name, &known, width).into_iter().collect();
-    if !lines.is_empty() {
-        blocks.push(lines.join("\n"));
-    }
-    blocks.extend(answers(report, width));
-    let numbered = report.notes.iter().enumerate().flat_map(|(i, note)| {
-        let text = format!("{}. {note}", i + 1);
-        let indent = (i + 1).to_string().len() + 2;
-        wrap(&text, width, indent)
-    });
-    if !report.notes.is_empty() {
-        blocks.push(numbered.collect::<Vec<_>>().join("\n"));
-    }
-    blocks
-}
-
-/// Returns the answers under their heading, each indented below its question.
-fn answers(report: &Report, width: Option<usize>) -> Option<String> {
-    let lines = report
+    let name = match is_detail && given.is_empty() {
+        true => "In every row",
+        false => "Configuration",
+    };
+    let answers = report
         .answers
         .iter()
         .flat_map(|Answer { question, answer }| {
-            let answer = wrap(&format!("  {}", one_line(answer)), width, 2);
-            wrap(question, width, 0).into_iter().chain(answer)
+            let answer = wrap(&format!("  {answer}"), width, 2);
+            [wrap(question, width, 0), answer].concat()
         });
-    let lines: Vec<String> = once("Answers".to_string()).chain(lines).collect();
-    (!report.answers.is_empty()).then(|| lines.join("\n"))
+    let heading = (!report.answers.is_empty()).then(|| "Answers".to_string());
+    let notes = (1..).zip(&report.notes).flat_map(|(number, note)| {
+        let number = format!("{number}. ");
+        wrap(&format!("{number}{note}"), width, number.len())
+    });
+    let parts = [
+        table,
+        heading.into_iter().chain(answers).collect(),
+        notes.collect(),
+    ];
+    let parts = parts.into_iter().filter(|lines| !lines.is_empty());
+    let header = header(name, &known, width).into_iter();
+    let mut blocks: Vec<String> = header.chain(parts.map(|lines| lines.join("\n"))).collect();
+
+    let title = wrap(&report.title, width, 2).join("\n");
+    if is_detail {
+        blocks = vec![format!("{title}\n{}", blocks.join("\n\n"))];
+    } else if !title.is_empty() {
+        blocks.insert(0, title);
+    }
+    let details = report.details.iter();
+    blocks.extend(details.flat_map(|detail| self::blocks(detail, true, width)));
+    blocks
 }
 
 /// Returns `Configuration: precision f32; data: 12,345 tokens`, without fields that are null.
@@ -85,11 +76,8 @@ pub(super) fn fields(fields: &Fields) -> String {
     let parts = fields.iter().filter(|(_, value)| !value.is_null());
     let parts = parts.map(|(key, value)| {
         let value = plain(value);
-        let colon = if key.contains(' ') || value.contains(char::is_whitespace) {
-            ":"
-        } else {
-            ""
-        };
+        let has_space = key.contains(' ') || value.contains(char::is_whitespace);
+        let colon = if has_space { ":" } else { "" };
         format!("{key}{colon} {value}")
     });
     parts.collect::<Vec<_>>().join("; ")
@@ -105,18 +93,14 @@ pub(super) fn in_a_sentence(title: &str) -> String {
 }
 
 /// Returns the lines of the table, and the columns that moved into the header.
-fn table(report: &Report, width: Option<usize>) -> (Vec<String>, Fields) {
+fn table(report: &Report, width: usize) -> (Vec<String>, Fields) {
     let mut columns = report.column_texts();
     let cells = columns.iter_mut().flat_map(|column| &mut column.cells);
     cells.for_each(|cell| *cell = one_line(cell));
     let same = move_constant_columns(&mut columns);
-    let Some(width) = width else {
-        return (draw(&columns), same);
-    };
-    let blocks = divide(columns, |columns| total(&widths(columns)) <= width);
     let mut lines = Vec::new();
-    for mut block in blocks {
-        while total(&widths(&block)) > width && cut_words(&mut block, width) {}
+    for mut block in divide(columns, |columns| self::width(columns) <= width) {
+        while self::width(&block) > width && cut_words(&mut block, width) {}
         let has_block_above = !lines.is_empty();
         lines.extend(has_block_above.then(String::new));
         lines.extend(draw(&block));
@@ -131,85 +115,75 @@ pub(super) fn divide<'r>(
     columns: Vec<ColumnText<'r>>,
     fits: impl Fn(&[ColumnText<'r>]) -> bool,
 ) -> Vec<Vec<ColumnText<'r>>> {
-    let rows = columns.first().map_or(0, |own| own.cells.len());
-    let name_of = |row: usize, count: usize| -> Vec<&str> {
-        let columns = columns[..count].iter();
-        columns.map(|own| own.cells[row].as_str()).collect()
-    };
+    let rows = columns.first().map_or(0, |column| column.cells.len());
     let is_enough = |count: &usize| {
-        let names: HashSet<Vec<&str>> = (0..rows).map(|row| name_of(row, *count)).collect();
+        let columns = columns[..*count].iter();
+        let name = |row: usize| columns.clone().map(move |column| &column.cells[row]);
+        let names: HashSet<Vec<&String>> = (0..rows).map(|row| name(row).collect()).collect();
         names.len() == rows
     };
-    let names = columns.iter().take_while(|own| own.is_of_names()).count();
+    let names = columns.iter().take_while(|column| column.is_of_names());
+    let names = names.count();
     let names = (1..=names).find(is_enough).unwrap_or(names);
     let names = if fits(&columns[..names]) { names } else { 1 };
     let (names, others) = columns.split_at(names);
-    let mut blocks = vec![names.to_vec()];
-    for (first, end) in spans(others) {
-        let span = &others[first..end];
+    let (mut blocks, mut block) = (Vec::new(), names.to_vec());
+    for span in spans(others) {
         let is_one = fits(&[names, span].concat());
         for part in span.chunks(if is_one { span.len() } else { 1 }) {
-            let block = blocks.last().map_or(names, Vec::as_slice);
-            let joined = [block, part].concat();
-            if block.len() > names.len() && !fits(&joined) {
-                blocks.push([names, part].concat());
-            } else if let Some(block) = blocks.last_mut() {
-                *block = joined;
+            let joined = [&block, part].concat();
+            match block.len() == names.len() || fits(&joined) {
+                true => block = joined,
+                false => blocks.push(replace(&mut block, [names, part].concat())),
             }
         }
     }
+    blocks.push(block);
     blocks
 }
 
 /// Removes columns of equal names and returns their values, and drops empty columns. The first one stays if none tells
 /// the rows apart.
-pub(super) fn move_constant_columns(strips: &mut Vec<ColumnText<'_>>) -> Fields {
+pub(super) fn move_constant_columns(columns: &mut Vec<ColumnText<'_>>) -> Fields {
     let mut same = Fields::new();
-    if strips.first().is_none_or(|first| first.cells.is_empty()) {
+    if columns.first().is_none_or(|first| first.cells.is_empty()) {
         return same;
     }
-    let tells_apart = |strip: &ColumnText<'_>| strip.is_of_names() && !strip.agrees();
-    let is_any_telling = strips.iter().any(tells_apart);
-    let mut index = 0;
-    strips.retain(|strip| {
-        let is_kept_first = index == 0 && !is_any_telling;
-        index += 1;
-        if is_kept_first || tells_apart(strip) {
-            return true;
+    let tells_apart = |column: &ColumnText<'_>| column.is_of_names() && !column.agrees();
+    let kept = usize::from(!columns.iter().any(tells_apart));
+    let others = columns.split_off(kept).into_iter();
+    for column in others.filter(|column| !column.is_empty()) {
+        if column.is_of_names() && column.agrees() {
+            let title = in_a_sentence(&column.column.heading());
+            same.insert(title, column.cells[0].as_str());
+        } else {
+            columns.push(column);
         }
-        if strip.is_of_names() && !strip.is_empty() {
-            let title = in_a_sentence(&strip.column.heading());
-            same.insert(title, strip.cells[0].as_str());
-        }
-        !strip.is_of_names() && !strip.is_empty()
-    });
+    }
     same
 }
 
-fn draw(strips: &[ColumnText<'_>]) -> Vec<String> {
-    if strips.is_empty() {
-        return Vec::new();
-    }
-    let widths = widths(strips);
+fn draw(columns: &[ColumnText<'_>]) -> Vec<String> {
     let gap = " ".repeat(GAP);
-    let mut lines = Vec::new();
-    if strips.iter().any(|strip| !strip.column.group.is_empty()) {
-        let spans = spans(strips).into_iter().map(|(first, end)| {
-            let (width, over) = (total(&widths[first..end]), over(&strips[first..end]));
-            match over.is_empty() {
-                true => " ".repeat(width),
-                false => fill(over, width),
-            }
+    let (mut above, mut texts) = (Vec::new(), Vec::new());
+    for span in spans(columns) {
+        let (shared, headings) = headings(span);
+        let (widths, width) = (widths(span), width(span));
+        above.push(match shared.is_empty() {
+            true => " ".repeat(width),
+            false => format!("{:─<width$.width$}", shared + " "),
         });
-        lines.push(spans.collect::<Vec<_>>().join(&gap));
+        let columns = span.iter().zip(headings).zip(widths);
+        texts.extend(columns.map(|((column, heading), width)| {
+            let heading = [heading, "─".repeat(width)].into_iter();
+            let texts = heading.chain(column.cells.iter().cloned());
+            texts.map(|text| column.padded(&text, width)).collect()
+        }));
     }
-    let columns = strips.iter().zip(headings(strips)).zip(&widths);
-    let columns = columns.map(|((strip, heading), &width)| {
-        let above = [heading, "─".repeat(width)].into_iter();
-        let texts = above.chain(strip.cells.iter().cloned());
-        texts.map(|text| strip.padded(&text, width)).collect()
-    });
-    lines.extend(join_columns(&columns.collect::<Vec<_>>(), &gap));
+    let mut lines = join_columns(&texts, &gap);
+    if columns.iter().any(|column| !column.column.group.is_empty()) {
+        lines.insert(0, above.join(&gap));
+    }
     lines.iter().map(|line| line.trim_end().into()).collect()
 }
 
@@ -223,38 +197,21 @@ pub(super) fn join_columns(columns: &[Vec<String>], separator: &str) -> Vec<Stri
     (0..rows).map(line).collect()
 }
 
-/// Returns a heading followed by a rule, as wide as the columns below it.
-fn fill(over: String, width: usize) -> String {
-    let rest = width - over.chars().count();
-    match rest {
-        0 | 1 => over + &" ".repeat(rest),
-        _ => format!("{over} {}", "─".repeat(rest - 1)),
-    }
-}
-
 const LEAST_WORDS: usize = 20;
 
 /// Cuts the widest column of words by the excess width, and returns whether there was one to cut.
-fn cut_words(strips: &mut [ColumnText<'_>], width: usize) -> bool {
-    let widths = widths(strips);
-    let too_much = total(&widths) - width;
-    let least = |i: usize| {
-        strips[i]
-            .column
-            .own_heading()
-            .chars()
-            .count()
-            .max(LEAST_WORDS)
-    };
-    let is_long = |i: &usize| strips[*i].is_of_names() && widths[*i] > least(*i);
-    let Some(widest) = (0..strips.len()).filter(is_long).max_by_key(|i| widths[*i]) else {
+fn cut_words(columns: &mut [ColumnText<'_>], width: usize) -> bool {
+    let (widths, too_much) = (widths(columns), self::width(columns) - width);
+    let columns = columns.iter_mut().zip(widths).map(|(column, width)| {
+        let heading = column.column.own_heading().chars().count();
+        (column, width, heading.max(LEAST_WORDS))
+    });
+    let long = columns.filter(|(column, width, least)| column.is_of_names() && width > least);
+    let Some((column, width, least)) = long.max_by_key(|(_, width, _)| *width) else {
         return false;
     };
-    let room = widths[widest].saturating_sub(too_much).max(least(widest));
-    strips[widest]
-        .cells
-        .iter_mut()
-        .for_each(|cell| cut(cell, room));
+    let room = width.saturating_sub(too_much).max(least);
+    column.cells.iter_mut().for_each(|cell| cut(cell, room));
     true
 }
 
@@ -266,11 +223,8 @@ fn cut(text: &mut String, room: usize) {
     }
     let kept = room.saturating_sub(1);
     *text = match text.contains('/') {
-        true => "…"
-            .chars()
-            .chain(text.chars().skip(length - kept))
-            .collect(),
-        false => text.chars().take(kept).chain("…".chars()).collect(),
+        true => once('…').chain(text.chars().skip(length - kept)).collect(),
+        false => text.chars().take(kept).chain(once('…')).collect(),
     };
 }
 
@@ -291,6 +245,12 @@ impl ColumnText<'_> {
         self.column.decimals.is_none()
     }
 
+    /// Returns the full heading and the cells, escaped.
+    pub fn escaped(&self, escape: fn(&str) -> String) -> Vec<String> {
+        let cells = self.cells.iter().map(|cell| escape(cell));
+        once(escape(&self.column.heading())).chain(cells).collect()
+    }
+
     /// Pads a text with spaces on the side that the column's alignment leaves free.
     pub fn padded(&self, text: &str, width: usize) -> String {
         match self.right {
@@ -308,70 +268,54 @@ impl ColumnText<'_> {
     }
 }
 
-fn total(widths: &[usize]) -> usize {
-    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
+/// Returns the spans of neighbours that share a heading; a column without one is its own span.
+fn spans<'s, 'r>(columns: &'s [ColumnText<'r>]) -> impl Iterator<Item = &'s [ColumnText<'r>]> {
+    columns.chunk_by(|one, next| {
+        let group = &one.column.group;
+        !group.is_empty() && *group == next.column.group
+    })
 }
 
-/// Returns the ranges (first, end) of neighbours that share a heading; a column without one is its own range.
-fn spans(strips: &[ColumnText<'_>]) -> Vec<(usize, usize)> {
-    let mut spans: Vec<(usize, usize)> = Vec::new();
-    for (i, strip) in strips.iter().enumerate() {
-        let under = &strip.column.group;
-        match spans.last_mut() {
-            Some((first, end)) if !under.is_empty() && strips[*first].column.group == *under => {
-                *end = i + 1;
-            }
-            _ => spans.push((i, i + 1)),
+/// Returns the heading that the columns of a span share, and the heading of each below it. A unit that all columns with
+/// a unit have in common is in the shared heading.
+fn headings(span: &[ColumnText<'_>]) -> (String, Vec<String>) {
+    let group = &span[0].column.group;
+    let columns = span.iter().map(|column| column.column);
+    let units = columns.clone().map(|column| &column.unit);
+    let mut units = units.filter(|unit| !unit.is_empty());
+    let unit = units.next();
+    let shared = unit.filter(|first| !group.is_empty() && units.all(|unit| unit == *first));
+    match shared {
+        Some(unit) => (
+            format!("{group} ({unit})"),
+            columns.map(|column| column.title.clone()).collect(),
+        ),
+        None => (group.clone(), columns.map(Column::own_heading).collect()),
+    }
+}
+
+fn widths(columns: &[ColumnText<'_>]) -> Vec<usize> {
+    let length = |text: &String| text.chars().count();
+    let widths = spans(columns).flat_map(|span| {
+        let (shared, headings) = headings(span);
+        let own = span.iter().zip(headings).map(|(column, heading)| {
+            let cells = column.cells.iter().map(length);
+            cells.fold(length(&heading), usize::max)
+        });
+        let mut own: Vec<usize> = own.collect();
+        let missing = length(&shared).saturating_sub(with_gaps(&own));
+        if let Some(last) = own.last_mut() {
+            *last += missing;
         }
-    }
-    spans
-}
-
-/// Returns the heading above a span, with the unit if its columns have only one.
-fn over(strips: &[ColumnText<'_>]) -> String {
-    let under = &strips[0].column.group;
-    match shared_unit(strips) {
-        Some(unit) => format!("{under} ({unit})"),
-        None => under.clone(),
-    }
-}
-
-/// Returns the unit of the columns under one heading, if all that have a unit agree.
-fn shared_unit<'s>(strips: &'s [ColumnText<'_>]) -> Option<&'s str> {
-    let mut units = strips.iter().map(|s| s.column.unit.as_str());
-    let mut units = units.by_ref().filter(|unit| !unit.is_empty());
-    let first = units.next()?;
-    let is_shared = !strips[0].column.group.is_empty() && units.all(|unit| unit == first);
-    is_shared.then_some(first)
-}
-
-/// Returns the heading directly above each column, below the shared headings.
-fn headings(strips: &[ColumnText<'_>]) -> Vec<String> {
-    let spans = spans(strips).into_iter();
-    let headings = spans.flat_map(|(first, end)| {
-        let span = &strips[first..end];
-        let has_unit_over = shared_unit(span).is_some();
-        span.iter().map(move |strip| match has_unit_over {
-            true => strip.column.title.clone(),
-            false => strip.column.own_heading(),
-        })
+        own
     });
-    headings.collect()
+    widths.collect()
 }
 
-fn widths(strips: &[ColumnText<'_>]) -> Vec<usize> {
-    let mut widths: Vec<usize> = strips
-        .iter()
-        .zip(headings(strips))
-        .map(|(strip, heading)| {
-            let texts = strip.cells.iter().chain([&heading]);
-            texts.map(|text| text.chars().count()).max().unwrap_or(0)
-        })
-        .collect();
-    for (first, end) in spans(strips) {
-        let wanted = over(&strips[first..end]).chars().count();
-        let there = total(&widths[first..end]);
-        widths[end - 1] += wanted.saturating_sub(there);
-    }
-    widths
+fn width(columns: &[ColumnText<'_>]) -> usize {
+    with_gaps(&widths(columns))
+}
+
+fn with_gaps(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
 }

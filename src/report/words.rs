@@ -2,7 +2,8 @@
 
 use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 
-const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
+/// Bytes per MiB.
+pub(super) const MIB: f64 = (1u64 << 20) as f64;
 
 /// Converts bytes to MiB: `bytes / 2^20`.
 ///
@@ -10,7 +11,7 @@ const BYTES_PER_MIB: f64 = (1u64 << 20) as f64;
 /// assert_eq!(tallow::report::bytes_to_mib(3 << 19), 1.5);
 /// ```
 pub fn bytes_to_mib(bytes: u64) -> f64 {
-    bytes as f64 / BYTES_PER_MIB
+    bytes as f64 / MIB
 }
 
 /// Formats bytes as MiB with one decimal.
@@ -34,30 +35,20 @@ pub fn group_digits(count: u64) -> String {
 
 /// Puts commas between the thousands of a plain decimal number, which may have a sign and a fraction.
 pub(super) fn group(number: &str) -> String {
-    let (sign, digits) = match number.strip_prefix('-') {
-        Some(rest) => ("-", rest),
-        None => ("", number),
-    };
-    let (whole, fraction) = match digits.find('.') {
-        Some(point) => digits.split_at(point),
-        None => (digits, ""),
-    };
-    let mut grouped = String::from(sign);
-    for (index, digit) in whole.chars().enumerate() {
-        if index > 0 && (whole.len() - index).is_multiple_of(3) {
-            grouped.push(',');
-        }
-        grouped.push(digit);
+    let mut grouped = number.to_string();
+    let first = usize::from(number.starts_with('-'));
+    let mut end = number.find('.').unwrap_or(number.len());
+    while end > first + 3 {
+        end -= 3;
+        grouped.insert(end, ',');
     }
-    grouped + fraction
+    grouped
 }
 
 /// Returns the number of decimals that show a time or a rate with three or four digits.
 pub(super) fn decimals_of(value: f64) -> usize {
-    let under = [1000.0, 100.0, 1.0]
-        .iter()
-        .filter(|limit| value.abs() < **limit);
-    under.count()
+    let limits = [1000.0, 100.0, 1.0].into_iter();
+    limits.filter(|limit| value.abs() < *limit).count()
 }
 
 /// The number of decimals after which every f64 has only zeros: the smallest is 2^-1074.

@@ -1,7 +1,7 @@
 //! Writing reports, in each of the formats.
 
 use std::fmt;
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -30,9 +30,9 @@ pub enum Format {
     Csv,
     /// One document with everything, unrounded. Missing values are `null`.
     Json,
-    /// Tables with booktabs rules and at most [`LATEX_COLUMNS`](super::LATEX_COLUMNS) columns each. The caption is the
-    /// title, the values that are equal in all rows, and the machine (field `hardware` of the environment). Answers and
-    /// notes follow as text; environment and configuration are comments.
+    /// Tables with booktabs rules and at most 8 columns each: a table with more is divided as in
+    /// [`Report::to_text`]. The caption is the title, the values that are equal in all rows, and the machine (field
+    /// `hardware` of the environment). Answers and notes follow as text; environment and configuration are comments.
     Latex,
 }
 
@@ -68,16 +68,13 @@ impl FromStr for Format {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        Format::ALL
-            .into_iter()
-            .find(|format| format.name().eq_ignore_ascii_case(name))
-            .ok_or_else(|| {
-                let names: Vec<_> = Format::ALL.iter().map(|format| format.name()).collect();
-                Error::config("format", "name", format!("{name:?}")).must_be(
-                    format!("one of {}", names.join(", ")),
-                    "choose one of these names",
-                )
-            })
+        let mut all = Format::ALL.into_iter();
+        let known = all.find(|format| format.name().eq_ignore_ascii_case(name));
+        known.ok_or_else(|| {
+            let names = Format::ALL.map(Format::name).join(", ");
+            Error::config("format", "name", format!("{name:?}"))
+                .must_be(format!("one of {names}"), "choose one of these names")
+        })
     }
 }
 
@@ -87,9 +84,15 @@ impl Report {
     /// # Errors
     /// [`Error::Io`] if writing to `out` fails. Its path is `output`, because the writer's path is unknown.
     pub fn write_to(&self, format: Format, out: &mut dyn Write) -> Result<()> {
-        self.render(format, out)
-            .and_then(|()| out.flush())
-            .map_err(|e| Error::io("write", "output", e))
+        let written = match format {
+            Format::Text => out.write_all(self.to_text(None).as_bytes()),
+            Format::Markdown => markup::write_markdown(self, out),
+            Format::Csv => data::write_csv(self, out),
+            Format::Json => data::write_json(self, out),
+            Format::Latex => markup::write_latex(self, out),
+        };
+        let written = written.and_then(|()| out.flush());
+        written.map_err(|e| Error::io("write", "output", e))
     }
 
     /// Returns the document as text with lines of at most `width` characters. [`write_to`](Self::write_to) sets no limit.
@@ -152,38 +155,21 @@ impl Report {
             files::write_bytes(path, &content)?;
             written.push(path.to_path_buf());
         }
-        if format == Format::Csv {
-            for detail in self.details.iter().filter(|detail| !detail.rows.is_empty()) {
-                written.extend(detail.save(format, beside(path, &detail.title))?);
-            }
+        let has_file = |detail: &&Report| format == Format::Csv && !detail.rows.is_empty();
+        for detail in self.details.iter().filter(has_file) {
+            written.extend(detail.save(format, beside(path, &detail.title))?);
         }
         Ok(written)
-    }
-
-    fn render(&self, format: Format, out: &mut dyn Write) -> io::Result<()> {
-        match format {
-            Format::Text => out.write_all(self.to_text(None).as_bytes()),
-            Format::Markdown => markup::write_markdown(self, out),
-            Format::Csv => data::write_csv(self, out),
-            Format::Json => data::write_json(self, out),
-            Format::Latex => markup::write_latex(self, out),
-        }
     }
 }
 
 /// Returns `rows-largest-allocations.csv` for `rows.csv` and `Largest allocations`.
 fn beside(path: &Path, title: &str) -> PathBuf {
-    let is_word = |c: &char| c.is_alphanumeric() || *c == '.';
-    let words = title.to_lowercase();
-    let words = words
-        .split(|c: char| !is_word(&c))
-        .filter(|word| !word.is_empty());
+    let title = title.to_lowercase();
+    let words = title.split(|c: char| !c.is_alphanumeric() && c != '.');
+    let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
     let mut name = path.file_stem().unwrap_or_default().to_os_string();
-    name.push("-");
-    name.push(words.collect::<Vec<_>>().join("-"));
-    if let Some(extension) = path.extension() {
-        name.push(".");
-        name.push(extension);
-    }
+    name.push(format!("-{}", words.join("-")));
     path.with_file_name(name)
+        .with_added_extension(path.extension().unwrap_or_default())
 }

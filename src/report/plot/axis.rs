@@ -1,6 +1,7 @@
 //! Axes: their range, their ticks and the tick labels.
 
 use crate::report::words::{fixed, group};
+use std::iter::once;
 
 const MAX_LOG_TICKS: usize = 9;
 
@@ -12,24 +13,32 @@ pub(super) struct Axis {
     /// The first and the last position, which always differ.
     low: f64,
     high: f64,
-    ticks: Vec<(f64, String)>,
+    /// The pixels of these positions.
+    pixels: (f64, f64),
+    /// The values that have ticks, with their labels.
+    pub ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// Returns the axis that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
+    /// Returns the axis between two pixels that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
     /// space at both ends, so that no line touches the frame, but none below zero if no value is negative.
-    pub(super) fn fit(values: impl Iterator<Item = f64>, log: bool, has_room: bool) -> Self {
+    pub fn fit(
+        values: impl Iterator<Item = f64>,
+        log: bool,
+        has_room: bool,
+        pixels: (f64, f64),
+    ) -> Self {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
         values.dedup();
         let ends = [values.first(), values.last()];
         let [first, last] = ends.map(|end| end.map_or(0.0, |value| position(*value, log)));
         // A single value gets an axis around it.
-        let margin = match (first == last, log) {
-            (false, _) => 0.0,
-            (true, true) => 0.5,
-            (true, false) if first == 0.0 => 1.0,
-            (true, false) => first.abs() / 2.0,
+        let margin = match first == last {
+            false => 0.0,
+            true if log => 0.5,
+            true if first == 0.0 => 1.0,
+            true => first.abs() / 2.0,
         };
         let (mut low, mut high) = (first - margin, last + margin);
         if has_room {
@@ -47,19 +56,16 @@ impl Axis {
             log,
             low,
             high,
+            pixels,
             ticks,
         }
     }
 
-    /// Returns the pixel of a value, from the pixels of the axis's first and last position.
-    pub(super) fn pixel(&self, value: f64, first: i32, last: i32) -> i32 {
+    /// Returns the pixel of a value.
+    pub fn pixel(&self, value: f64) -> f64 {
         let share = (position(value, self.log) - self.low) / (self.high - self.low);
-        first + (share * f64::from(last - first)).round() as i32
-    }
-
-    /// Returns the values that have ticks, with their labels.
-    pub(super) fn ticks(&self) -> &[(f64, String)] {
-        &self.ticks
+        let pixel = self.pixels.0 + share * (self.pixels.1 - self.pixels.0);
+        f64::from(pixel.round() as i32) // a number even for NaN
     }
 }
 
@@ -68,95 +74,65 @@ fn position(value: f64, log: bool) -> f64 {
 }
 
 /// Returns ticks at the values themselves if these are few integers and far enough apart (256, 1024, 4096 are more
-/// useful than 100, 1000), else at round numbers.
+/// useful than 100, 1000), else at round numbers, or as on a linear axis if there would be fewer than three.
 fn log_ticks(values: Vec<f64>, low: f64, high: f64) -> Vec<(f64, String)> {
     let apart = (high - low) / (1.5 * MAX_LOG_TICKS as f64);
     let few = (2..=MAX_LOG_TICKS).contains(&values.len());
     let whole = values.iter().all(|value| value.fract() == 0.0);
     let mut pairs = values.windows(2);
     let spread = pairs.all(|pair| pair[1].log10() - pair[0].log10() >= apart);
-    let values = match few && whole && spread {
+    let ticks = match few && whole && spread {
         true => values,
         false => round_numbers(low, high),
     };
-    let named = values.into_iter().map(|value| (value, short(value)));
-    named.collect()
+    match ticks.is_empty() {
+        true => linear_ticks(10f64.powf(low), 10f64.powf(high)),
+        false => ticks.into_iter().map(|t| (t, label(t, t))).collect(),
+    }
 }
 
-/// Returns the most detailed list of round numbers between two logarithms that is still readable: all digits, 1, 2 and
-/// 5, powers of ten, or only some powers of ten.
+/// Returns the most detailed readable list of round numbers between two logarithms: 1, 2 and 5, powers of ten, or only
+/// some of these. It is empty if there are fewer than three.
 fn round_numbers(low: f64, high: f64) -> Vec<f64> {
-    const DIGITS: [&[f64]; 3] = [
-        &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
-        &[1.0, 2.0, 5.0],
-        &[1.0],
-    ];
     let exponents = (low.floor() as i32)..=(high.ceil() as i32);
-    let numbers = |digits: &[f64]| -> Vec<f64> {
-        exponents
-            .clone()
-            .flat_map(|exponent| digits.iter().map(move |digit| digit * 10f64.powi(exponent)))
-            .filter(|number| (low..=high).contains(&number.log10()))
-            .collect()
+    let numbers = |digits: &[f64], stride: usize| -> Vec<f64> {
+        let powers = exponents.clone().map(|exponent| 10f64.powi(exponent));
+        let numbers = powers.flat_map(|power| digits.iter().map(move |digit| digit * power));
+        let inside = numbers.filter(|number| (low..=high).contains(&number.log10()));
+        inside.step_by(stride).collect()
     };
-    let readable = DIGITS
-        .into_iter()
-        .map(numbers)
-        .find(|numbers| numbers.len() <= MAX_LOG_TICKS);
-    match readable {
-        // The range is narrower than a step of the round numbers: label its ends.
-        Some(numbers) if numbers.len() < 2 => vec![10f64.powf(low), 10f64.powf(high)],
-        Some(numbers) => numbers,
-        None => {
-            let powers = numbers(&[1.0]);
-            let stride = powers.len().div_ceil(MAX_LOG_TICKS);
-            powers.into_iter().step_by(stride).collect()
-        }
-    }
+    let powers = (1..=exponents.clone().count()).map(|stride| numbers(&[1.0], stride));
+    let mut lists = once(numbers(&[1.0, 2.0, 5.0], 1)).chain(powers);
+    let readable = lists.find(|numbers| numbers.len() <= MAX_LOG_TICKS);
+    readable
+        .filter(|numbers| numbers.len() > 2)
+        .unwrap_or_default()
 }
 
 /// Returns ticks at multiples of 1, 2 or 5 times a power of ten.
 fn linear_ticks(low: f64, high: f64) -> Vec<(f64, String)> {
     let rough = (high - low) / LINEAR_TICKS;
     let magnitude = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .map(|factor| factor * magnitude)
-        .find(|step| *step >= rough)
-        .unwrap_or(10.0 * magnitude);
+    let steps = [1.0, 2.0, 5.0].map(|factor| factor * magnitude);
+    let step = steps.into_iter().find(|step| *step >= rough);
+    let step = step.unwrap_or(10.0 * magnitude);
     // Adding up steps would accumulate rounding: 0.30000000000000004 for 0.3.
     let first = (low / step).ceil();
     (0..=(2.0 * LINEAR_TICKS) as usize)
         .map(|index| (first + index as f64) * step)
         .take_while(|tick| *tick <= high + step * 1e-9)
-        .map(|tick| (tick, tick_name(tick, step)))
+        .map(|tick| (tick, label(tick, step)))
         .collect()
 }
 
-/// Formats a tick with as many decimals as the step needs; very large and very small ticks get an exponent.
-fn tick_name(tick: f64, step: f64) -> String {
+/// Formats a tick with the decimals down to the first digit of `step`. Very large and very small ticks get an exponent.
+fn label(tick: f64, step: f64) -> String {
     let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
-    match is_plain(tick.abs().max(step)) {
+    match (1e-4..1e7).contains(&tick.abs().max(step)) {
         true => group(&fixed(tick, decimals)),
-        false => format!("{:e}", with_digits(tick, 4)),
+        false => {
+            let digits = format!("{tick:.3e}").parse();
+            format!("{:e}", digits.unwrap_or(tick))
+        }
     }
-}
-
-/// Formats a tick of a logarithmic axis with three digits.
-fn short(value: f64) -> String {
-    match is_plain(value) {
-        true => group(&with_digits(value, 3.max(value.log10() as usize + 1)).to_string()),
-        false => format!("{:e}", with_digits(value, 4)),
-    }
-}
-
-/// Returns whether a number is readable without an exponent.
-fn is_plain(value: f64) -> bool {
-    (1e-4..1e7).contains(&value)
-}
-
-/// Rounds to a number of significant digits.
-fn with_digits(value: f64, digits: usize) -> f64 {
-    let text = format!("{value:.*e}", digits - 1);
-    text.parse().unwrap_or(value)
 }

@@ -1,26 +1,26 @@
 //! Drawing a chart: frame, lines and areas.
 
 use super::axis::Axis;
-use super::{Chart, Series};
-use crate::report::svg::{self, Svg, TEXT};
+use super::{Chart, Series, TimeSpan};
+use crate::report::svg::{Point, Svg, TEXT};
 use crate::report::words::{fixed, group};
 
-pub(super) const WIDTH: i32 = 860;
+pub(super) const WIDTH: f64 = 860.0;
 /// The height of a chart with one line of names above the plot.
-const HEIGHT: i32 = 520;
+const HEIGHT: f64 = 520.0;
 const TITLE_SIZE: i32 = 24;
 const LABEL_SIZE: i32 = 17;
 const TICK_SIZE: i32 = 15;
 /// Heights of the title, of a line of the legend or of names of spans, of the space below the plot, and of a line of
 /// the caption, in pixels.
-const TITLE_HEIGHT: i32 = 44;
-const LINE_HEIGHT: i32 = 24;
-const BOTTOM_HEIGHT: i32 = 62;
-const CAPTION_HEIGHT: i32 = 22;
+const TITLE_HEIGHT: f64 = 44.0;
+const LINE_HEIGHT: f64 = 24.0;
+const BOTTOM_HEIGHT: f64 = 62.0;
+const CAPTION_HEIGHT: f64 = 22.0;
 /// The left edge of the plot, the title and the legend.
-const LEFT: i32 = 90;
-const RIGHT: i32 = WIDTH - 34;
-const MARGIN_TOP: i32 = 10;
+const LEFT: f64 = 90.0;
+const RIGHT: f64 = WIDTH - 34.0;
+const MARGIN_TOP: f64 = 10.0;
 
 /// Colours that remain distinct with red-green colour blindness: those of Okabe and Ito, with grey and purple instead
 /// of black. Lines do not use the grey and the yellow, which are too faint on white.
@@ -43,150 +43,110 @@ const DASHES: [&str; 5] = [
 /// The largest number of points at which a line has markers.
 const MAX_MARKERS: usize = 40;
 
-/// A point in pixels, from the left and from the top.
-type Point = svg::Point<i32>;
-
 /// The area in which values are drawn.
 struct Plot {
-    top: i32,
-    bottom: i32,
+    top: f64,
+    bottom: f64,
     x: Axis,
     y: Axis,
 }
 
 impl Plot {
-    fn x(&self, x: f64) -> i32 {
-        self.x.pixel(x, LEFT, RIGHT)
-    }
-
-    fn point(&self, (x, y): (f64, f64)) -> Point {
-        (self.x(x), self.y.pixel(y, self.bottom, self.top))
-    }
-
     fn points(&self, points: impl IntoIterator<Item = (f64, f64)>) -> Vec<Point> {
-        points.into_iter().map(|point| self.point(point)).collect()
+        let points = points.into_iter();
+        let points = points.map(|(x, y)| (self.x.pixel(x), self.y.pixel(y)));
+        points.collect()
     }
 
     fn draw_axes(&self, svg: &mut Svg, chart: &Chart) {
         let (top, bottom) = (self.top, self.bottom);
-        for (value, name) in self.x.ticks() {
-            let x = self.x(*value);
+        for (value, name) in &self.x.ticks {
+            let x = self.x.pixel(*value);
             svg.line(&[(x, top), (x, bottom)], GRID, 1.0, "");
-            svg.text((x, bottom + 16), TICK_SIZE, "middle", name);
+            svg.text((x, bottom + 16.0), TICK_SIZE, "middle", name);
         }
-        for (value, name) in self.y.ticks() {
-            let y = self.y.pixel(*value, bottom, top);
+        for (value, name) in &self.y.ticks {
+            let y = self.y.pixel(*value);
             svg.line(&[(LEFT, y), (RIGHT, y)], GRID, 1.0, "");
-            svg.text((LEFT - 8, y), TICK_SIZE, "end", name);
+            svg.text((LEFT - 8.0, y), TICK_SIZE, "end", name);
         }
         let corners = [(LEFT, top), (LEFT, bottom), (RIGHT, bottom)];
         svg.line(&corners, FRAME, 1.0, "");
-        let below = ((LEFT + RIGHT) / 2, bottom + 42);
+        let below = (f64::midpoint(LEFT, RIGHT), bottom + 42.0);
         svg.text(below, LABEL_SIZE, "middle", &chart.x_label);
-        svg.text_upwards((14, (top + bottom) / 2), LABEL_SIZE, &chart.y_label);
+        let beside = (14.0, f64::midpoint(top, bottom));
+        svg.text_upwards(beside, LABEL_SIZE, &chart.y_label);
     }
 }
 
-/// The place of a name above the plot.
+/// The place of a span's name above the plot.
 struct Place {
-    left: i32,
+    left: f64,
+    right: f64,
+    /// The line of names, counted from the plot upwards.
     line: i32,
 }
 
 impl Chart {
     /// Draws the chart below `start`, and returns its lower end, both in pixels.
-    pub(super) fn draw(&self, svg: &mut Svg, start: i32) -> i32 {
-        let (x, y) = self.axes();
-        let [legend, spans] = [self.legend(), self.spans_above(&x)];
-        let [legend_lines, span_lines] = [&legend, &spans].map(|places| {
-            let lines = places.iter().map(|place| place.line + 1);
-            LINE_HEIGHT * lines.max().unwrap_or(0)
-        });
-        let names_end = start + TITLE_HEIGHT + legend_lines + span_lines;
-        let end = names_end + HEIGHT - TITLE_HEIGHT;
-        let plot = Plot {
-            top: names_end + MARGIN_TOP,
-            bottom: end - BOTTOM_HEIGHT,
-            x,
-            y,
+    pub(super) fn draw(&self, svg: &mut Svg, start: f64) -> f64 {
+        svg.text((LEFT, start + 22.0), TITLE_SIZE, "start", &self.title);
+        let legend_end = self.draw_legend(svg, start + TITLE_HEIGHT);
+        let points = self.series.iter().flat_map(Series::finite_points);
+        let crosses = self.series.iter().flat_map(|one| one.crosses.clone());
+        let x = points.clone().map(|(x, _)| x).chain(crosses);
+        let x = Axis::fit(x, self.log_x, false, (LEFT, RIGHT));
+        let places = self.span_places(&x);
+        let lines = places.iter().map(|place| place.line + 1);
+        let names_end = legend_end + LINE_HEIGHT * f64::from(lines.max().unwrap_or(0));
+        let mut end = names_end + HEIGHT - TITLE_HEIGHT;
+        let (top, bottom) = (names_end + MARGIN_TOP, end - BOTTOM_HEIGHT);
+        let y: Vec<f64> = match self.stacked {
+            true => vec![0.0, self.peak().1],
+            false => points.map(|(_, y)| y).collect(),
         };
-        svg.text((LEFT, start + 22), TITLE_SIZE, "start", &self.title);
-        self.draw_legend(svg, start + TITLE_HEIGHT, &legend);
+        let y = Axis::fit(y.into_iter(), self.log_y, true, (bottom, top));
+        let plot = Plot { top, bottom, x, y };
         plot.draw_axes(svg, self);
         match self.stacked {
             true => self.draw_areas(svg, &plot),
             false => self.draw_lines(svg, &plot),
         }
-        self.draw_spans(svg, &plot, &spans);
+        self.draw_spans(svg, &plot, &places);
         if self.stacked {
             self.mark_peak(svg, &plot);
         }
-        for (line, text) in (0..).zip(&self.caption) {
-            let at = (LEFT, end + CAPTION_HEIGHT * line);
-            svg.text(at, TICK_SIZE, "start", text);
+        for text in &self.caption {
+            svg.text((LEFT, end), TICK_SIZE, "start", text);
+            end += CAPTION_HEIGHT;
         }
-        end + CAPTION_HEIGHT * self.caption.len() as i32
+        end
     }
 
-    fn axes(&self) -> (Axis, Axis) {
-        let points = self.series.iter().flat_map(Series::finite_points);
-        let crosses = self.series.iter().flat_map(|one| one.crosses.clone());
-        let x = points.clone().map(|(x, _)| x).chain(crosses);
-        let y: Vec<f64> = match self.stacked {
-            true if self.peak().1 > 0.0 => vec![0.0, self.peak().1],
-            true => vec![0.0, 1.0],
-            false => points.map(|(_, y)| y).collect(),
-        };
-        (
-            Axis::fit(x, self.log_x, false),
-            Axis::fit(y.into_iter(), self.log_y, true),
-        )
-    }
-
-    /// Returns the place of each series in the legend, which is empty if no series has a name.
-    fn legend(&self) -> Vec<Place> {
-        let has_names = self.series.iter().any(|one| !one.name.is_empty());
-        let (mut left, mut line) = (LEFT, 0);
-        let places = self.series.iter().filter(|_| has_names).map(|series| {
-            let characters = self.legend_name(series).chars().count();
-            let width = self.sample_width() + 30 + characters as i32 * 9;
+    /// Draws the legend below `top` if a series has a name, and returns its lower end.
+    fn draw_legend(&self, svg: &mut Svg, top: f64) -> f64 {
+        if self.series.iter().all(|one| one.name.is_empty()) {
+            return top;
+        }
+        let sample = if self.stacked { 14.0 } else { 32.0 };
+        let (mut left, mut middle) = (LEFT, top + LINE_HEIGHT / 2.0);
+        for (index, series) in self.series.iter().enumerate() {
+            let has_data = series.finite_points().next().is_some();
+            let name = series.name.clone() + if has_data { "" } else { " (no data)" };
+            let width = sample + 30.0 + 9.0 * name.chars().count() as f64;
             if left > LEFT && left + width > WIDTH {
-                (left, line) = (LEFT, line + 1);
+                (left, middle) = (LEFT, middle + LINE_HEIGHT);
             }
-            left += width;
-            let left = left - width;
-            Place { left, line }
-        });
-        places.collect()
-    }
-
-    fn legend_name(&self, series: &Series) -> String {
-        match series.finite_points().next() {
-            None => format!("{} (no data)", series.name),
-            Some(_) => series.name.clone(),
-        }
-    }
-
-    /// The width of a line or an area in the legend, in pixels.
-    fn sample_width(&self) -> i32 {
-        if self.stacked { 14 } else { 32 }
-    }
-
-    fn draw_legend(&self, svg: &mut Svg, top: i32, places: &[Place]) {
-        for (index, place) in places.iter().enumerate() {
-            let middle = top + LINE_HEIGHT * place.line + LINE_HEIGHT / 2;
-            let (left, right) = (place.left, place.left + self.sample_width());
             if self.stacked {
-                let [above, below] = [middle - 7, middle + 7];
-                let corners = [(left, above), (right, above), (right, below), (left, below)];
-                svg.area(&corners, self.colour(index));
+                svg.square((left, middle), sample, self.colour(index));
             } else {
-                self.draw_line(svg, index, &[(left, middle), (right, middle)]);
-                self.mark(svg, index, ((left + right) / 2, middle));
+                self.draw_line(svg, index, &[(left, middle), (left + sample, middle)]);
+                self.mark(svg, index, (left + sample / 2.0, middle));
             }
-            let name = self.legend_name(&self.series[index]);
-            svg.text((right + 8, middle), LABEL_SIZE, "start", &name);
+            svg.text((left + sample + 8.0, middle), LABEL_SIZE, "start", &name);
+            left += width;
         }
+        middle + LINE_HEIGHT / 2.0
     }
 
     fn draw_lines(&self, svg: &mut Svg, plot: &Plot) {
@@ -197,9 +157,12 @@ impl Chart {
             for cross in &series.crosses {
                 let earlier = self.series[..index].iter();
                 let above = earlier.filter(|other| other.crosses.contains(cross));
-                let (x, y) = (plot.x(*cross), plot.top + 12 + 14 * above.count() as i32);
-                for slope in [-5, 5] {
-                    let ends = [(x - 5, y - slope), (x + 5, y + slope)];
+                let (x, y) = (
+                    plot.x.pixel(*cross),
+                    plot.top + 12.0 + 14.0 * above.count() as f64,
+                );
+                for slope in [-5.0, 5.0] {
+                    let ends = [(x - 5.0, y - slope), (x + 5.0, y + slope)];
                     svg.line(&ends, self.colour(index), 2.0, "");
                 }
             }
@@ -225,22 +188,24 @@ impl Chart {
         for index in 0..self.series.len() {
             let above = self.sums(index + 1);
             // Along the area's top in steps, and back along its bottom.
-            let outline = steps(&above).chain(steps(&below).rev());
+            let outline = steps(&above)
+                .into_iter()
+                .chain(steps(&below).into_iter().rev());
             svg.area(&plot.points(outline), self.colour(index));
             below = above;
         }
     }
 
     fn mark_peak(&self, svg: &mut Svg, plot: &Plot) {
-        let peak = self.peak();
-        let at = plot.point(peak);
-        let (side, anchor) = match 2 * at.0 > LEFT + RIGHT {
-            true => (-8, "end"),
-            false => (8, "start"),
+        let (x, sum) = self.peak();
+        let (x, y) = (plot.x.pixel(x), plot.y.pixel(sum));
+        let (side, anchor) = match 2.0 * x > LEFT + RIGHT {
+            true => (-8.0, "end"),
+            false => (8.0, "start"),
         };
-        svg.marker(at, TEXT);
-        let label = format!("peak {}", group(&fixed(peak.1, 1)));
-        svg.text((at.0 + side, at.1 - 8), TICK_SIZE, anchor, &label);
+        svg.marker((x, y), TEXT);
+        let label = format!("peak {}", group(&fixed(sum, 1)));
+        svg.text((x + side, y - 8.0), TICK_SIZE, anchor, &label);
     }
 
     /// Returns the sums of the lowest `count` areas.
@@ -259,37 +224,38 @@ impl Chart {
 
     /// Places the name of each span: on the lowest line if the span is wide enough for it, else on a line above,
     /// connected to the span by a line.
-    fn spans_above(&self, x: &Axis) -> Vec<Place> {
-        let mut taken: Vec<(i32, i32, i32)> = Vec::new(); // (line, start, end) of each name, in pixels
-        let places = self.spans.iter().map(|span| {
-            let width = 8 * span.name.chars().count() as i32;
-            let [from, to] = [span.from, span.to].map(|edge| edge_pixel(x, edge));
-            let left = ((from + to - width) / 2).min(RIGHT - width).max(LEFT);
+    fn span_places(&self, x: &Axis) -> Vec<Place> {
+        let mut places: Vec<Place> = Vec::new();
+        for span in &self.spans {
+            let width = 8.0 * span.name.chars().count() as f64;
+            let [from, to] = edges(span, x);
+            let left = f64::midpoint(from, to - width);
+            let left = left.min(RIGHT - width).max(LEFT);
+            let right = left + width;
             let is_free = |line: &i32| {
-                let mut taken = taken.iter().filter(|(other, ..)| other == line);
-                taken.all(|(_, start, end)| left + width + 8 < *start || *end + 8 < left)
+                let mut others = places.iter().filter(|other| other.line == *line);
+                others.all(|other| right + 8.0 < other.left || other.right + 8.0 < left)
             };
             let line = match to - from > width {
                 true => 0,
                 false => (1..).find(is_free).unwrap_or(1),
             };
-            taken.push((line, left, left + width));
-            Place { left, line }
-        });
-        places.collect()
+            places.push(Place { left, right, line });
+        }
+        places
     }
 
     fn draw_spans(&self, svg: &mut Svg, plot: &Plot, places: &[Place]) {
         for (span, place) in self.spans.iter().zip(places) {
-            let edges = [span.from, span.to].map(|edge| edge_pixel(&plot.x, edge));
-            for x in edges {
+            let [from, to] = edges(span, &plot.x);
+            for x in [from, to] {
                 svg.line(&[(x, plot.top), (x, plot.bottom)], TEXT, 1.0, "");
             }
-            let middle = plot.top - 4 - LINE_HEIGHT * place.line - LINE_HEIGHT / 2;
+            let middle = plot.top - 4.0 - LINE_HEIGHT * (f64::from(place.line) + 0.5);
             svg.text((place.left, middle), TICK_SIZE, "start", &span.name);
             if place.line > 0 {
-                let x = (edges[0] + edges[1]) / 2;
-                let ends = [(x, middle + LINE_HEIGHT / 2 - 2), (x, plot.top)];
+                let x = f64::midpoint(from, to);
+                let ends = [(x, middle + LINE_HEIGHT / 2.0 - 2.0), (x, plot.top)];
                 svg.line(&ends, FRAME, 1.0, "");
             }
         }
@@ -310,14 +276,14 @@ impl Chart {
     }
 }
 
-/// Returns the pixel of a span's edge, within the plot.
-fn edge_pixel(x: &Axis, edge: f64) -> i32 {
-    x.pixel(edge, LEFT, RIGHT).clamp(LEFT, RIGHT)
+/// Returns the pixels of a span's edges, within the plot.
+fn edges(span: &TimeSpan, x: &Axis) -> [f64; 2] {
+    [span.from, span.to].map(|edge| x.pixel(edge).clamp(LEFT, RIGHT))
 }
 
 /// Returns the corners of steps through points, each of which holds until the next x.
-fn steps(points: &[(f64, f64)]) -> impl DoubleEndedIterator<Item = (f64, f64)> {
-    let before = points.iter().take(1).chain(points);
-    let pairs = points.iter().zip(before).collect::<Vec<_>>().into_iter();
-    pairs.flat_map(|(own, before)| [(own.0, before.1), *own])
+fn steps(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let pairs = points.windows(2);
+    let corners = pairs.flat_map(|pair| [pair[0], (pair[1].0, pair[0].1)]);
+    corners.chain(points.last().copied()).collect()
 }

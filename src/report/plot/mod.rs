@@ -1,21 +1,5 @@
 //! Charts as SVG or PNG: lines (time over sequence length, loss over steps) and stacked areas (memory over time).
 //!
-//! ```
-//! use tallow::report::plot::{self, Chart, Series};
-//!
-//! let chart = |title: &str, points: Vec<(f64, f64)>| Chart {
-//!     title: title.into(),
-//!     x_label: "step".into(),
-//!     series: vec![Series::new("run", points)],
-//!     ..Default::default()
-//! };
-//! let loss = chart("Loss", vec![(0.0, 9.2), (1.0, 7.5), (2.0, 6.9)]);
-//! let rate = chart("Learning rate", vec![(0.0, 0.0), (1.0, 1e-3), (2.0, 9e-4)]);
-//! let svg = plot::to_svg(&[loss, rate])?; // one below the other
-//! assert!(svg.contains("Learning rate"));
-//! # Ok::<(), tallow::Error>(())
-//! ```
-//!
 //! SVG files keep text as text, drawn in the viewer's sans-serif font. PNG files are rendered with a font compiled into
 //! this crate. The colours remain distinct with red-green colour blindness; when they run out, lines are dashed.
 
@@ -74,7 +58,13 @@ pub struct TimeSpan {
 /// ```
 /// use tallow::report::plot::{self, Chart, Series, TimeSpan};
 ///
-/// let chart = Chart {
+/// let loss = Chart {
+///     title: "Loss".into(),
+///     x_label: "step".into(),
+///     series: vec![Series::new("run", vec![(0.0, 9.2), (1.0, 7.5), (2.0, 6.9)])],
+///     ..Default::default()
+/// };
+/// let memory = Chart {
 ///     title: "A step".into(),
 ///     x_label: "time (ms)".into(),
 ///     y_label: "alive (MiB)".into(),
@@ -87,7 +77,8 @@ pub struct TimeSpan {
 ///     caption: vec!["tiny, batch 4".into()],
 ///     ..Default::default()
 /// };
-/// assert!(plot::to_svg(&[chart])?.contains("peak 7.0"));
+/// let svg = plot::to_svg(&[loss, memory])?; // one below the other
+/// assert!(svg.contains("Loss") && svg.contains("peak 7.0"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -126,7 +117,7 @@ pub fn to_svg(charts: &[Chart]) -> Result<String> {
     if charts.is_empty() {
         return Err(Error::Plot("a figure needs a chart".into()));
     }
-    let (mut svg, mut end) = (Svg::new(draw::WIDTH), 0);
+    let (mut svg, mut end) = (Svg::new(draw::WIDTH), 0.0);
     for chart in charts {
         let refused = |problem| Error::Plot(format!("chart {:?}: {problem}", chart.title));
         chart.check().map_err(refused)?;
@@ -148,9 +139,9 @@ impl Chart {
     /// Returns the reason why the chart cannot be drawn as an error.
     fn check(&self) -> std::result::Result<(), String> {
         if self.stacked && !self.can_be_stacked() {
-            let needs =
-                "finite values from 0 on a linear axis, over the same ascending x, not all equal";
-            return Err(format!("areas need {needs}"));
+            return Err(
+                "areas need finite values from 0 on a linear axis, over the same ascending x, not all equal".into(),
+            );
         }
         for series in &self.series {
             for (x, y) in series.finite_points() {
@@ -173,7 +164,7 @@ impl Chart {
     }
 
     fn can_be_stacked(&self) -> bool {
-        let x = |series: &Series| -> Vec<f64> { series.points.iter().map(|(x, _)| *x).collect() };
+        let x = |area: &Series| -> Vec<f64> { area.points.iter().map(|(x, _)| *x).collect() };
         let first = self.series.first().map(x).unwrap_or_default();
         let is_ascending = first.is_sorted() && first.iter().all(|x| x.is_finite());
         let is_height = |(_, y): &(f64, f64)| y.is_finite() && *y >= 0.0;

@@ -85,6 +85,21 @@ fn points_stand_where_their_values_say() {
     assert!((share - 9.0 / 99.0).abs() < 0.01, "{linear:?}");
 }
 
+/// Between 1003 and 1009 there is no round number of a logarithmic axis, and one or two would not show the scale.
+#[test]
+fn a_narrow_logarithmic_axis_has_the_ticks_of_a_linear_one() {
+    let svg = svg(Chart {
+        log_y: true,
+        series: vec![Series::new("", vec![(1.0, 1003.0), (2.0, 1009.0)])],
+        ..Default::default()
+    });
+    let svg = svg.unwrap();
+    let texts = svg_texts(&svg);
+    for tick in ["1,004", "1,006", "1,008"] {
+        assert!(texts.contains(&tick), "{tick} in {texts:?}");
+    }
+}
+
 #[test]
 fn many_lines_stay_distinguishable_and_long_lines_have_no_markers() {
     let series = |k: usize| Series::new(format!("line {k}"), vec![(0.0, k as f64), (1.0, 2.0)]);
