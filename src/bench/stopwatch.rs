@@ -139,48 +139,86 @@ impl<'a> Stopwatch<'a> {
             ));
         }
         let budget_ms = self.time_budget_ms.unwrap_or(f64::INFINITY);
+        let mut timing = Timing::default();
         let mut spent_ms = 0.0;
-        let warmup_ms = self.run(true, self.warmup_steps, &mut work, |done, ms| {
-            spent_ms += ms;
-            done >= 1 && spent_ms >= WARMUP_SHARE * budget_ms
-        })?;
-        let samples_ms = self.run(false, steps, &mut work, |done, ms| {
-            spent_ms += ms;
-            done >= LEAST_STEPS && spent_ms >= budget_ms
-        })?;
-        Ok(Timing {
-            samples_ms,
-            warmup_ms,
-        })
-    }
-
-    /// Runs up to `count` steps. After each one, `enough` gets the number of steps so far and the last one's time in
-    /// ms.
-    fn run<T, E: Into<Error>>(
-        &mut self,
-        warmup: bool,
-        count: usize,
-        work: &mut impl FnMut() -> std::result::Result<T, E>,
-        mut enough: impl FnMut(usize, f64) -> bool,
-    ) -> Result<Vec<f64>> {
-        let mut times_ms = Vec::new();
-        for index in 0..count {
-            let (result, ms) = time_once(&self.device, &mut *work)?;
-            drop(result);
-            times_ms.push(ms);
-            if let Some(on_step) = &mut self.on_step {
-                let step = Step {
-                    warmup,
-                    index,
-                    count,
-                };
-                on_step(step, ms);
-            }
-            if enough(index + 1, ms) {
-                break;
+        for (warmup, count, least, limit_ms) in [
+            (true, self.warmup_steps, 1, WARMUP_SHARE * budget_ms),
+            (false, steps, LEAST_STEPS, budget_ms),
+        ] {
+            let times_ms = match warmup {
+                true => &mut timing.warmup_ms,
+                false => &mut timing.samples_ms,
+            };
+            for index in 0..count {
+                if index >= least && spent_ms >= limit_ms {
+                    break;
+                }
+                let (result, ms) = time_once(&self.device, &mut work)?;
+                drop(result);
+                times_ms.push(ms);
+                spent_ms += ms;
+                if let Some(on_step) = &mut self.on_step {
+                    let step = Step {
+                        warmup,
+                        index,
+                        count,
+                    };
+                    on_step(step, ms);
+                }
             }
         }
-        Ok(times_ms)
+        Ok(timing)
+    }
+
+    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then
+    /// `steps` times. Its result is dropped outside the measured time.
+    ///
+    /// Each phase is timed on its own, never as a difference. So no time can be negative, and noise in one phase does
+    /// not affect another. The device is synchronized before and after each phase.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use tallow::bench::Stopwatch;
+    ///
+    /// let device = Device::Cpu;
+    /// let x = Tensor::ones((64, 64), DType::F32, &device)?;
+    /// let laps = Stopwatch::new(&device).warmup(1).measure_phases(3, |lap| {
+    ///     let y = lap.time("product", || x.matmul(&x))?;
+    ///     lap.time("sum", || y.sum_all())?;
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(laps.phases[0].0, "product");
+    /// assert_eq!(laps.whole.samples_ms.len(), 3);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`measure`](Self::measure).
+    pub fn measure_phases<T>(
+        &mut self,
+        steps: usize,
+        mut step: impl FnMut(&mut Lap<'_>) -> Result<T>,
+    ) -> Result<LapTimings> {
+        let device = self.device.clone();
+        let mut laps = Vec::new();
+        let whole = self.measure(steps, || {
+            let _step = probe::step();
+            let mut lap = Lap::new(&device);
+            let value = step(&mut lap)?;
+            laps.push(lap.phases);
+            Ok::<_, Error>(value)
+        })?;
+        let mut phases: Vec<(&'static str, Timing)> = Vec::new();
+        for (i, lap) in laps.into_iter().enumerate() {
+            for (phase, ms) in lap {
+                let timing = entry(&mut phases, phase);
+                match i < whole.warmup_ms.len() {
+                    true => timing.warmup_ms.push(ms),
+                    false => timing.samples_ms.push(ms),
+                }
+            }
+        }
+        Ok(LapTimings { phases, whole })
     }
 }
 
@@ -297,57 +335,4 @@ pub(super) fn settled_meter(device: &Device, is_in_half: bool) -> Result<Meter> 
     let meter = Meter::new(device);
     meter.settle()?;
     Ok(meter)
-}
-
-impl Stopwatch<'_> {
-    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then
-    /// `steps` times. Its result is dropped outside the measured time.
-    ///
-    /// Each phase is timed on its own, never as a difference. So no time can be negative, and noise in one phase does
-    /// not affect another. The device is synchronized before and after each phase.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use tallow::bench::Stopwatch;
-    ///
-    /// let device = Device::Cpu;
-    /// let x = Tensor::ones((64, 64), DType::F32, &device)?;
-    /// let laps = Stopwatch::new(&device).warmup(1).measure_phases(3, |lap| {
-    ///     let y = lap.time("product", || x.matmul(&x))?;
-    ///     lap.time("sum", || y.sum_all())?;
-    ///     Ok(())
-    /// })?;
-    /// assert_eq!(laps.phases[0].0, "product");
-    /// assert_eq!(laps.whole.samples_ms.len(), 3);
-    /// # Ok::<(), tallow::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Those of [`measure`](Self::measure).
-    pub fn measure_phases<T>(
-        &mut self,
-        steps: usize,
-        mut step: impl FnMut(&mut Lap<'_>) -> Result<T>,
-    ) -> Result<LapTimings> {
-        let device = self.device.clone();
-        let mut laps = Vec::new();
-        let whole = self.measure(steps, || {
-            let _step = probe::step();
-            let mut lap = Lap::new(&device);
-            let value = step(&mut lap)?;
-            laps.push(lap.phases);
-            Ok::<_, Error>(value)
-        })?;
-        let mut phases: Vec<(&'static str, Timing)> = Vec::new();
-        for (i, lap) in laps.into_iter().enumerate() {
-            for (phase, ms) in lap {
-                let timing = entry(&mut phases, phase);
-                match i < whole.warmup_ms.len() {
-                    true => timing.warmup_ms.push(ms),
-                    false => timing.samples_ms.push(ms),
-                }
-            }
-        }
-        Ok(LapTimings { phases, whole })
-    }
 }

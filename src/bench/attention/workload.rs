@@ -1,5 +1,6 @@
 //! The workloads of attention benchmarks: attention alone, and the layer around it.
 
+use super::AttentionResult;
 use crate::Result;
 use crate::attention::{AttentionConfig, Mask};
 use crate::bench::Execution;
@@ -9,7 +10,6 @@ use crate::memory::{
     planned_attention_breakdown, planned_self_attention_breakdown, self_attention_breakdown,
 };
 use crate::nn::{self, Layer, seeded};
-use crate::report::Fields;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 
@@ -60,19 +60,33 @@ impl AttentionTask {
         }
     }
 
-    /// Returns the sizes, each with its field.
-    pub fn sizes(&self) -> [(&'static str, usize); 4] {
+    /// Returns a result with the labels of the task.
+    pub(super) fn labels(&self) -> AttentionResult {
         let attention = self.attention();
-        let width = match self {
-            Self::Alone(own) => ("head_dim", own.head_dim),
-            Self::Layer(layer) => ("d_model", layer.d_model),
+        let labels = AttentionResult {
+            batch_size: attention.batch_size,
+            heads: attention.heads,
+            context_length: attention.sequence_length,
+            mask: attention.mask.to_string(),
+            dtype: attention.dtype.as_str(),
+            precision: attention.dtype.as_str(),
+            ..Default::default()
         };
-        [
-            ("batch_size", attention.batch_size),
-            ("heads", attention.heads),
-            ("sequence_length", attention.sequence_length),
-            width,
-        ]
+        match self {
+            Self::Alone(own) => AttentionResult {
+                head_dim: Some(own.head_dim),
+                documents: (own.documents > 1).then_some(own.documents),
+                composed_bytes: Some(own.composed_bytes()),
+                ..labels
+            },
+            Self::Layer(layer) => AttentionResult {
+                d_model: Some(layer.d_model),
+                dtype: layer.dtype.as_str(),
+                precision: layer.precision.name(),
+                autocast: layer.precision.policy().map(|_| layer.precision.name()),
+                ..labels
+            },
+        }
     }
 
     /// Returns the task with this T, or for a layer with heads of this width.
@@ -150,25 +164,6 @@ impl AttentionTask {
             Self::Alone(own) => prepare_alone(own, seed, execution, device),
             Self::Layer(layer) => prepare_layer(layer, seed, execution, device),
         }
-    }
-
-    /// Returns the fields of each row in addition to the sizes.
-    pub(super) fn labels(&self) -> Fields {
-        let mut row = Fields::new();
-        row.insert("mask", self.attention().mask.to_string());
-        match self {
-            Self::Alone(own) => {
-                row.insert("documents", (own.documents > 1).then_some(own.documents));
-                row.insert("dtype", own.dtype.as_str());
-                row.insert("composed_bytes", own.composed_bytes());
-            }
-            Self::Layer(layer) => {
-                let region = layer.precision.policy().map(|_| layer.precision.name());
-                row.insert("dtype", layer.dtype.as_str());
-                row.insert("autocast", region);
-            }
-        }
-        row
     }
 }
 
