@@ -180,10 +180,8 @@ impl Flags {
         let limits = grid::limits(&runs[..all.len()], &device);
         let mut rows = Vec::new();
         for m in &all {
-            rows.extend(m.result.rows()?);
+            rows.extend(m.rows()?);
         }
-        let mut tables = measured::tables(&all)?.into_iter();
-        let first = tables.next().unwrap_or_default();
         let mut notes = measured::notes(&all);
         notes.extend(words::out_of_memory(&rows));
         notes.extend(sweep.note());
@@ -196,8 +194,7 @@ impl Flags {
             answers: answers::answers(&all, &limits),
             rows,
             notes,
-            details: tables.collect(),
-            ..first
+            ..measured::table(&all)?
         };
         let published = self.output.publish(&report);
         if let Some(path) = &self.plot {

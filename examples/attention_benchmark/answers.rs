@@ -34,7 +34,7 @@ pub fn answers(all: &[Measured], limits: &[Measured]) -> Vec<Answer> {
 
 /// Returns the limit whose terms are shown: naive's, if there is one.
 pub fn to_account_for(limits: &[Measured]) -> Option<&Measured> {
-    let naive = limits.iter().find(|m| m.result.implementation == NAIVE);
+    let naive = limits.iter().find(|m| m.implementation == NAIVE);
     naive.or(limits.first())
 }
 
@@ -43,10 +43,7 @@ pub fn out_of_memory(all: &[Measured], limits: &[Measured]) -> String {
     let mut parts = Vec::new();
     for (name, own) in grouped(all, |m| m.name()) {
         let out: Vec<_> = own.iter().filter(|m| m.is_oom()).collect();
-        if let Some(first) = out
-            .iter()
-            .min_by_key(|m| (m.result.context_length, m.width()))
-        {
+        if let Some(first) = out.iter().min_by_key(|m| (m.context_length, m.width())) {
             let (count, of, size) = (out.len(), own.len(), first.size());
             parts.push(format!(
                 "{name} at {count} of {of} sizes, the smallest {size}"
@@ -59,9 +56,9 @@ pub fn out_of_memory(all: &[Measured], limits: &[Measured]) -> String {
     };
     if let Some(first) = limits.first() {
         let doubled = if first.is_layer() { "the width D" } else { "T" };
-        let available = format_mib(first.result.available_bytes.unwrap_or_default());
+        let available = format_mib(first.available_bytes.unwrap_or_default());
         let limits = limits.iter().filter_map(|limit| {
-            let needed = format_mib(limit.result.breakdown.as_ref()?.peak_bytes());
+            let needed = format_mib(limit.breakdown.as_ref()?.peak_bytes());
             Some(format!("{} at {} ({needed})", limit.name(), limit.size()))
         });
         text += &format!(
@@ -75,13 +72,13 @@ pub fn out_of_memory(all: &[Measured], limits: &[Measured]) -> String {
 
 /// Lists the terms of a size that does not fit.
 pub fn accounting(limit: &Measured) -> Option<String> {
-    let breakdown = limit.result.breakdown.as_ref()?;
+    let breakdown = limit.breakdown.as_ref()?;
     let mut text = format!("{} attention with {breakdown}.", limit.name());
     if let Some(part) = breakdown.terms.iter().max_by_key(|part| part.bytes) {
         let percent = 100.0 * part.bytes as f64 / breakdown.peak_bytes() as f64;
         text += &format!(" The largest term is {} ({percent:.0}%).", part.name);
     }
-    if let (NAIVE, Some(bytes)) = (limit.result.implementation, limit.result.composed_bytes) {
+    if let (NAIVE, Some(bytes)) = (limit.implementation, limit.composed_bytes) {
         text += &format!(
             " If scores and probabilities are separate tensors, as in PyTorch, these and the output have 2BHT^2 + \
              BHTDh elements: {}.",
@@ -104,17 +101,17 @@ pub fn saved_memory(all: &[Measured], limits: &[Measured]) -> Option<String> {
     for (name, mut own) in grouped(timed, |m| m.name()) {
         let widest = own.iter().max_by_key(|m| m.width())?.named_width();
         own.retain(|m| m.named_width() == widest);
-        own.sort_by_key(|m| m.result.context_length);
+        own.sort_by_key(|m| m.context_length);
         let law = |of: fn(&Measured) -> Option<f64>| {
             let points = own.iter();
-            let points = points.filter_map(|m| Some((m.result.context_length as f64, of(m)?)));
+            let points = points.filter_map(|m| Some((m.context_length as f64, of(m)?)));
             PowerLaw::fit(&points.collect::<Vec<_>>())
         };
-        let memory = law(|m| Some(m.result.memory?.before_backward_bytes as f64));
+        let memory = law(|m| Some(m.memory?.before_backward_bytes as f64));
         let time = law(|m| Some(m.times(BOTH)?.mean_ms));
         if let ([from, .., to], true) = (&own[..], memory.or(time).is_some()) {
             let (memory, time) = (exponent(memory), exponent(time));
-            let [from, to] = [from, to].map(|m| m.result.context_length);
+            let [from, to] = [from, to].map(|m| m.context_length);
             laws += &format!(" {name}: memory {memory}, time {time}, {widest}, T {from} to {to}.");
         }
     }
@@ -124,7 +121,7 @@ pub fn saved_memory(all: &[Measured], limits: &[Measured]) -> Option<String> {
         text += " Unclear: no power of T fits; longer sequences would decide.";
     }
     if let Some(limit) = to_account_for(limits) {
-        let terms = limit.result.breakdown.iter().flat_map(|b| &b.terms);
+        let terms = limit.breakdown.iter().flat_map(|b| &b.terms);
         let is_quadratic =
             |part: &&Term| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
         if let Some(part) = terms.into_iter().find(is_quadratic) {
@@ -144,12 +141,12 @@ type Pair<'m> = (&'m Measured, &'m Measured);
 
 /// Compares the memory that flash attention and naive hold before backward, at the largest size of both.
 pub fn eliminated(all: &[Measured]) -> Option<String> {
-    let flash = all.iter().filter(|m| m.result.implementation == "flash");
+    let flash = all.iter().filter(|m| m.implementation == "flash");
     let flash = flash.filter(|m| !m.is_layer());
     let mut pairs: Vec<Pair> = flash.filter_map(|m| Some((m.baseline(all)?, m))).collect();
-    pairs.sort_by_key(|(_, m)| Reverse((m.result.context_length, m.width())));
+    pairs.sort_by_key(|(_, m)| Reverse((m.context_length, m.width())));
     let held = pairs.iter().find_map(|(naive, m)| {
-        let bytes = |m: &Measured| Some(m.result.memory?.before_backward_bytes);
+        let bytes = |m: &Measured| Some(m.memory?.before_backward_bytes);
         let (flash, naive) = (bytes(m)?, bytes(naive)?);
         let less = match flash < naive {
             true => format!("{:.0}% less.", 100.0 * (1.0 - flash as f64 / naive as f64)),
@@ -181,8 +178,8 @@ pub fn eliminated(all: &[Measured]) -> Option<String> {
 /// Returns an answer for each other implementation: its times and memory against naive's, over all sizes and at the
 /// shortest and the longest T; of several variants, the mean of each.
 pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
-    let others = all.iter().filter(|m| m.result.implementation != NAIVE);
-    let answers = grouped(others, |m| m.result.implementation).into_iter();
+    let others = all.iter().filter(|m| m.implementation != NAIVE);
+    let answers = grouped(others, |m| m.implementation).into_iter();
     let answers = answers.map(|(implementation, own)| {
         let mut parts = Vec::new();
         for (variant, pairs) in grouped(timed(own, |m| m.baseline(all)), |(_, m)| &m.variant) {
@@ -191,7 +188,7 @@ pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
                 continue;
             }
             parts.push(by_phase(&pairs));
-            let mut by_length = grouped(pairs, |(_, m)| m.result.context_length);
+            let mut by_length = grouped(pairs, |(_, m)| m.context_length);
             by_length.sort_by_key(|(length, _)| *length);
             if let [shortest, .., longest] = &by_length[..] {
                 let parts_at = [shortest, longest]
@@ -208,10 +205,8 @@ pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
 /// Compares every other precision with the first, for each implementation.
 pub fn precisions(all: &[Measured]) -> Option<String> {
     let first = all.first()?.result.precision;
-    let others = all.iter().filter(|m| m.result.precision != first);
-    let pairs = timed(others, |m| {
-        m.counterpart(all, m.result.implementation, first)
-    });
+    let others = all.iter().filter(|m| m.precision != first);
+    let pairs = timed(others, |m| m.counterpart(all, m.implementation, first));
     let parts = grouped(pairs, |(_, m)| m.name()).into_iter();
     let parts = parts.map(|(name, pairs)| format!("{name} {}", by_phase(&pairs)));
     explained(&format!("against {first}, "), &parts.collect::<Vec<_>>())

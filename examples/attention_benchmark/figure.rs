@@ -17,7 +17,7 @@ pub fn figure(all: &[Measured], mut caption: Vec<String>) -> Vec<Chart> {
         for (width, _) in &widths {
             for (name, own) in &names {
                 let own = || own.iter().filter(|m| m.named_width() == *width);
-                let x = |m: &Measured| m.result.context_length as f64;
+                let x = |m: &Measured| m.context_length as f64;
                 series.push(Series {
                     name: format!("{name}, {width}"),
                     points: own().filter_map(|m| Some((x(m), of(m)?))).collect(),

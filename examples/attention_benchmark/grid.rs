@@ -138,9 +138,9 @@ pub fn limits(runs: &[Run], device: &Device) -> Vec<Measured> {
     });
     let smallest = |(_, own): (String, Vec<Measured>)| {
         own.into_iter().min_by_key(|limit| {
-            let breakdown = limit.result.breakdown.as_ref();
+            let breakdown = limit.breakdown.as_ref();
             let bytes = breakdown.map(MemoryBreakdown::peak_bytes);
-            (limit.result.context_length, bytes)
+            (limit.context_length, bytes)
         })
     };
     let by_name = grouped(limits, Measured::name).into_iter();

@@ -1,6 +1,7 @@
 //! The result of each run, and the tables of them.
 
-use super::words::{grouped, speedup_cell};
+use super::words::speedup_cell;
+use std::ops::Deref;
 use tallow::Result;
 use tallow::bench::{AttentionResult, AttentionStatus};
 use tallow::report::{Column, Fields, Report, Speedup, Statistics};
@@ -19,25 +20,30 @@ pub struct Measured {
     pub variant: String,
 }
 
+impl Deref for Measured {
+    type Target = AttentionResult;
+
+    fn deref(&self) -> &AttentionResult {
+        &self.result
+    }
+}
+
 impl Measured {
     /// Returns the implementation with its variant, if it has one.
     pub fn name(&self) -> String {
         match self.variant.is_empty() {
-            true => self.result.implementation.into(),
-            false => format!("{} ({})", self.result.implementation, self.variant),
+            true => self.implementation.into(),
+            false => format!("{} ({})", self.implementation, self.variant),
         }
     }
 
     pub fn is_layer(&self) -> bool {
-        self.result.d_model.is_some()
+        self.d_model.is_some()
     }
 
     /// Returns the width of a head, or of the layer.
     pub fn width(&self) -> usize {
-        let AttentionResult {
-            head_dim, d_model, ..
-        } = self.result;
-        d_model.or(head_dim).unwrap_or_default()
+        self.d_model.or(self.head_dim).unwrap_or_default()
     }
 
     /// Returns the width with its letter, such as `d 64`.
@@ -48,11 +54,11 @@ impl Measured {
 
     /// Returns the size, such as `T 4096, d 64`.
     pub fn size(&self) -> String {
-        format!("T {}, {}", self.result.context_length, self.named_width())
+        format!("T {}, {}", self.context_length, self.named_width())
     }
 
     pub fn is_oom(&self) -> bool {
-        self.result.status == AttentionStatus::OutOfMemory
+        self.status == AttentionStatus::OutOfMemory
     }
 
     /// Returns the run of `implementation` and `precision` that has this size and number of heads.
@@ -62,27 +68,26 @@ impl Measured {
         implementation: &str,
         precision: &str,
     ) -> Option<&'m Self> {
+        let size = |m: &Self| (m.context_length, m.width(), m.heads);
         all.iter().find(|other| {
-            let (own, other) = (&self.result, &other.result);
-            (other.implementation, other.precision) == (implementation, precision)
-                && (other.context_length, other.heads) == (own.context_length, own.heads)
-                && (other.head_dim, other.d_model) == (own.head_dim, own.d_model)
+            (other.implementation, other.precision, size(other))
+                == (implementation, precision, size(self))
         })
     }
 
     /// Returns naive attention of the same precision, size and number of heads.
     pub fn baseline<'m>(&self, all: &'m [Self]) -> Option<&'m Self> {
-        self.counterpart(all, NAIVE, self.result.precision)
+        self.counterpart(all, NAIVE, self.precision)
     }
 
     /// Returns the times of a phase.
     pub fn times(&self, phase: usize) -> Option<&Statistics> {
-        Some(&self.result.times.get(phase)?.statistics)
+        Some(&self.times.get(phase)?.statistics)
     }
 
     /// Returns the peak of forward and backward.
     pub fn peak_bytes(&self) -> Option<u64> {
-        Some(self.result.memory?.peak_bytes[BOTH])
+        Some(self.memory?.peak_bytes[BOTH])
     }
 
     /// Returns how many times as fast a phase is as that of `before`.
@@ -99,14 +104,14 @@ impl Measured {
     /// Returns the phases side by side. A run that was not measured shows its status as the time of forward.
     fn line(&self, all: &[Self]) -> Result<Fields> {
         let naive = self.baseline(all);
-        let mut line = self.result.rows()?.pop().unwrap_or_default();
+        let mut line = self.rows()?.pop().unwrap_or_default();
         line.insert("forward", line.get("status").cloned());
         for (i, phase) in AttentionResult::PHASES.into_iter().enumerate() {
             let times = self.times(i);
             if let Some(times) = times {
                 line.insert(phase, times.to_string());
             }
-            let cell = match self.result.implementation == NAIVE {
+            let cell = match self.implementation == NAIVE {
                 true => times.map(|_| 1.0).into(),
                 false => speedup_cell(naive.and_then(|naive| self.speedup_over(naive, i))),
             };
@@ -118,125 +123,90 @@ impl Measured {
     }
 }
 
-/// Returns a table of each variant, then one of a layer's memory.
-pub fn tables(all: &[Measured]) -> Result<Vec<Report>> {
+/// Returns the table of all runs: its columns and lines. A layer's memory is shown in more detail.
+pub fn table(all: &[Measured]) -> Result<Report> {
     let is_layer = all.iter().any(Measured::is_layer);
-    let mut tables = Vec::new();
-    for (variant, own) in grouped(all, |m| &m.variant) {
-        let lines = own.iter().map(|m| m.line(all));
-        tables.push(Report {
-            title: match variant.is_empty() {
-                true => String::new(),
-                false => format!("Attention, {variant}"),
-            },
-            columns: columns(is_layer),
-            shown_rows: lines.collect::<Result<_>>()?,
-            ..Default::default()
-        });
-    }
-    if is_layer {
-        let lines = all.iter().map(|m| m.line(all));
-        let note = "model is the weights and the input. After backward the gradients are alive and what forward saved \
-                    is freed.";
-        tables.push(Report {
-            title: "Memory of the layer".into(),
-            columns: memory_columns(),
-            shown_rows: lines.collect::<Result<_>>()?,
-            notes: vec![note.into()],
-            ..Default::default()
-        });
-    }
-    Ok(tables)
-}
-
-/// Returns the columns that tell rows apart.
-fn labels(is_layer: bool) -> Vec<Column> {
-    let (width, letter) = match is_layer {
-        true => ("d_model", "D"),
-        false => ("head_dim", "d"),
+    let memory = |key: &str, title| Column::mib(key, title).group("Memory");
+    let alive = |key: &str, title| Column::mib(key, title).group("Alive after");
+    let added = |key: &str, title| Column::mib(key, title).group("Added by");
+    let speedup = |phase: &str, title| {
+        Column::number(format!("{phase} speed-up"), title, "", 2).group("Speed-up")
     };
-    vec![
+    let width = match is_layer {
+        true => Column::text("d_model", "D"),
+        false => Column::text("head_dim", "d"),
+    };
+    let mut columns = vec![
         Column::text("batch_size", "B"),
-        Column::text(width, letter),
+        width,
         Column::text("context_length", "T"),
         Column::text("implementation", "Attention"),
         Column::text("precision", "Precision"),
         Column::text("heads", "Heads"),
-    ]
-}
-
-/// Returns the columns of the main table. A layer's memory has its own.
-fn columns(is_layer: bool) -> Vec<Column> {
-    let speedup = |phase: &str, title| {
-        Column::number(format!("{phase} speed-up"), title, "", 2).group("Speed-up")
-    };
-    let mut columns = labels(is_layer);
-    columns.extend([
         Column::ms("forward", "Forward"),
         Column::ms("backward", "Backward"),
         Column::ms("forward+backward", "F+B"),
         speedup("forward+backward", "F+B"),
-        Column::mib("before_backward_bytes", "before B").group("Memory"),
-        Column::mib("peak_bytes", "peak").group("Memory"),
+        memory("before_backward_bytes", "before B"),
+        memory("peak_bytes", "peak"),
         Column::number("saved_percent", "saved", "%", 1).group("Memory"),
         speedup("forward", "F"),
         speedup("backward", "B"),
         Column::text("status", "Status"),
         Column::count("n", "n"),
-    ]);
-    columns.retain(|column| !is_layer || column.key != "before_backward_bytes");
-    columns
-}
-
-/// Returns the columns of a layer's memory.
-fn memory_columns() -> Vec<Column> {
-    let alive = |key: &str, title: &str| Column::mib(key, title).group("Alive after");
-    let added = |key: &str, title: &str| Column::mib(key, title).group("Added by");
-    let mut columns = labels(true);
-    columns.extend([
-        alive("model_bytes", "model"),
-        alive("model_forward_bytes", "forward"),
-        alive("model_forward_backward_bytes", "backward"),
-        added("forward_bytes", "forward"),
-        added("backward_bytes", "backward"),
-        Column::mib("peak_bytes", "peak"),
-    ]);
-    columns
+    ];
+    if is_layer {
+        columns.retain(|column| column.key != "before_backward_bytes");
+        columns.extend([
+            alive("model_bytes", "model"),
+            alive("model_forward_bytes", "forward"),
+            alive("model_forward_backward_bytes", "backward"),
+            added("forward_bytes", "forward"),
+            added("backward_bytes", "backward"),
+        ]);
+    }
+    let lines = all.iter().map(|m| m.line(all));
+    Ok(Report {
+        columns,
+        shown_rows: lines.collect::<Result<_>>()?,
+        ..Default::default()
+    })
 }
 
 /// Returns notes on the columns, and on the runs that were not measured or in fewer steps than requested.
 pub fn notes(all: &[Measured]) -> Vec<String> {
-    let mut notes = vec![
+    let is_planned = |m: &Measured| m.implementation.starts_with("planned");
+    let memory = match all.iter().any(Measured::is_layer) {
+        true => {
+            "Model is the weights and the input. After backward the gradients are alive and what forward saved is \
+             freed."
+        }
+        false => {
+            "Memory before B is what is allocated between forward and backward, inputs included; of planned \
+             attention, what backward still reads."
+        }
+    };
+    let planned = "Planned attention is compiled for its shape before it runs. Its peak includes the plan's whole buffer.";
+    let columns = [
         "Times are mean ± standard deviation. Speed-up is naive's mean over the row's; unclear: its spread is too large \
          for a ratio. Forward keeps what backward needs.",
         "Peak is the largest amount of memory in a step; saved is how far it is below naive's.",
+        memory,
     ];
-    if !all.iter().any(Measured::is_layer) {
-        notes.push(
-            "Memory before B is what is allocated between forward and backward, inputs included; of planned attention, \
-             what backward still reads.",
-        );
-    }
-    if all
-        .iter()
-        .any(|m| m.result.implementation.starts_with("planned"))
-    {
-        notes.push(
-            "Planned attention is compiled for its shape before it runs. Its peak includes the plan's whole buffer.",
-        );
-    }
-    let mut notes: Vec<String> = notes.into_iter().map(String::from).collect();
-    for AttentionResult {
-        status,
-        reason,
-        iterations,
-        ..
-    } in all.iter().map(|m| &m.result)
-    {
-        let reason = reason.as_deref().unwrap_or_default();
-        let note = match status {
+    let planned = all.iter().any(is_planned).then_some(planned);
+    let mut notes: Vec<String> = columns
+        .into_iter()
+        .chain(planned)
+        .map(String::from)
+        .collect();
+    for m in all {
+        let reason = m.reason.as_deref().unwrap_or_default();
+        let note = match m.status {
             AttentionStatus::Ok if !reason.is_empty() => {
-                format!("Some rows have fewer than {iterations} steps: the time budget ended them.")
+                format!(
+                    "Some rows have fewer than {} steps: the time budget ended them.",
+                    m.iterations
+                )
             }
             AttentionStatus::Ok | AttentionStatus::OutOfMemory => continue,
             AttentionStatus::Unsupported => format!("unsupported: {reason}."),

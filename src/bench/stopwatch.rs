@@ -5,6 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use candle_core::Device;
+use indexmap::IndexMap;
 use serde::Serialize;
 
 use crate::compile::PhaseTimes;
@@ -208,16 +209,17 @@ impl<'a> Stopwatch<'a> {
             laps.push(lap.phases);
             Ok::<_, Error>(value)
         })?;
-        let mut phases: Vec<(&'static str, Timing)> = Vec::new();
+        let mut phases = IndexMap::<_, Timing>::new();
         for (i, lap) in laps.into_iter().enumerate() {
             for (phase, ms) in lap {
-                let timing = entry(&mut phases, phase);
+                let timing = phases.entry(phase).or_default();
                 match i < whole.warmup_ms.len() {
                     true => timing.warmup_ms.push(ms),
                     false => timing.samples_ms.push(ms),
                 }
             }
         }
+        let phases = phases.into_iter().collect();
         Ok(LapTimings { phases, whole })
     }
 }
@@ -260,26 +262,19 @@ pub struct LapTimings {
 impl LapTimings {
     pub(super) fn join(&mut self, later: Self) {
         for (phase, timing) in later.phases {
-            entry(&mut self.phases, phase).append(timing);
+            match self.phases.iter_mut().find(|(known, _)| *known == phase) {
+                Some((_, earlier)) => earlier.append(timing),
+                None => self.phases.push((phase, timing)),
+            }
         }
         self.whole.append(later.whole);
     }
 }
 
-/// Returns the value of a phase, adding a default one if the phase has none.
-fn entry<'p, T: Default>(phases: &'p mut Vec<(&'static str, T)>, phase: &'static str) -> &'p mut T {
-    let known = phases.iter().position(|(name, _)| *name == phase);
-    let place = known.unwrap_or_else(|| {
-        phases.push((phase, T::default()));
-        phases.len() - 1
-    });
-    &mut phases[place].1
-}
-
 /// A step in progress, which times its phases.
 pub struct Lap<'a> {
     device: &'a Device,
-    phases: Vec<(&'static str, f64)>,
+    phases: IndexMap<&'static str, f64>,
 }
 
 impl<'a> Lap<'a> {
@@ -287,7 +282,7 @@ impl<'a> Lap<'a> {
     pub(super) fn new(device: &'a Device) -> Self {
         Self {
             device,
-            phases: Vec::with_capacity(3),
+            phases: IndexMap::with_capacity(3),
         }
     }
 
@@ -304,27 +299,20 @@ impl<'a> Lap<'a> {
             let _range = probe::phase(phase);
             time_once(self.device, work)?
         };
-        self.add(phase, ms);
+        *self.phases.entry(phase).or_default() += ms;
         Ok(value)
-    }
-
-    /// Adds a time of a phase that was measured elsewhere.
-    fn add(&mut self, phase: &'static str, ms: f64) {
-        *entry(&mut self.phases, phase) += ms;
     }
 
     /// Adds the times of a planned step's phases, except those that are 0.
     pub(super) fn add_phases(&mut self, times: Option<PhaseTimes>) {
         let times = times.unwrap_or_default();
-        for (phase, ms) in [
+        let phases = [
             ("forward", times.forward_ms),
             ("backward", times.backward_ms),
             ("optimizer", times.optimizer_ms),
-        ] {
-            if ms > 0.0 {
-                self.add(phase, ms);
-            }
-        }
+        ];
+        self.phases
+            .extend(phases.into_iter().filter(|(_, ms)| *ms > 0.0));
     }
 }
 

@@ -82,7 +82,10 @@ impl AttentionTask {
             Self::Layer(layer) => AttentionResult {
                 d_model: Some(layer.d_model),
                 dtype: layer.dtype.as_str(),
-                precision: layer.precision.name(),
+                precision: match layer.dtype {
+                    DType::F64 => labels.precision,
+                    _ => layer.precision.name(),
+                },
                 autocast: layer.precision.policy().map(|_| layer.precision.name()),
                 ..labels
             },
