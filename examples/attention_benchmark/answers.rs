@@ -34,8 +34,7 @@ pub fn answers(all: &[Measured], limits: &[Measured]) -> Vec<Answer> {
 
 /// Returns the limit whose terms are shown: naive's, if there is one.
 pub fn to_account_for(limits: &[Measured]) -> Option<&Measured> {
-    let naive = limits.iter().find(|m| m.implementation == NAIVE);
-    naive.or(limits.first())
+    limits.iter().min_by_key(|m| m.implementation != NAIVE)
 }
 
 /// Counts the sizes that did not fit, and names the first that would not.
@@ -124,12 +123,10 @@ pub fn saved_memory(all: &[Measured], limits: &[Measured]) -> Option<String> {
         let terms = limit.breakdown.iter().flat_map(|b| &b.terms);
         let is_quadratic =
             |part: &&Term| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
-        if let Some(part) = terms.into_iter().find(is_quadratic) {
+        if let Some(Term { name, formula, .. }) = terms.into_iter().find(is_quadratic) {
+            let implementation = limit.name();
             text += &format!(
-                " {} saves {}, {} elements: where this term dominates, memory is quadratic in T.",
-                limit.name(),
-                part.name,
-                part.formula
+                " {implementation} saves {name}, {formula} elements: where this term dominates, memory is quadratic in T."
             );
         }
     }
@@ -145,34 +142,35 @@ pub fn eliminated(all: &[Measured]) -> Option<String> {
     let flash = flash.filter(|m| !m.is_layer());
     let mut pairs: Vec<Pair> = flash.filter_map(|m| Some((m.baseline(all)?, m))).collect();
     pairs.sort_by_key(|(_, m)| Reverse((m.context_length, m.width())));
+    let mut text = String::from(
+        "Not to save any (T, T) matrix. Flash attention computes scores and probabilities tile by tile, and again in \
+         backward.",
+    );
     let held = pairs.iter().find_map(|(naive, m)| {
         let bytes = |m: &Measured| Some(m.memory?.before_backward_bytes);
-        let (flash, naive) = (bytes(m)?, bytes(naive)?);
+        Some((m.size(), bytes(m)?, bytes(naive)?))
+    });
+    if let Some((size, flash, naive)) = &held {
         let less = match flash < naive {
-            true => format!("{:.0}% less.", 100.0 * (1.0 - flash as f64 / naive as f64)),
+            true => format!(
+                "{:.0}% less.",
+                100.0 * (1.0 - *flash as f64 / *naive as f64)
+            ),
             false => "no less. Longer sequences would show the difference.".into(),
         };
-        let (flash, naive) = (format_mib(flash), format_mib(naive));
+        let [flash, naive] = [*flash, *naive].map(format_mib);
+        text += &format!(" At {size} it holds {flash} before backward, naive {naive}: {less}");
+    }
+    let beyond = pairs
+        .iter()
+        .find(|(naive, m)| naive.is_oom() && m.times(BOTH).is_some());
+    if let Some((_, m)) = beyond {
+        let peak = m.peak_bytes().map_or("unknown".into(), format_mib);
         let size = m.size();
-        Some(format!(
-            " At {size} it holds {flash} before backward, naive {naive}: {less}"
-        ))
-    });
-    let beyond = pairs.iter().find_map(|(naive, m)| {
-        let peak = format_mib(m.peak_bytes().filter(|_| naive.is_oom())?);
-        let size = m.size();
-        Some(format!(
-            " It ran at {size} with a peak of {peak}, where naive runs out of memory."
-        ))
-    });
-    let found: Vec<String> = [held, beyond].into_iter().flatten().collect();
-    (!found.is_empty()).then(|| {
-        format!(
-            "Not to save any (T, T) matrix. Flash attention computes scores and probabilities tile by tile, and again \
-             in backward.{}",
-            found.concat()
-        )
-    })
+        text +=
+            &format!(" It ran at {size} with a peak of {peak}, where naive runs out of memory.");
+    }
+    (held.is_some() || beyond.is_some()).then_some(text)
 }
 
 /// Returns an answer for each other implementation: its times and memory against naive's, over all sizes and at the
@@ -191,9 +189,9 @@ pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
             let mut by_length = grouped(pairs, |(_, m)| m.context_length);
             by_length.sort_by_key(|(length, _)| *length);
             if let [shortest, .., longest] = &by_length[..] {
-                let parts_at = [shortest, longest]
-                    .map(|(length, pairs)| format!("at T {length} {}", by_phase(pairs)));
-                parts.extend(parts_at);
+                for (length, pairs) in [shortest, longest] {
+                    parts.push(format!("at T {length} {}", by_phase(pairs)));
+                }
             }
         }
         let question = format!("How does {implementation} compare with naive attention?");
@@ -225,14 +223,11 @@ fn timed<'m>(
 /// Joins comparisons into a paragraph that explains its words; `None` if there are none.
 fn explained(start: &str, parts: &[String]) -> Option<String> {
     let parts = (!parts.is_empty()).then(|| parts.join("; "))?;
-    let unclear = if parts.contains("unclear") {
-        UNCLEAR
-    } else {
-        ""
-    };
-    Some(format!(
-        "Speed-ups, geometric means over the sizes: {start}{parts}.{unclear}"
-    ))
+    let mut text = format!("Speed-ups, geometric means over the sizes: {start}{parts}.");
+    if text.contains("unclear") {
+        text += UNCLEAR;
+    }
+    Some(text)
 }
 
 /// `forward 1.08x, backward 1.23x, together 1.13x with 6% more peak memory`.

@@ -6,7 +6,7 @@ use crate::attention::{Algorithm, flash};
 use crate::backward::backward_from_ones;
 use crate::report::format_mib;
 use crate::{Error, Result, hardware};
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 mod result;
 mod workload;
@@ -188,26 +188,33 @@ impl AttentionRun {
     /// Returns why the algorithm or the execution does not support the task.
     fn unsupported(&self, device: &Device) -> Option<String> {
         let attention = self.task.attention();
-        let (head_dim, most) = (attention.head_dim, flash::MAX_HEAD_DIM);
-        let multiple = 16 / attention.dtype.size_in_bytes();
+        let (is_plannable, rule) = match &self.task {
+            AttentionTask::Alone(own) => (
+                matches!(own.dtype, DType::F32 | DType::BF16 | DType::F16),
+                "attention is planned in f32, bf16 or f16",
+            ),
+            AttentionTask::Layer(layer) => (
+                layer.dtype == DType::F32,
+                "a layer is planned with weights in f32",
+            ),
+        };
         let is_planned = self.execution == Execution::Planned;
-        let (is_plannable, rule) = self.task.is_plannable();
         if is_planned && (!is_plannable || device.is_metal()) {
             return Some(format!("{rule}, on the CPU or a CUDA GPU"));
         }
-        match attention.algorithm {
-            Algorithm::Flash if head_dim > most => Some(format!(
-                "flash takes heads of at most {most}, not {head_dim}"
-            )),
-            Algorithm::Flash
-                if is_planned && device.is_cuda() && !head_dim.is_multiple_of(multiple) =>
-            {
-                Some(format!(
-                    "flash planned on a GPU takes heads of a multiple of {multiple}, not {head_dim}"
-                ))
+        let (head_dim, most) = (attention.head_dim, flash::MAX_HEAD_DIM);
+        let multiple = match is_planned && device.is_cuda() {
+            true => 16 / attention.dtype.size_in_bytes(),
+            false => 1,
+        };
+        let wants = match attention.algorithm {
+            Algorithm::Flash if head_dim > most => format!("flash takes heads of at most {most}"),
+            Algorithm::Flash if !head_dim.is_multiple_of(multiple) => {
+                format!("flash planned on a GPU takes heads of a multiple of {multiple}")
             }
-            _ => None,
-        }
+            _ => return None,
+        };
+        Some(format!("{wants}, not {head_dim}"))
     }
 
     /// Returns the times of the phases, and the memory if it is counted.

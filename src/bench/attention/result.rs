@@ -30,8 +30,6 @@ pub struct AttentionResult {
     pub documents: Option<usize>,
     /// The dtype of inputs and weights.
     pub dtype: &'static str,
-    /// The name of a layer's autocast region.
-    pub autocast: Option<&'static str>,
     /// [`AttentionWorkload::composed_bytes`](crate::memory::AttentionWorkload::composed_bytes) of attention alone.
     pub composed_bytes: Option<u64>,
     /// Steps before the measured ones.

@@ -2,7 +2,7 @@
 
 use super::AttentionResult;
 use crate::Result;
-use crate::attention::{AttentionConfig, Mask};
+use crate::attention::Mask;
 use crate::bench::Execution;
 use crate::compile::{self, Batch, StepConfig};
 use crate::memory::{
@@ -86,7 +86,6 @@ impl AttentionTask {
                     DType::F64 => labels.precision,
                     _ => layer.precision.name(),
                 },
-                autocast: layer.precision.policy().map(|_| layer.precision.name()),
                 ..labels
             },
         }
@@ -99,20 +98,6 @@ impl AttentionTask {
             Self::Layer(layer) => layer.d_model = size.saturating_mul(layer.heads),
         }
         self
-    }
-
-    /// Returns whether it can be planned in its dtype, and the rule in words.
-    pub(super) fn is_plannable(&self) -> (bool, &'static str) {
-        match self {
-            Self::Alone(own) => (
-                matches!(own.dtype, DType::F32 | DType::BF16 | DType::F16),
-                "attention is planned in f32, bf16 or f16",
-            ),
-            Self::Layer(layer) => (
-                layer.dtype == DType::F32,
-                "a layer is planned with weights in f32",
-            ),
-        }
     }
 
     /// Predicts the memory. A size too large to be planned is too large eagerly too.
@@ -176,7 +161,9 @@ fn prepare_alone(
     execution: Execution,
     device: &Device,
 ) -> Result<Pass> {
-    let (config, algorithm) = (config_on(own, device)?, own.algorithm);
+    let (mut config, algorithm) = (own.config()?, own.algorithm);
+    let first_keys = config.first_keys.map(|keys| keys.to_device(device));
+    config.first_keys = first_keys.transpose()?;
     let builder = seeded(seed, own.dtype, device);
     let shape = (own.batch_size, own.heads, own.sequence_length, own.head_dim);
     let draw = |name| Var::from_tensor(&builder.get_with_hints(shape, name, INIT)?);
@@ -219,15 +206,6 @@ fn prepare_layer(
         layer.forward(&inputs.get("x")?)
     })?;
     Pass::planned(step, [("x", &x)].into(), d_output)
-}
-
-/// Returns the workload's configuration with its tensors on `device`.
-fn config_on(workload: &AttentionWorkload, device: &Device) -> Result<AttentionConfig> {
-    let mut config = workload.config()?;
-    if let Some(first_keys) = &mut config.first_keys {
-        *first_keys = first_keys.to_device(device)?;
-    }
-    Ok(config)
 }
 
 /// Returns how many pairs of query and key a mask leaves.
