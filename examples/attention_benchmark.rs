@@ -19,15 +19,14 @@ use common::effects::{self, Effect, only};
 use common::precision::PrecisionFlags;
 use common::values::TimeBudget;
 use common::{Common, Output, Sweep, rates, values, words};
-use grid::Implementation;
 use measured::Measured;
-use serde_json::Value;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::attention::Mask;
-use tallow::bench::Sampling;
+use tallow::attention::{Algorithm, Mask};
+use tallow::bench::{AttentionRun, Execution};
+use tallow::hardware;
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report, format_mib, plot};
 
@@ -43,13 +42,13 @@ struct Flags {
     /// naive, flash, planned, planned-flash; several
     #[arg(
         long,
-        value_enum,
+        value_parser = grid::implementation(),
         num_args = 1..,
         value_delimiter = ',',
         default_value = "naive,flash",
         value_name = "NAME"
     )]
-    compare: Vec<Implementation>,
+    compare: Vec<(Algorithm, Execution)>,
 
     /// Sequences in a batch
     #[arg(long, default_value_t = 8, value_name = "N")]
@@ -68,7 +67,7 @@ struct Flags {
     num_heads: Vec<usize>,
 
     /// Let queries see keys up to their position only
-    #[arg(long)]
+    #[arg(long, conflicts_with = "module")]
     causal: bool,
 
     /// Let queries see N keys up to their position
@@ -151,12 +150,6 @@ impl Flags {
                 self.module || are_dtypes,
                 &["precision"],
             ),
-            only("with --module", self.module, &["d-model"]),
-            only(
-                "without --module, which is causal",
-                !self.module,
-                &["causal"],
-            ),
             only(
                 "where lengths, widths or the time budget are left at their default",
                 has_default,
@@ -169,63 +162,61 @@ impl Flags {
         self.output.check_with([&self.plot])?;
         let device = self.common.device()?;
         let precisions = self.precision.precisions();
-        let sampling = self.sampling(&device);
+        let base = self.base(&device);
         let rates = rates::of_precisions(&device, &precisions)?;
-        let (_, letter) = measured::width(self.module);
-        let mut runs = self.runs(&precisions, &sampling);
-        for run in &mut runs {
-            let rate = rates.as_ref();
-            let rate = rate.and_then(|rates| rates.matmul_rate(run.precision.dtype()));
-            run.run.sampling.peak_flops = rate;
-        }
+        let runs = self.runs(&base, &precisions, rates.as_ref());
         let mut sweep = Sweep::new(runs.len())?;
         let mut all = Vec::new();
         for run in &runs {
-            if !sweep.begins(run.title()) {
+            if !sweep.begins(&run.title) {
                 break;
             }
-            all.extend(Measured::of(run.rows(&device)?, run.variant.clone()));
+            all.push(Measured {
+                result: run.run.run(&device, |_, _| ())?,
+                variant: run.variant.clone(),
+            });
         }
 
         let limits = grid::limits(&runs[..all.len()], &device);
-        let rows: Vec<Fields> = all.iter().flat_map(|m| m.rows.clone()).collect();
-        let mut tables = measured::tables(&all, self.module).into_iter();
-        let first = tables.next().unwrap_or_default();
-        let mut notes = measured::notes(&all, self.module, self.sampling.steps);
+        let mut rows = Vec::new();
+        for m in &all {
+            rows.extend(m.rows()?);
+        }
+        let mut notes = measured::notes(&all);
         notes.extend(words::out_of_memory(&rows));
         notes.extend(sweep.note());
-        let mut configuration = self.configuration(&sampling, &precisions);
+        let mut configuration = self.configuration(&base, &precisions);
         let rates = rates.as_ref().map(|rates| rates.to_string());
         configuration.insert("measured rates", rates);
         let report = Report {
             environment: self.common.environment(&device),
             configuration,
-            answers: answers::answers(&all, &limits, letter),
+            answers: answers::answers(&all, &limits),
             rows,
             notes,
-            details: tables.collect(),
-            ..first
+            ..measured::table(&all)?
         };
         let published = self.output.publish(&report);
         if let Some(path) = &self.plot {
-            let charts = figure::figure(&all, letter, self.caption(&report));
+            let charts = figure::figure(&all, self.caption(&device, &precisions));
             plot::save(&charts, path)?;
             common::wrote(path);
         }
         published
     }
 
-    fn sampling(&self, device: &Device) -> Sampling {
+    /// Returns a run with the steps and limits of the flags.
+    fn base(&self, device: &Device) -> AttentionRun {
         let flags = &self.sampling;
         let default_ms = if flags.full { 60_000.0 } else { 5_000.0 };
         let time_budget = flags.time_budget_ms;
         // On the CPU a sixth is left: the allocator keeps some of the pages that earlier runs freed.
         let usable_bytes = || {
-            let bytes = tallow::hardware::available_bytes_on(device)?;
+            let bytes = hardware::available_bytes_on(device)?;
             Some(bytes - if device.is_cpu() { bytes / 6 } else { 0 })
         };
         let limit_bytes = flags.memory_limit_gib.map(common::gib_bytes);
-        Sampling {
+        AttentionRun {
             warmup_steps: flags.warmup_steps,
             iterations: flags.steps,
             time_budget_ms: time_budget.map_or(Some(default_ms), |TimeBudget(ms)| ms),
@@ -243,42 +234,46 @@ impl Flags {
         }
     }
 
-    fn configuration(&self, sampling: &Sampling, precisions: &[Precision]) -> Fields {
-        let what = match self.module {
+    /// Returns what is measured, in words.
+    fn subject(&self) -> &'static str {
+        match self.module {
             true => "causal self-attention with q, k, v and output projections, no positions",
             false => "attention on q, k, v (B, H, T, d), inputs of standard deviation 1",
-        };
-        let names: Vec<&str> = precisions.iter().map(|one| one.name()).collect();
-        let budget = sampling.time_budget_ms.map(|ms| format!("{ms} ms"));
+        }
+    }
+
+    fn configuration(&self, base: &AttentionRun, precisions: &[Precision]) -> Fields {
+        let budget = base.time_budget_ms.map(|ms| format!("{ms} ms"));
         let mut fields = Fields::new();
-        fields.insert("measured", what);
-        fields.insert("mask", self.mask().to_string());
-        fields.insert("documents", (self.documents > 1).then_some(self.documents));
-        fields.insert("precision", names.join(", "));
-        fields.insert("warm-up steps", sampling.warmup_steps);
-        fields.insert("steps", sampling.iterations);
-        fields.insert("time budget", budget);
-        fields.insert("memory limit", sampling.available_bytes.map(format_mib));
+        fields
+            .insert("measured", self.subject())
+            .insert("mask", self.mask().to_string())
+            .insert("documents", (self.documents > 1).then_some(self.documents))
+            .insert("precision", names(precisions))
+            .insert("warm-up steps", base.warmup_steps)
+            .insert("steps", base.iterations)
+            .insert("time budget", budget)
+            .insert("memory limit", base.available_bytes.map(format_mib));
         fields
     }
 
     /// Returns the lines below the picture: what was measured, and where.
-    fn caption(&self, report: &Report) -> Vec<String> {
-        let text = |fields: &Fields, key: &str| match fields.get(key) {
-            Some(Value::String(text)) => text.clone(),
-            other => other.map_or(String::new(), Value::to_string),
-        };
-        let of = |key: &str| text(&report.configuration, key);
+    fn caption(&self, device: &Device, precisions: &[Precision]) -> Vec<String> {
         let heads = match (&self.num_heads[..], self.module) {
             ([], true) => "of width 64 at most".into(),
             ([], false) => "1".into(),
             (heads, _) => format!("{heads:?}").replace(['[', ']'], ""),
         };
-        let (batch, mask, precision) = (self.batch_size, of("mask"), of("precision"));
-        let [device, hardware] = ["device", "hardware"].map(|key| text(&report.environment, key));
+        let (batch, mask, precision) = (self.batch_size, self.mask(), names(precisions));
+        let (name, hardware) = (hardware::device_name(device), hardware::description(device));
         vec![
-            of("measured"),
-            format!("B {batch}, heads {heads}, mask {mask}, {precision}; {device}: {hardware}"),
+            self.subject().into(),
+            format!("B {batch}, heads {heads}, mask {mask}, {precision}; {name}: {hardware}"),
         ]
     }
+}
+
+fn names(precisions: &[Precision]) -> String {
+    let names: Vec<&str> = precisions.iter().map(|one| one.name()).collect();
+    names.join(", ")
 }

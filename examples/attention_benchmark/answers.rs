@@ -1,58 +1,51 @@
 //! Answers to the handout's questions on attention, from the figures.
 
 use super::measured::{BOTH, Measured, NAIVE};
-use super::words::{UNCLEAR, geometric_mean, grouped, mean_speedup};
-use tallow::bench::Limit;
+use super::words::{UNCLEAR, answered, geometric_mean, grouped, mean_speedup};
+use std::cmp::Reverse;
 use tallow::memory::{MemoryKind, Term};
 use tallow::report::{Answer, PowerLaw, format_mib};
 
 /// Returns the answers to all questions that the figures have something to say about. `limits` are the first sizes that
-/// do not fit, each with its implementation; `letter` is the width's.
-pub fn answers(all: &[Measured], limits: &[(String, Limit)], letter: &str) -> Vec<Answer> {
-    let mut answers = Vec::new();
-    for (question, answer) in [
+/// do not fit, one of each implementation.
+pub fn answers(all: &[Measured], limits: &[Measured]) -> Vec<Answer> {
+    let mut answers = answered([
         (
             "At what size does attention run out of memory?",
-            Some(out_of_memory(all, limits, letter)),
+            Some(out_of_memory(all, limits)),
         ),
         (
             "What uses the memory at such a size?",
-            to_account_for(limits).map(|(name, limit)| accounting(name, limit, letter)),
+            to_account_for(limits).and_then(accounting),
         ),
         (
             "How does the memory saved for backward change with the sequence length?",
-            saved_memory(all, limits, letter),
+            saved_memory(all, limits),
         ),
-        (
-            "What would eliminate this memory cost?",
-            eliminated(all).filter(|_| letter == "d"),
-        ),
-    ] {
-        answers.extend(answer.map(|answer| Answer::new(question, answer)));
-    }
+        ("What would eliminate this memory cost?", eliminated(all)),
+    ]);
     answers.extend(compared_with_naive(all));
-    let question = "What does half precision change?";
-    answers.extend(precisions(all).map(|answer| Answer::new(question, answer)));
+    answers.extend(answered([(
+        "What does half precision change?",
+        precisions(all),
+    )]));
     answers
 }
 
 /// Returns the limit whose terms are shown: naive's, if there is one.
-pub fn to_account_for(limits: &[(String, Limit)]) -> Option<&(String, Limit)> {
-    let mut naive = limits.iter();
-    let naive = naive.find(|(_, limit)| limit.implementation == NAIVE);
-    naive.or(limits.first())
+pub fn to_account_for(limits: &[Measured]) -> Option<&Measured> {
+    limits.iter().min_by_key(|m| m.implementation != NAIVE)
 }
 
 /// Counts the sizes that did not fit, and names the first that would not.
-pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str) -> String {
+pub fn out_of_memory(all: &[Measured], limits: &[Measured]) -> String {
     let mut parts = Vec::new();
     for (name, own) in grouped(all, |m| m.name()) {
         let out: Vec<_> = own.iter().filter(|m| m.is_oom()).collect();
-        if let Some(first) = out.iter().min_by_key(|m| (m.context_length, m.width)) {
-            let (count, of, length, width) =
-                (out.len(), own.len(), first.context_length, first.width);
+        if let Some(first) = out.iter().min_by_key(|m| (m.context_length, m.width())) {
+            let (count, of, size) = (out.len(), own.len(), first.size());
             parts.push(format!(
-                "{name} at {count} of {of} sizes, the smallest T {length}, {letter} {width}"
+                "{name} at {count} of {of} sizes, the smallest {size}"
             ));
         }
     }
@@ -60,13 +53,12 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
         true => format!("No run did, of {}.", all.len()),
         false => format!("Out of memory: {}.", parts.join("; ")),
     };
-    if let Some((_, first)) = limits.first() {
-        let available = format_mib(first.available_bytes);
-        let doubled = if letter == "D" { "the width D" } else { "T" };
-        let limits = limits.iter().map(|(name, limit)| {
-            let (length, width) = (limit.attention.sequence_length, limit.width);
-            let needed = format_mib(limit.breakdown.peak_bytes());
-            format!("{name} at T {length}, {letter} {width} ({needed})")
+    if let Some(first) = limits.first() {
+        let doubled = if first.is_layer() { "the width D" } else { "T" };
+        let available = format_mib(first.available_bytes.unwrap_or_default());
+        let limits = limits.iter().filter_map(|limit| {
+            let needed = format_mib(limit.breakdown.as_ref()?.peak_bytes());
+            Some(format!("{} at {} ({needed})", limit.name(), limit.size()))
         });
         text += &format!(
             " If {doubled} is doubled until the predicted peak exceeds the {available} that may be used, the first \
@@ -78,62 +70,63 @@ pub fn out_of_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str)
 }
 
 /// Lists the terms of a size that does not fit.
-pub fn accounting(name: &str, limit: &Limit, letter: &str) -> String {
-    let breakdown = &limit.breakdown;
-    let mut text = format!("{name} attention with {breakdown}.");
+pub fn accounting(limit: &Measured) -> Option<String> {
+    let breakdown = limit.breakdown.as_ref()?;
+    let mut text = format!("{} attention with {breakdown}.", limit.name());
     if let Some(part) = breakdown.terms.iter().max_by_key(|part| part.bytes) {
         let percent = 100.0 * part.bytes as f64 / breakdown.peak_bytes() as f64;
         text += &format!(" The largest term is {} ({percent:.0}%).", part.name);
     }
-    if limit.implementation == NAIVE && letter == "d" {
+    if let (NAIVE, Some(bytes)) = (limit.implementation, limit.composed_bytes) {
         text += &format!(
             " If scores and probabilities are separate tensors, as in PyTorch, these and the output have 2BHT^2 + \
              BHTDh elements: {}.",
-            format_mib(limit.attention.composed_bytes())
+            format_mib(bytes)
         );
     }
-    text
+    Some(text)
 }
 
 /// Says how memory before backward and time grow with T, at the largest width that each implementation was measured at;
 /// `None` where none was at three lengths.
-pub fn saved_memory(all: &[Measured], limits: &[(String, Limit)], letter: &str) -> Option<String> {
+pub fn saved_memory(all: &[Measured], limits: &[Measured]) -> Option<String> {
     let exponent = |law: Option<PowerLaw>| match law {
         Some(law) if law.fits() => format!("T^{:.2} (R^2 {:.3})", law.exponent, law.r_squared),
         Some(law) => format!("unclear (R^2 {:.2})", law.r_squared),
         None => "not measured".into(),
     };
     let mut laws = String::new();
-    for (name, own) in grouped(all.iter().filter(|m| m.status == "ok"), |m| m.name()) {
-        let width = own.iter().map(|m| m.width).max()?;
-        let at = || own.iter().filter(|m| m.width == width);
+    let timed = all.iter().filter(|m| m.times(BOTH).is_some());
+    for (name, mut own) in grouped(timed, |m| m.name()) {
+        let widest = own.iter().max_by_key(|m| m.width())?.named_width();
+        own.retain(|m| m.named_width() == widest);
+        own.sort_by_key(|m| m.context_length);
         let law = |of: fn(&Measured) -> Option<f64>| {
-            let points = at().filter_map(|m| Some((m.context_length as f64, of(m)?)));
+            let points = own.iter();
+            let points = points.filter_map(|m| Some((m.context_length as f64, of(m)?)));
             PowerLaw::fit(&points.collect::<Vec<_>>())
         };
-        let memory = law(|m| Some(m.before_backward_bytes? as f64));
-        let time = law(|m| m.mean_ms(BOTH));
-        if memory.is_none() && time.is_none() {
-            continue;
+        let memory = law(|m| Some(m.memory?.before_backward_bytes as f64));
+        let time = law(|m| Some(m.times(BOTH)?.mean_ms));
+        if let ([from, .., to], true) = (&own[..], memory.or(time).is_some()) {
+            let (memory, time) = (exponent(memory), exponent(time));
+            let [from, to] = [from, to].map(|m| m.context_length);
+            laws += &format!(" {name}: memory {memory}, time {time}, {widest}, T {from} to {to}.");
         }
-        let (memory, time) = (exponent(memory), exponent(time));
-        let from = at().map(|m| m.context_length).min()?;
-        let to = at().map(|m| m.context_length).max()?;
-        laws +=
-            &format!(" {name}: memory {memory}, time {time}, {letter} {width}, T {from} to {to}.");
     }
     let mut text =
         format!("Memory before backward, and time of forward and backward, grow as follows.{laws}");
     if text.contains("unclear") {
         text += " Unclear: no power of T fits; longer sequences would decide.";
     }
-    if let Some((name, limit)) = to_account_for(limits) {
+    if let Some(limit) = to_account_for(limits) {
+        let terms = limit.breakdown.iter().flat_map(|b| &b.terms);
         let is_quadratic =
             |part: &&Term| part.kind < MemoryKind::Gradients && part.formula.contains("T^2");
-        if let Some(part) = limit.breakdown.terms.iter().find(is_quadratic) {
-            let (what, formula) = (&part.name, &part.formula);
+        if let Some(Term { name, formula, .. }) = terms.into_iter().find(is_quadratic) {
+            let implementation = limit.name();
             text += &format!(
-                " {name} saves {what}, {formula} elements: where this term dominates, memory is quadratic in T."
+                " {implementation} saves {name}, {formula} elements: where this term dominates, memory is quadratic in T."
             );
         }
     }
@@ -146,33 +139,36 @@ type Pair<'m> = (&'m Measured, &'m Measured);
 /// Compares the memory that flash attention and naive hold before backward, at the largest size of both.
 pub fn eliminated(all: &[Measured]) -> Option<String> {
     let flash = all.iter().filter(|m| m.implementation == "flash");
+    let flash = flash.filter(|m| !m.is_layer());
     let mut pairs: Vec<Pair> = flash.filter_map(|m| Some((m.baseline(all)?, m))).collect();
-    pairs.sort_by_key(|(_, m)| std::cmp::Reverse((m.context_length, m.width)));
-    let held = pairs
-        .iter()
-        .find_map(|(naive, m)| Some((m, naive.before_backward_bytes?, m.before_backward_bytes?)));
-    let beyond = pairs
-        .iter()
-        .find(|(naive, m)| naive.is_oom() && m.status == "ok");
-    let at = |m: &Measured| format!("T {}, d {}", m.context_length, m.width);
+    pairs.sort_by_key(|(_, m)| Reverse((m.context_length, m.width())));
     let mut text = String::from(
         "Not to save any (T, T) matrix. Flash attention computes scores and probabilities tile by tile, and again in \
          backward.",
     );
-    if let Some((m, naive, flash)) = held {
+    let held = pairs.iter().find_map(|(naive, m)| {
+        let bytes = |m: &Measured| Some(m.memory?.before_backward_bytes);
+        Some((m.size(), bytes(m)?, bytes(naive)?))
+    });
+    if let Some((size, flash, naive)) = &held {
         let less = match flash < naive {
-            true => format!("{:.0}% less.", 100.0 * (1.0 - flash as f64 / naive as f64)),
+            true => format!(
+                "{:.0}% less.",
+                100.0 * (1.0 - *flash as f64 / *naive as f64)
+            ),
             false => "no less. Longer sequences would show the difference.".into(),
         };
-        let (at, flash, naive) = (at(m), format_mib(flash), format_mib(naive));
-        text += &format!(" At {at} it holds {flash} before backward, naive {naive}: {less}");
+        let [flash, naive] = [*flash, *naive].map(format_mib);
+        text += &format!(" At {size} it holds {flash} before backward, naive {naive}: {less}");
     }
+    let beyond = pairs
+        .iter()
+        .find(|(naive, m)| naive.is_oom() && m.times(BOTH).is_some());
     if let Some((_, m)) = beyond {
-        let peak = m.peak_bytes.map_or(String::new(), |bytes| {
-            format!(" with a peak of {}", format_mib(bytes))
-        });
-        let at = at(m);
-        text += &format!(" It ran at {at}{peak}, where naive runs out of memory.");
+        let peak = m.peak_bytes().map_or("unknown".into(), format_mib);
+        let size = m.size();
+        text +=
+            &format!(" It ran at {size} with a peak of {peak}, where naive runs out of memory.");
     }
     (held.is_some() || beyond.is_some()).then_some(text)
 }
@@ -180,63 +176,46 @@ pub fn eliminated(all: &[Measured]) -> Option<String> {
 /// Returns an answer for each other implementation: its times and memory against naive's, over all sizes and at the
 /// shortest and the longest T; of several variants, the mean of each.
 pub fn compared_with_naive(all: &[Measured]) -> Vec<Answer> {
-    let mut answers = Vec::new();
     let others = all.iter().filter(|m| m.implementation != NAIVE);
-    for (implementation, own) in grouped(others, |m| m.implementation.clone()) {
+    let answers = grouped(others, |m| m.implementation).into_iter();
+    let answers = answers.map(|(implementation, own)| {
         let mut parts = Vec::new();
-        for (name, own) in grouped(own, |m| m.name()) {
-            let pairs = timed(&own, |m| m.baseline(all));
-            if pairs.is_empty() {
-                continue;
-            }
-            if name != implementation {
-                parts.push(format!("{name} {}", by_phase(&pairs)));
+        for (variant, pairs) in grouped(timed(own, |m| m.baseline(all)), |(_, m)| &m.variant) {
+            if !variant.is_empty() {
+                parts.push(format!("{} {}", pairs[0].1.name(), by_phase(&pairs)));
                 continue;
             }
             parts.push(by_phase(&pairs));
-            let mut lengths: Vec<u64> = pairs.iter().map(|(_, m)| m.context_length).collect();
-            lengths.sort();
-            lengths.dedup();
-            if let [shortest, .., longest] = lengths[..] {
-                for length in [shortest, longest] {
-                    let at = pairs.iter().filter(|(_, m)| m.context_length == length);
-                    let at: Vec<Pair> = at.copied().collect();
-                    parts.push(format!("at T {length} {}", by_phase(&at)));
+            let mut by_length = grouped(pairs, |(_, m)| m.context_length);
+            by_length.sort_by_key(|(length, _)| *length);
+            if let [shortest, .., longest] = &by_length[..] {
+                for (length, pairs) in [shortest, longest] {
+                    parts.push(format!("at T {length} {}", by_phase(pairs)));
                 }
             }
         }
         let question = format!("How does {implementation} compare with naive attention?");
-        answers.extend(explained("", &parts).map(|text| Answer::new(question, text)));
-    }
-    answers
+        (question, explained("", &parts))
+    });
+    answered(answers)
 }
 
 /// Compares every other precision with the first, for each implementation.
 pub fn precisions(all: &[Measured]) -> Option<String> {
-    let first = &all.first()?.precision;
-    let is_first = |m: &Measured| m.precision == *first;
-    let rest = |m: &Measured| m.variant.strip_prefix(&m.precision).map(String::from);
-    let mut parts = Vec::new();
-    for (name, own) in grouped(all.iter().filter(|m| !is_first(m)), |m| m.name()) {
-        let pairs = timed(&own, |m| {
-            all.iter().find(|other| {
-                let is_same = other.implementation == m.implementation && other.is_at(m);
-                is_first(other) && is_same && rest(other) == rest(m)
-            })
-        });
-        if !pairs.is_empty() {
-            parts.push(format!("{name} {}", by_phase(&pairs)));
-        }
-    }
-    explained(&format!("against {first}, "), &parts)
+    let first = all.first()?.result.precision;
+    let others = all.iter().filter(|m| m.precision != first);
+    let pairs = timed(others, |m| m.counterpart(all, m.implementation, first));
+    let parts = grouped(pairs, |(_, m)| m.name()).into_iter();
+    let parts = parts.map(|(name, pairs)| format!("{name} {}", by_phase(&pairs)));
+    explained(&format!("against {first}, "), &parts.collect::<Vec<_>>())
 }
 
 /// Pairs figures with those `before`, where both have times to compare.
 fn timed<'m>(
-    own: &[&'m Measured],
+    own: impl IntoIterator<Item = &'m Measured>,
     before: impl Fn(&Measured) -> Option<&'m Measured>,
 ) -> Vec<Pair<'m>> {
-    let pairs = own.iter().filter_map(|m| Some((before(m)?, *m)));
+    let pairs = own.into_iter().filter_map(|m| Some((before(m)?, m)));
     let is_timed = |(before, m): &Pair| m.speedup_over(before, BOTH).is_some();
     pairs.filter(is_timed).collect()
 }
@@ -253,22 +232,19 @@ fn explained(start: &str, parts: &[String]) -> Option<String> {
 
 /// `forward 1.08x, backward 1.23x, together 1.13x with 6% more peak memory`.
 fn by_phase(pairs: &[Pair]) -> String {
-    let peaks = pairs.iter().filter_map(|(before, after)| {
-        Some(after.peak_bytes? as f64 / before.peak_bytes.filter(|b| *b > 0)? as f64)
-    });
+    let peaks = pairs
+        .iter()
+        .filter_map(|(before, after)| after.peak_over(before));
     let memory = match geometric_mean(peaks).map(|ratio| 100.0 * (ratio - 1.0)) {
         Some(more) if more >= 0.5 => format!(" with {more:.0}% more peak memory"),
         Some(less) if less <= -0.5 => format!(" with {:.0}% less peak memory", -less),
         Some(_) => " with the same peak memory".into(),
         None => String::new(),
     };
-    let [forward, backward, both] = [0, 1, BOTH].map(|phase| phase_speedup(pairs, phase));
+    let [forward, backward, both] = [0, 1, BOTH].map(|phase| {
+        let pairs = pairs.iter();
+        let speedups = pairs.filter_map(|(before, after)| after.speedup_over(before, phase));
+        mean_speedup(&speedups.collect::<Vec<_>>())
+    });
     format!("forward {forward}, backward {backward}, together {both}{memory}")
-}
-
-fn phase_speedup(pairs: &[Pair], phase: usize) -> String {
-    let speedups = pairs
-        .iter()
-        .filter_map(|(before, after)| after.speedup_over(before, phase));
-    mean_speedup(&speedups.collect::<Vec<_>>())
 }

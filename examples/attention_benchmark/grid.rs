@@ -1,37 +1,26 @@
 //! The runs: every combination of the flags' lists.
 
-use super::{Flags, measured};
+use super::Flags;
+use super::measured::Measured;
+use super::words::grouped;
 use candle_core::Device;
-use clap::ValueEnum;
-use tallow::Result;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use tallow::attention::Algorithm;
-use tallow::bench::{AttentionRun, AttentionTask, Execution, Limit, Sampling};
-use tallow::memory::{AttentionWorkload, SelfAttentionWorkload};
+use tallow::bench::{AttentionRun, AttentionTask, Execution};
+use tallow::memory::{AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload};
 use tallow::precision::Precision;
-use tallow::report::{Fields, counted};
+use tallow::profile::DeviceRates;
+use tallow::report::counted;
 
-/// An algorithm with the way it is executed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Implementation {
-    /// Scores, softmax and weighted sum, op by op
-    Naive,
-    /// Tile by tile, without probabilities in memory
-    Flash,
-    /// Naive, compiled for its shape before it runs
-    Planned,
-    /// Flash, compiled likewise
-    PlannedFlash,
-}
-
-impl Implementation {
-    fn parts(self) -> (Algorithm, Execution) {
-        match self {
-            Self::Naive => (Algorithm::Naive, Execution::Eager),
-            Self::Flash => (Algorithm::Flash, Execution::Eager),
-            Self::Planned => (Algorithm::Naive, Execution::Planned),
-            Self::PlannedFlash => (Algorithm::Flash, Execution::Planned),
-        }
-    }
+/// Returns the parser of an implementation: an algorithm, op by op or compiled for its shape before it runs.
+pub fn implementation() -> impl TypedValueParser<Value = (Algorithm, Execution)> {
+    let names = PossibleValuesParser::new(["naive", "flash", "planned", "planned-flash"]);
+    names.map(|name| match &*name {
+        "naive" => (Algorithm::Naive, Execution::Eager),
+        "flash" => (Algorithm::Flash, Execution::Eager),
+        "planned" => (Algorithm::Naive, Execution::Planned),
+        _ => (Algorithm::Flash, Execution::Planned),
+    })
 }
 
 /// The width of a layer's heads where their number is not given: every implementation supports it.
@@ -40,35 +29,20 @@ const HEAD_DIM: usize = 64;
 /// One measurement.
 pub struct Run {
     pub run: AttentionRun,
-    pub precision: Precision,
+    /// The name in progress.
+    pub title: String,
     /// The values that vary apart from implementation and size; empty if there are none.
     pub variant: String,
 }
 
-impl Run {
-    /// Returns the run's name in progress.
-    pub fn title(&self) -> String {
-        let (precision, implementation) = (self.precision, self.run.implementation());
-        let [_, (_, heads), (_, length), (_, width)] = self.run.task.sizes();
-        let heads = counted(heads, "head");
-        format!("{precision}, {implementation}, {heads}, T {length}, width {width}")
-    }
-
-    /// Returns the rows of the phases, each with its precision first.
-    pub fn rows(&self, device: &Device) -> Result<Vec<Fields>> {
-        let mut named = Vec::new();
-        for row in self.run.run(device, |_, _| ())? {
-            let mut fields = Fields::from_iter([("precision", self.precision.name())]);
-            fields.merge(row);
-            named.push(fields);
-        }
-        Ok(named)
-    }
-}
-
 impl Flags {
-    /// Returns every run; those of one size next to each other.
-    pub fn runs(&self, precisions: &[Precision], sampling: &Sampling) -> Vec<Run> {
+    /// Returns every run, with the steps and limits of `base`; those of one size next to each other.
+    pub fn runs(
+        &self,
+        base: &AttentionRun,
+        precisions: &[Precision],
+        rates: Option<&DeviceRates>,
+    ) -> Vec<Run> {
         const LARGE: [usize; 5] = [256, 1024, 4096, 8192, 16_384];
         const SMALL: [usize; 4] = [16, 32, 64, 128];
         let given = |list: &[usize], quick: &[usize], full: &[usize]| match list {
@@ -87,32 +61,36 @@ impl Flags {
             ),
         };
         let mut runs = Vec::new();
-        for &width in &widths {
-            let heads = match (&self.num_heads[..], self.module) {
-                ([], true) if width.is_multiple_of(HEAD_DIM) => vec![width / HEAD_DIM],
-                ([], _) => vec![1],
-                (heads, _) => heads.to_vec(),
+        for width in widths {
+            let all_heads = match &self.num_heads[..] {
+                [] if self.module && width.is_multiple_of(HEAD_DIM) => &[width / HEAD_DIM],
+                [] => &[1],
+                heads => heads,
             };
-            for &length in &lengths {
-                for &of_run in &heads {
-                    for &precision in precisions {
-                        let (is_mixed, has_heads) = (precisions.len() > 1, heads.len() > 1);
-                        let mut variant = Vec::new();
-                        variant.extend(is_mixed.then(|| precision.to_string()));
-                        variant.extend(has_heads.then(|| counted(of_run, "head")));
-                        for implementation in &self.compare {
-                            let (algorithm, execution) = implementation.parts();
-                            runs.push(Run {
-                                run: AttentionRun {
-                                    task: self.task(algorithm, precision, [of_run, length, width]),
-                                    sampling: sampling.clone(),
-                                    execution,
-                                },
-                                precision,
-                                variant: variant.join(", "),
-                            });
-                        }
-                    }
+            let sizes = lengths.iter().flat_map(|length| {
+                let of_heads = all_heads.iter().map(move |heads| (*length, *heads));
+                of_heads.flat_map(|size| precisions.iter().map(move |one| (size, *one)))
+            });
+            for ((length, heads), precision) in sizes {
+                let named_heads = counted(heads, "head");
+                let mut variant = Vec::new();
+                variant.extend((precisions.len() > 1).then(|| precision.to_string()));
+                variant.extend((all_heads.len() > 1).then(|| named_heads.clone()));
+                for &(algorithm, execution) in &self.compare {
+                    let run = AttentionRun {
+                        task: self.task(algorithm, precision, [heads, length, width]),
+                        execution,
+                        peak_flops: rates.and_then(|rates| rates.matmul_rate(precision.dtype())),
+                        ..base.clone()
+                    };
+                    let name = run.implementation();
+                    runs.push(Run {
+                        title: format!(
+                            "{precision}, {name}, {named_heads}, T {length}, width {width}"
+                        ),
+                        run,
+                        variant: variant.join(", "),
+                    });
                 }
             }
         }
@@ -150,22 +128,21 @@ impl Flags {
 }
 
 /// Returns the first size that does not fit, for each implementation of the first run's variant.
-pub fn limits(runs: &[Run], device: &Device) -> Vec<(String, Limit)> {
-    let mut limits: Vec<(String, Limit)> = Vec::new();
-    for run in runs.iter().filter(|run| run.variant == runs[0].variant) {
-        let Some(limit) = run.run.limit(device) else {
-            continue;
-        };
-        let name = measured::name(limit.implementation, &run.variant);
-        let key = |limit: &Limit| {
-            let length = limit.attention.sequence_length;
-            (length, limit.breakdown.peak_bytes())
-        };
-        match limits.iter_mut().find(|(other, _)| *other == name) {
-            Some((_, least)) if key(&limit) < key(least) => *least = limit,
-            Some(_) => {}
-            None => limits.push((name, limit)),
-        }
-    }
-    limits
+pub fn limits(runs: &[Run], device: &Device) -> Vec<Measured> {
+    let same = runs.iter().filter(|run| run.variant == runs[0].variant);
+    let limits = same.filter_map(|Run { run, variant, .. }| {
+        Some(Measured {
+            result: run.limit(device)?,
+            variant: variant.clone(),
+        })
+    });
+    let smallest = |(_, own): (String, Vec<Measured>)| {
+        own.into_iter().min_by_key(|limit| {
+            let breakdown = limit.breakdown.as_ref();
+            let bytes = breakdown.map(MemoryBreakdown::peak_bytes);
+            (limit.context_length, bytes)
+        })
+    };
+    let by_name = grouped(limits, Measured::name).into_iter();
+    by_name.filter_map(smallest).collect()
 }

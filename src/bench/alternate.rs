@@ -46,36 +46,33 @@ pub fn alternate(
     device: &Device,
     mut on_step: impl FnMut(usize, Step, f64),
 ) -> Result<Vec<Vec<EndToEndRow>>> {
-    let estimates = runs.iter().map(|run| run.estimate_bytes(device));
-    let estimates = estimates.collect::<Result<Vec<_>>>()?;
-    let mut measured: Vec<_> = runs.iter().map(|_| None).collect();
-    let mut refused: Vec<_> = runs
-        .iter()
-        .zip(&estimates)
-        .map(|(run, &bytes)| run.refusal(bytes))
-        .collect();
+    let mut turns = Vec::new();
+    for run in runs {
+        let estimate_bytes = run.estimate_bytes(device)?;
+        turns.push((run, estimate_bytes, run.refusal(estimate_bytes), None));
+    }
     for _ in 0..rounds.max(1) {
-        for (i, run) in runs.iter().enumerate() {
-            if refused[i].is_some() {
+        for (i, (run, estimate_bytes, refused, measured)) in turns.iter_mut().enumerate() {
+            if refused.is_some() {
                 continue;
             }
             match run.measure(device, |step, ms| on_step(i, step, ms)) {
                 Err(error) if error.is_out_of_memory() => {
-                    refused[i] = Some(run.out_of_memory(device, estimates[i], &error));
+                    *refused = Some(run.out_of_memory(device, *estimate_bytes, &error));
                 }
-                round => match &mut measured[i] {
-                    None => measured[i] = Some(round?),
+                round => match measured {
+                    None => *measured = Some(round?),
                     Some(earlier) => earlier.join(round?),
                 },
             }
         }
     }
-    let rows = runs
-        .iter()
-        .enumerate()
-        .map(|(i, run)| match (refused[i].take(), &measured[i]) {
-            (None, Some(measured)) => run.rows(estimates[i], measured),
+    let rows = turns.into_iter();
+    let rows = rows.map(
+        |(run, bytes, refused, measured)| match (refused, measured) {
+            (None, Some(measured)) => run.rows(bytes, &measured),
             (refused, _) => Ok(refused.into_iter().collect()),
-        });
+        },
+    );
     rows.collect()
 }

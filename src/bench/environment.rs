@@ -32,10 +32,6 @@ pub fn environment(on: &Device) -> Fields {
     .into_iter()
     .filter_map(|(name, on)| on.then_some(name))
     .collect();
-    let features = match features.is_empty() {
-        true => "none".to_string(),
-        false => features.join(", "),
-    };
     let mut fields = Fields::new();
     fields.insert("device", hardware::device_name(on));
     fields.insert("hardware", hardware::description(on));
@@ -48,7 +44,7 @@ pub fn environment(on: &Device) -> Fields {
     }
     fields.insert("threads", rayon::current_num_threads());
     fields.insert("tallow", env!("CARGO_PKG_VERSION"));
-    fields.insert("features", features);
+    fields.insert("features", features.join(", "));
     fields
 }
 

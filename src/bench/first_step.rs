@@ -35,9 +35,9 @@ fn counts() -> Counts {
 #[derive(Clone, Debug)]
 pub(super) struct FirstStepCounter {
     before: Counts,
-    first: Option<(f64, Counts)>,
+    steps: u64,
     later_faults: u64,
-    later_steps: u64,
+    result: FirstStep,
 }
 
 impl FirstStepCounter {
@@ -45,9 +45,9 @@ impl FirstStepCounter {
     pub fn begin() -> Self {
         Self {
             before: counts(),
-            first: None,
+            steps: 0,
             later_faults: 0,
-            later_steps: 0,
+            result: FirstStep::default(),
         }
     }
 
@@ -56,29 +56,26 @@ impl FirstStepCounter {
         let now = counts();
         let added = |i: usize| Some(now[i]?.saturating_sub(self.before[i]?));
         let added: Counts = std::array::from_fn(added);
+        let [faults, threads, compiled, loaded] = added;
         self.before = now;
-        match self.first {
-            None => self.first = Some((ms, added)),
-            Some(_) => {
-                self.later_faults += added[0].unwrap_or_default();
-                self.later_steps += 1;
-            }
+        self.steps += 1;
+        if self.steps == 1 {
+            self.result = FirstStep {
+                first_step_ms: Some(ms),
+                first_step_page_faults: faults,
+                first_step_threads: threads,
+                first_step_kernels_compiled: compiled,
+                first_step_kernels_loaded: loaded,
+                later_step_page_faults: None,
+            };
+        } else if let Some(faults) = faults {
+            self.later_faults += faults;
+            let mean = self.later_faults as f64 / (self.steps - 1) as f64;
+            self.result.later_step_page_faults = Some(mean);
         }
     }
 
     pub fn result(&self) -> FirstStep {
-        let Some((ms, [faults, threads, compiled, loaded])) = self.first else {
-            return FirstStep::default();
-        };
-        let later = faults.filter(|_| self.later_steps > 0);
-        FirstStep {
-            first_step_ms: Some(ms),
-            first_step_page_faults: faults,
-            first_step_threads: threads,
-            first_step_kernels_compiled: compiled,
-            first_step_kernels_loaded: loaded,
-            later_step_page_faults: later
-                .map(|_| self.later_faults as f64 / self.later_steps as f64),
-        }
+        self.result.clone()
     }
 }

@@ -32,7 +32,9 @@ mod stopwatch;
 mod update;
 
 pub use alternate::alternate;
-pub use attention::{AttentionRun, AttentionTask, Limit, Sampling};
+pub use attention::{
+    AttentionMemory, AttentionResult, AttentionRun, AttentionStatus, AttentionTask,
+};
 pub use end_to_end::{EndToEnd, Execution};
 pub use environment::environment;
 pub use first_step::FirstStep;

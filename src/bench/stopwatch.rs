@@ -5,6 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use candle_core::Device;
+use indexmap::IndexMap;
 use serde::Serialize;
 
 use crate::compile::PhaseTimes;
@@ -139,48 +140,87 @@ impl<'a> Stopwatch<'a> {
             ));
         }
         let budget_ms = self.time_budget_ms.unwrap_or(f64::INFINITY);
+        let mut timing = Timing::default();
         let mut spent_ms = 0.0;
-        let warmup_ms = self.run(true, self.warmup_steps, &mut work, |done, ms| {
-            spent_ms += ms;
-            done >= 1 && spent_ms >= WARMUP_SHARE * budget_ms
-        })?;
-        let samples_ms = self.run(false, steps, &mut work, |done, ms| {
-            spent_ms += ms;
-            done >= LEAST_STEPS && spent_ms >= budget_ms
-        })?;
-        Ok(Timing {
-            samples_ms,
-            warmup_ms,
-        })
-    }
-
-    /// Runs up to `count` steps. After each one, `enough` gets the number of steps so far and the last one's time in
-    /// ms.
-    fn run<T, E: Into<Error>>(
-        &mut self,
-        warmup: bool,
-        count: usize,
-        work: &mut impl FnMut() -> std::result::Result<T, E>,
-        mut enough: impl FnMut(usize, f64) -> bool,
-    ) -> Result<Vec<f64>> {
-        let mut times_ms = Vec::new();
-        for index in 0..count {
-            let (result, ms) = time_once(&self.device, &mut *work)?;
-            drop(result);
-            times_ms.push(ms);
-            if let Some(on_step) = &mut self.on_step {
-                let step = Step {
-                    warmup,
-                    index,
-                    count,
-                };
-                on_step(step, ms);
-            }
-            if enough(index + 1, ms) {
-                break;
+        for (warmup, count, least, limit_ms) in [
+            (true, self.warmup_steps, 1, WARMUP_SHARE * budget_ms),
+            (false, steps, LEAST_STEPS, budget_ms),
+        ] {
+            let times_ms = match warmup {
+                true => &mut timing.warmup_ms,
+                false => &mut timing.samples_ms,
+            };
+            for index in 0..count {
+                if index >= least && spent_ms >= limit_ms {
+                    break;
+                }
+                let (result, ms) = time_once(&self.device, &mut work)?;
+                drop(result);
+                times_ms.push(ms);
+                spent_ms += ms;
+                if let Some(on_step) = &mut self.on_step {
+                    let step = Step {
+                        warmup,
+                        index,
+                        count,
+                    };
+                    on_step(step, ms);
+                }
             }
         }
-        Ok(times_ms)
+        Ok(timing)
+    }
+
+    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then
+    /// `steps` times. Its result is dropped outside the measured time.
+    ///
+    /// Each phase is timed on its own, never as a difference. So no time can be negative, and noise in one phase does
+    /// not affect another. The device is synchronized before and after each phase.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use tallow::bench::Stopwatch;
+    ///
+    /// let device = Device::Cpu;
+    /// let x = Tensor::ones((64, 64), DType::F32, &device)?;
+    /// let laps = Stopwatch::new(&device).warmup(1).measure_phases(3, |lap| {
+    ///     let y = lap.time("product", || x.matmul(&x))?;
+    ///     lap.time("sum", || y.sum_all())?;
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(laps.phases[0].0, "product");
+    /// assert_eq!(laps.whole.samples_ms.len(), 3);
+    /// # Ok::<(), tallow::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`measure`](Self::measure).
+    pub fn measure_phases<T>(
+        &mut self,
+        steps: usize,
+        mut step: impl FnMut(&mut Lap<'_>) -> Result<T>,
+    ) -> Result<LapTimings> {
+        let device = self.device.clone();
+        let mut laps = Vec::new();
+        let whole = self.measure(steps, || {
+            let _step = probe::step();
+            let mut lap = Lap::new(&device);
+            let value = step(&mut lap)?;
+            laps.push(lap.phases);
+            Ok::<_, Error>(value)
+        })?;
+        let mut phases = IndexMap::<_, Timing>::new();
+        for (i, lap) in laps.into_iter().enumerate() {
+            for (phase, ms) in lap {
+                let timing = phases.entry(phase).or_default();
+                match i < whole.warmup_ms.len() {
+                    true => timing.warmup_ms.push(ms),
+                    false => timing.samples_ms.push(ms),
+                }
+            }
+        }
+        let phases = phases.into_iter().collect();
+        Ok(LapTimings { phases, whole })
     }
 }
 
@@ -222,26 +262,19 @@ pub struct LapTimings {
 impl LapTimings {
     pub(super) fn join(&mut self, later: Self) {
         for (phase, timing) in later.phases {
-            entry(&mut self.phases, phase).append(timing);
+            match self.phases.iter_mut().find(|(known, _)| *known == phase) {
+                Some((_, earlier)) => earlier.append(timing),
+                None => self.phases.push((phase, timing)),
+            }
         }
         self.whole.append(later.whole);
     }
 }
 
-/// Returns the value of a phase, adding a default one if the phase has none.
-fn entry<'p, T: Default>(phases: &'p mut Vec<(&'static str, T)>, phase: &'static str) -> &'p mut T {
-    let known = phases.iter().position(|(name, _)| *name == phase);
-    let place = known.unwrap_or_else(|| {
-        phases.push((phase, T::default()));
-        phases.len() - 1
-    });
-    &mut phases[place].1
-}
-
 /// A step in progress, which times its phases.
 pub struct Lap<'a> {
     device: &'a Device,
-    phases: Vec<(&'static str, f64)>,
+    phases: IndexMap<&'static str, f64>,
 }
 
 impl<'a> Lap<'a> {
@@ -249,7 +282,7 @@ impl<'a> Lap<'a> {
     pub(super) fn new(device: &'a Device) -> Self {
         Self {
             device,
-            phases: Vec::with_capacity(3),
+            phases: IndexMap::with_capacity(3),
         }
     }
 
@@ -266,27 +299,20 @@ impl<'a> Lap<'a> {
             let _range = probe::phase(phase);
             time_once(self.device, work)?
         };
-        self.add(phase, ms);
+        *self.phases.entry(phase).or_default() += ms;
         Ok(value)
-    }
-
-    /// Adds a time of a phase that was measured elsewhere.
-    fn add(&mut self, phase: &'static str, ms: f64) {
-        *entry(&mut self.phases, phase) += ms;
     }
 
     /// Adds the times of a planned step's phases, except those that are 0.
     pub(super) fn add_phases(&mut self, times: Option<PhaseTimes>) {
         let times = times.unwrap_or_default();
-        for (phase, ms) in [
+        let phases = [
             ("forward", times.forward_ms),
             ("backward", times.backward_ms),
             ("optimizer", times.optimizer_ms),
-        ] {
-            if ms > 0.0 {
-                self.add(phase, ms);
-            }
-        }
+        ];
+        self.phases
+            .extend(phases.into_iter().filter(|(_, ms)| *ms > 0.0));
     }
 }
 
@@ -297,57 +323,4 @@ pub(super) fn settled_meter(device: &Device, is_in_half: bool) -> Result<Meter> 
     let meter = Meter::new(device);
     meter.settle()?;
     Ok(meter)
-}
-
-impl Stopwatch<'_> {
-    /// Times the named phases of a step and the step as a whole: runs `step` once for each warm-up step and then
-    /// `steps` times. Its result is dropped outside the measured time.
-    ///
-    /// Each phase is timed on its own, never as a difference. So no time can be negative, and noise in one phase does
-    /// not affect another. The device is synchronized before and after each phase.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use tallow::bench::Stopwatch;
-    ///
-    /// let device = Device::Cpu;
-    /// let x = Tensor::ones((64, 64), DType::F32, &device)?;
-    /// let laps = Stopwatch::new(&device).warmup(1).measure_phases(3, |lap| {
-    ///     let y = lap.time("product", || x.matmul(&x))?;
-    ///     lap.time("sum", || y.sum_all())?;
-    ///     Ok(())
-    /// })?;
-    /// assert_eq!(laps.phases[0].0, "product");
-    /// assert_eq!(laps.whole.samples_ms.len(), 3);
-    /// # Ok::<(), tallow::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Those of [`measure`](Self::measure).
-    pub fn measure_phases<T>(
-        &mut self,
-        steps: usize,
-        mut step: impl FnMut(&mut Lap<'_>) -> Result<T>,
-    ) -> Result<LapTimings> {
-        let device = self.device.clone();
-        let mut laps = Vec::new();
-        let whole = self.measure(steps, || {
-            let _step = probe::step();
-            let mut lap = Lap::new(&device);
-            let value = step(&mut lap)?;
-            laps.push(lap.phases);
-            Ok::<_, Error>(value)
-        })?;
-        let mut phases: Vec<(&'static str, Timing)> = Vec::new();
-        for (i, lap) in laps.into_iter().enumerate() {
-            for (phase, ms) in lap {
-                let timing = entry(&mut phases, phase);
-                match i < whole.warmup_ms.len() {
-                    true => timing.warmup_ms.push(ms),
-                    false => timing.samples_ms.push(ms),
-                }
-            }
-        }
-        Ok(LapTimings { phases, whole })
-    }
 }

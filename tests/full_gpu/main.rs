@@ -4,9 +4,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use tallow::attention::Algorithm;
-use tallow::bench::{
-    AttentionRun, AttentionTask, EndToEnd, EndToEndRow, Execution, Sampling, alternate,
-};
+use tallow::bench::{AttentionRun, AttentionTask, EndToEnd, EndToEndRow, Execution, alternate};
 use tallow::hardware::available_bytes_on;
 use tallow::memory::{AttentionWorkload, Mode};
 use tallow::model::TransformerConfig;
@@ -52,12 +50,9 @@ fn attention(sequence_length: usize) -> AttentionRun {
             sequence_length,
             ..Default::default()
         }),
-        sampling: Sampling {
-            warmup_steps: 0,
-            iterations: 2,
-            ..Default::default()
-        },
-        execution: Execution::Eager,
+        warmup_steps: 0,
+        iterations: 2,
+        ..Default::default()
     }
 }
 
@@ -149,8 +144,9 @@ fn a_full_gpu_is_a_row() {
         assert_ran_out(&fields(&turns[0]));
         assert_ran(&fields(&turns[1]));
     }
-    assert_ran_out(&attention(8192).run(&gpu, |_, _| ()).unwrap());
-    assert_ran(&attention(256).run(&gpu, |_, _| ()).unwrap());
+    let rows_of = |length| attention(length).run(&gpu, |_, _| ()).unwrap().rows();
+    assert_ran_out(&rows_of(8192).unwrap());
+    assert_ran(&rows_of(256).unwrap());
     let profiled = |fits| {
         let step = step(Execution::Eager, fits, None);
         step.profile_memory(&gpu, Default::default())

@@ -8,12 +8,12 @@ use candle_core::{DType, Device};
 use rstest::rstest;
 use serde_json::Value;
 use tallow::attention::{Algorithm, Mask};
-use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
+use tallow::bench::{AttentionRun, AttentionTask, Execution};
 use tallow::memory::{AttentionWorkload, SelfAttentionWorkload, Target, attention_breakdown};
 use tallow::report::Fields;
 
-fn quick() -> Sampling {
-    Sampling {
+fn quick() -> AttentionRun {
+    AttentionRun {
         warmup_steps: 1,
         iterations: 3,
         peak_flops: Some(1e15),
@@ -32,8 +32,7 @@ fn attention(algorithm: Algorithm) -> AttentionRun {
             head_dim: 24,
             ..Default::default()
         }),
-        sampling: quick(),
-        ..Default::default()
+        ..quick()
     }
 }
 
@@ -47,8 +46,7 @@ fn module(algorithm: Algorithm) -> AttentionRun {
             heads: 2,
             ..Default::default()
         }),
-        sampling: quick(),
-        ..Default::default()
+        ..quick()
     }
 }
 
@@ -69,7 +67,14 @@ fn layer(run: &mut AttentionRun) -> &mut SelfAttentionWorkload {
 }
 
 fn rows(run: &AttentionRun) -> Vec<Fields> {
-    run.run(&Device::Cpu, |_, _| ()).unwrap()
+    let result = run.run(&Device::Cpu, |_, _| ()).unwrap();
+    result.rows().unwrap()
+}
+
+/// Returns the rows of a run that must not start.
+fn rows_unrun(run: &AttentionRun) -> Vec<Fields> {
+    let result = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+    result.unwrap().rows().unwrap()
 }
 
 fn text(row: &Fields, key: &str) -> String {
@@ -157,7 +162,7 @@ fn attention_has_a_row_for_each_phase(
 
 #[rstest]
 fn the_module_has_them_too(#[values(Algorithm::Naive, Algorithm::Flash)] algorithm: Algorithm) {
-    let rows = module(algorithm).run(&Device::Cpu, |_, _| ()).unwrap();
+    let rows = rows(&module(algorithm));
     let attention = 4.0 * 3.0 * 40.0 * (19.0 * 20.0 / 2.0);
     let product = 2.0 * 3.0 * 19.0 * 40.0 * 40.0;
     // Four matmuls in forward; in backward one for each of the four weights and one for the output projection's input.
@@ -187,10 +192,8 @@ fn steps_are_reported() {
 fn what_does_not_fit_is_a_row_with_its_sum() {
     let mut run = attention(Algorithm::Naive);
     alone(&mut run).sequence_length = 16_384;
-    run.sampling.available_bytes = Some(1 << 20);
-    let rows = run
-        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
-        .unwrap();
+    run.available_bytes = Some(1 << 20);
+    let rows = rows_unrun(&run);
     assert_eq!(rows.len(), 1);
     let row = &rows[0];
     assert_eq!(
@@ -225,9 +228,7 @@ fn what_does_not_fit_is_a_row_with_its_sum() {
 fn the_module_runs_out_of_memory_in_a_row_too() {
     let mut run = module(Algorithm::Naive);
     layer(&mut run).d_model = 16_384;
-    let rows = run
-        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
-        .unwrap();
+    let rows = rows_unrun(&run);
     assert_eq!(rows.len(), 1);
     assert_eq!(text(&rows[0], "status"), "OOM");
     let reason = text(&rows[0], "reason");
@@ -240,7 +241,7 @@ fn heads_too_wide_for_flash_are_a_row() {
     alone(&mut run).head_dim = 257;
     let mut wide = module(Algorithm::Flash);
     (layer(&mut wide).d_model, layer(&mut wide).heads) = (512, 1);
-    let module = wide.run(&Device::Cpu, |_, _| ()).unwrap();
+    let module = rows(&wide);
     let planned = AttentionRun {
         execution: Execution::Planned,
         ..run.clone()
@@ -254,16 +255,16 @@ fn heads_too_wide_for_flash_are_a_row() {
     alone(&mut run).head_dim = 256;
     assert_eq!(rows(&run).len(), 3);
     layer(&mut wide).heads = 2;
-    assert_eq!(wide.run(&Device::Cpu, |_, _| ()).unwrap().len(), 3);
+    assert_eq!(rows(&wide).len(), 3);
 }
 
 #[test]
 fn a_time_budget_leaves_fewer_samples_and_says_so() {
     let mut run = attention(Algorithm::Flash);
-    run.sampling.iterations = 1000;
-    run.sampling.warmup_steps = 100;
-    run.sampling.peak_flops = None;
-    run.sampling.time_budget_ms = Some(1e-6);
+    run.iterations = 1000;
+    run.warmup_steps = 100;
+    run.peak_flops = None;
+    run.time_budget_ms = Some(1e-6);
     for row in rows(&run) {
         assert_eq!(text(&row, "status"), "ok");
         assert_eq!(number(&row, "n"), 2.0);
@@ -278,8 +279,8 @@ fn a_time_budget_leaves_fewer_samples_and_says_so() {
 fn what_cannot_be_done_in_time_is_not_tried() {
     let mut run = attention(Algorithm::Naive);
     let flops = 12.0 * 6.0 * 24.0 * 37.0 * 37.0;
-    run.sampling.peak_flops = Some(flops); // one step per second
-    run.sampling.time_budget_ms = Some(999.0);
+    run.peak_flops = Some(flops); // one step per second
+    run.time_budget_ms = Some(999.0);
     let refused = rows(&run);
     assert_eq!(refused.len(), 1);
     assert_eq!(text(&refused[0], "status"), "over time budget");
@@ -288,7 +289,7 @@ fn what_cannot_be_done_in_time_is_not_tried() {
         reason.contains("1000 ms") && reason.contains("999 ms"),
         "{reason}"
     );
-    run.sampling.time_budget_ms = Some(1001.0);
+    run.time_budget_ms = Some(1001.0);
     assert_eq!(rows(&run).len(), 3);
 }
 
@@ -297,7 +298,7 @@ fn what_cannot_be_done_in_time_is_not_tried() {
 #[case("heads", |run: &mut AttentionRun| alone(run).heads = 0)]
 #[case("sequence_length", |run: &mut AttentionRun| alone(run).sequence_length = 0)]
 #[case("head_dim", |run: &mut AttentionRun| alone(run).head_dim = 0)]
-#[case("iterations", |run: &mut AttentionRun| run.sampling.iterations = 0)]
+#[case("iterations", |run: &mut AttentionRun| run.iterations = 0)]
 fn nothing_to_measure_is_an_error(#[case] field: &str, #[case] break_it: fn(&mut AttentionRun)) {
     let mut run = attention(Algorithm::Naive);
     break_it(&mut run);

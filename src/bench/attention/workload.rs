@@ -1,7 +1,8 @@
 //! The workloads of attention benchmarks: attention alone, and the layer around it.
 
+use super::AttentionResult;
 use crate::Result;
-use crate::attention::{AttentionConfig, Mask};
+use crate::attention::Mask;
 use crate::bench::Execution;
 use crate::compile::{self, Batch, StepConfig};
 use crate::memory::{
@@ -9,7 +10,6 @@ use crate::memory::{
     planned_attention_breakdown, planned_self_attention_breakdown, self_attention_breakdown,
 };
 use crate::nn::{self, Layer, seeded};
-use crate::report::Fields;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Init;
 
@@ -60,19 +60,35 @@ impl AttentionTask {
         }
     }
 
-    /// Returns the sizes, each with its field.
-    pub fn sizes(&self) -> [(&'static str, usize); 4] {
+    /// Returns a result with the labels of the task.
+    pub(super) fn labels(&self) -> AttentionResult {
         let attention = self.attention();
-        let width = match self {
-            Self::Alone(own) => ("head_dim", own.head_dim),
-            Self::Layer(layer) => ("d_model", layer.d_model),
+        let labels = AttentionResult {
+            batch_size: attention.batch_size,
+            heads: attention.heads,
+            context_length: attention.sequence_length,
+            mask: attention.mask.to_string(),
+            dtype: attention.dtype.as_str(),
+            precision: attention.dtype.as_str(),
+            ..Default::default()
         };
-        [
-            ("batch_size", attention.batch_size),
-            ("heads", attention.heads),
-            ("sequence_length", attention.sequence_length),
-            width,
-        ]
+        match self {
+            Self::Alone(own) => AttentionResult {
+                head_dim: Some(own.head_dim),
+                documents: (own.documents > 1).then_some(own.documents),
+                composed_bytes: Some(own.composed_bytes()),
+                ..labels
+            },
+            Self::Layer(layer) => AttentionResult {
+                d_model: Some(layer.d_model),
+                dtype: layer.dtype.as_str(),
+                precision: match layer.dtype {
+                    DType::F64 => labels.precision,
+                    _ => layer.precision.name(),
+                },
+                ..labels
+            },
+        }
     }
 
     /// Returns the task with this T, or for a layer with heads of this width.
@@ -82,20 +98,6 @@ impl AttentionTask {
             Self::Layer(layer) => layer.d_model = size.saturating_mul(layer.heads),
         }
         self
-    }
-
-    /// Returns whether it can be planned in its dtype, and the rule in words.
-    pub(super) fn is_plannable(&self) -> (bool, &'static str) {
-        match self {
-            Self::Alone(own) => (
-                matches!(own.dtype, DType::F32 | DType::BF16 | DType::F16),
-                "attention is planned in f32, bf16 or f16",
-            ),
-            Self::Layer(layer) => (
-                layer.dtype == DType::F32,
-                "a layer is planned with weights in f32",
-            ),
-        }
     }
 
     /// Predicts the memory. A size too large to be planned is too large eagerly too.
@@ -151,25 +153,6 @@ impl AttentionTask {
             Self::Layer(layer) => prepare_layer(layer, seed, execution, device),
         }
     }
-
-    /// Returns the fields of each row in addition to the sizes.
-    pub(super) fn labels(&self) -> Fields {
-        let mut row = Fields::new();
-        row.insert("mask", self.attention().mask.to_string());
-        match self {
-            Self::Alone(own) => {
-                row.insert("documents", (own.documents > 1).then_some(own.documents));
-                row.insert("dtype", own.dtype.as_str());
-                row.insert("composed_bytes", own.composed_bytes());
-            }
-            Self::Layer(layer) => {
-                let region = layer.precision.policy().map(|_| layer.precision.name());
-                row.insert("dtype", layer.dtype.as_str());
-                row.insert("autocast", region);
-            }
-        }
-        row
-    }
 }
 
 fn prepare_alone(
@@ -178,7 +161,9 @@ fn prepare_alone(
     execution: Execution,
     device: &Device,
 ) -> Result<Pass> {
-    let (config, algorithm) = (config_on(own, device)?, own.algorithm);
+    let (mut config, algorithm) = (own.config()?, own.algorithm);
+    let first_keys = config.first_keys.map(|keys| keys.to_device(device));
+    config.first_keys = first_keys.transpose()?;
     let builder = seeded(seed, own.dtype, device);
     let shape = (own.batch_size, own.heads, own.sequence_length, own.head_dim);
     let draw = |name| Var::from_tensor(&builder.get_with_hints(shape, name, INIT)?);
@@ -221,15 +206,6 @@ fn prepare_layer(
         layer.forward(&inputs.get("x")?)
     })?;
     Pass::planned(step, [("x", &x)].into(), d_output)
-}
-
-/// Returns the workload's configuration with its tensors on `device`.
-fn config_on(workload: &AttentionWorkload, device: &Device) -> Result<AttentionConfig> {
-    let mut config = workload.config()?;
-    if let Some(first_keys) = &mut config.first_keys {
-        *first_keys = first_keys.to_device(device)?;
-    }
-    Ok(config)
 }
 
 /// Returns how many pairs of query and key a mask leaves.

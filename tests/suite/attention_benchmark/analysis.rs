@@ -14,18 +14,26 @@ use answers::*;
 use approx::assert_relative_eq;
 use measured::Measured;
 use rstest::rstest;
-use tallow::attention::Algorithm;
-use tallow::bench::Limit;
+use tallow::bench::{AttentionMemory, AttentionResult, AttentionStatus, PhaseTime};
 use tallow::memory::{AttentionWorkload, Target, attention_breakdown};
+use tallow::report::Statistics;
 use tallow::report::plot;
-use tallow::report::{Fields, Statistics};
 
 const QUIET: f64 = 0.01;
 const NOISY: f64 = 2.0;
 
 /// Returns times of `ms` for forward and twice that for backward, with a standard deviation of `spread` times the mean.
-fn times(ms: f64, spread: f64) -> [Option<Statistics>; 3] {
-    [1.0, 2.0, 3.0].map(|part| Some(statistics(part * ms, part * ms * spread)))
+fn times(ms: f64, spread: f64) -> Vec<PhaseTime> {
+    let times = [1.0, 2.0, 3.0].map(|part| PhaseTime {
+        statistics: statistics(part * ms, part * ms * spread),
+        samples_ms: Vec::new(),
+        warmup_ms: Vec::new(),
+        tokens_per_s: None,
+        flops: None,
+        flops_per_s: None,
+        mfu_percent: None,
+    });
+    times.into()
 }
 
 /// Returns the statistics of ten samples with this mean and standard deviation.
@@ -36,23 +44,39 @@ fn statistics(mean_ms: f64, std_ms: f64) -> Statistics {
 }
 
 /// Returns a measurement with `bytes` before backward and four times that at the peak.
-fn measured(implementation: &str, length: u64, width: u64, ms: f64, bytes: u64) -> Measured {
-    Measured {
-        times: times(ms, QUIET),
-        before_backward_bytes: Some(bytes),
-        peak_bytes: Some(4 * bytes),
-        ..refused(implementation, length, width, "ok")
-    }
+fn measured(
+    implementation: &'static str,
+    length: usize,
+    width: usize,
+    ms: f64,
+    bytes: u64,
+) -> Measured {
+    let mut own = refused(implementation, length, width, AttentionStatus::Ok);
+    own.result.times = times(ms, QUIET);
+    own.result.memory = Some(AttentionMemory {
+        before_backward_bytes: bytes,
+        peak_bytes: [4 * bytes; 3],
+        ..Default::default()
+    });
+    own
 }
 
-fn refused(implementation: &str, context_length: u64, width: u64, status: &str) -> Measured {
+fn refused(
+    implementation: &'static str,
+    context_length: usize,
+    width: usize,
+    status: AttentionStatus,
+) -> Measured {
     Measured {
-        implementation: implementation.into(),
-        precision: "f32".into(),
-        context_length,
-        width,
-        status: status.into(),
-        ..Default::default()
+        result: AttentionResult {
+            implementation,
+            precision: "f32",
+            context_length,
+            head_dim: Some(width),
+            status,
+            ..Default::default()
+        },
+        variant: String::new(),
     }
 }
 
@@ -61,33 +85,34 @@ fn refused(implementation: &str, context_length: u64, width: u64, status: &str) 
 fn grid() -> Vec<Measured> {
     let mut all = Vec::new();
     for width in [16, 64] {
-        for length in [256u64, 1024, 4096] {
+        for length in [256, 1024, 4096] {
             let ms = (length * length) as f64 / 1000.0;
             all.push(match (length, width) {
-                (4096, 64) => refused("naive", 4096, 64, "OOM"),
-                _ => measured("naive", length, width, ms, length * length),
+                (4096, 64) => refused("naive", 4096, 64, AttentionStatus::OutOfMemory),
+                _ => measured("naive", length, width, ms, (length * length) as u64),
             });
-            all.push(measured("flash", length, width, ms / 2.0, length));
+            all.push(measured("flash", length, width, ms / 2.0, length as u64));
         }
     }
-    all.push(refused("flash", 256, 512, "unsupported"));
+    all.push(refused("flash", 256, 512, AttentionStatus::Unsupported));
     all
 }
 
 /// Returns the limit at T 16,384, where 4 GiB are available.
-fn limit() -> (String, Limit) {
-    let workload = AttentionWorkload {
+fn limit() -> Measured {
+    let workload = workload();
+    let mut limit = refused("naive", 16_384, 64, AttentionStatus::OutOfMemory);
+    limit.result.breakdown = Some(attention_breakdown(&workload, Target::Cuda).unwrap());
+    limit.result.composed_bytes = Some(workload.composed_bytes());
+    limit.result.available_bytes = Some(4 << 30);
+    limit
+}
+
+fn workload() -> AttentionWorkload {
+    AttentionWorkload {
         sequence_length: 16_384,
         ..Default::default()
-    };
-    let limit = Limit {
-        implementation: "naive",
-        attention: workload,
-        width: 64,
-        breakdown: attention_breakdown(&workload, Target::Cuda).unwrap(),
-        available_bytes: 4 << 30,
-    };
-    ("naive".into(), limit)
+    }
 }
 
 #[track_caller]
@@ -101,18 +126,18 @@ fn assert_says(text: &str, sentences: &[&str]) {
 fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
     let (all, limits) = (grid(), [limit()]);
     assert_says(
-        &out_of_memory(&all, &limits, "d"),
+        &out_of_memory(&all, &limits),
         &[
             "Out of memory: naive at 1 of 6 sizes, the smallest T 4096, d 64.",
             "If T is doubled until the predicted peak exceeds the 4,096.0 MiB that may be used",
             "naive at T 16384, d 64 (",
         ],
     );
-    assert_eq!(out_of_memory(&all[..2], &[], "d"), "No run did, of 2.");
+    assert_eq!(out_of_memory(&all[..2], &[]), "No run did, of 2.");
     // 8 x 16,384^2 x 4 bytes: scores and probabilities, and an output of 32 MiB.
-    let [(name, limit)] = &limits;
+    let [limit] = &limits;
     assert_says(
-        &accounting(name, limit, "d"),
+        &accounting(limit).unwrap(),
         &[
             "naive attention with B 8, H 1, T 16384, Dh 64, 4 bytes an element: q, k, v 3BHTDh 96.0 MiB",
             "probabilities BHT^2 8,192.0 MiB",
@@ -121,43 +146,41 @@ fn runs_out_of_memory_are_counted_and_the_first_size_is_accounted_for() {
         ],
     );
     assert_says(
-        &accounting(name, limit, "d"),
+        &accounting(limit).unwrap(),
         &["+ output BHTDh 32.0 MiB", "+ gradient of q BHTDh 32.0 MiB"],
     );
-    let on_cpu = attention_breakdown(&limit.attention, Target::Cpu).unwrap();
+    let on_cpu = attention_breakdown(&workload(), Target::Cpu).unwrap();
     assert_says(&on_cpu.to_string(), &["+ scratch of the kernel "]);
-    let flash = Limit {
-        implementation: Algorithm::Flash.name(),
-        ..limit.clone()
-    };
-    assert!(!accounting("flash", &flash, "d").contains("PyTorch"));
-    assert_eq!(
-        to_account_for(&[("flash".into(), flash), limits[0].clone()]),
-        Some(&limits[0])
-    );
+    let mut flash = limit.clone();
+    flash.result.implementation = "flash";
+    assert!(!accounting(&flash).unwrap().contains("PyTorch"));
+    let account = to_account_for(&[flash, limit.clone()]).map(|limit| limit.implementation);
+    assert_eq!(account, Some("naive"));
 }
 
 #[test]
 fn growth_is_fitted_at_the_largest_width_with_three_lengths() {
-    let all: Vec<Measured> = grid().into_iter().filter(|m| m.width == 16).collect();
+    let all: Vec<Measured> = grid().into_iter().filter(|m| m.width() == 16).collect();
     assert_says(
-        &saved_memory(&all, &[limit()], "d").unwrap(),
+        &saved_memory(&all, &[limit()]).unwrap(),
         &[
             "naive: memory T^2.00 (R^2 1.000), time T^2.00 (R^2 1.000), d 16, T 256 to 4096.",
             "flash: memory T^1.00 (R^2 1.000), time T^2.00 (R^2 1.000), d 16, T 256 to 4096.",
             "naive saves probabilities, BHT^2 elements",
         ],
     );
-    assert_eq!(saved_memory(&all[..2], &[], "d"), None);
+    assert_eq!(saved_memory(&all[..2], &[]), None);
 }
 
 #[test]
 fn times_that_follow_no_power_of_t_have_no_exponent() {
     let ms = [1.0, 90.0, 1.0];
     let all = [256, 1024, 4096].into_iter().zip(ms);
-    let all: Vec<Measured> = all.map(|(t, ms)| measured("naive", t, 16, ms, t)).collect();
+    let all: Vec<Measured> = all
+        .map(|(t, ms)| measured("naive", t, 16, ms, t as u64))
+        .collect();
     assert_says(
-        &saved_memory(&all, &[], "d").unwrap(),
+        &saved_memory(&all, &[]).unwrap(),
         &["time unclear (R^2 0.00)", "longer sequences would decide"],
     );
 }
@@ -208,7 +231,7 @@ fn implementations_are_compared_as_the_figures_are() {
     );
     assert!(!own[0].answer.contains("unclear"), "{}", own[0].answer);
     for m in &mut all {
-        m.times = times(1.0, NOISY);
+        m.result.times = times(1.0, NOISY);
     }
     assert_says(
         &compared_with_naive(&all)[0].answer,
@@ -218,7 +241,7 @@ fn implementations_are_compared_as_the_figures_are() {
         ],
     );
     for m in &mut all {
-        m.times = [None, None, None];
+        m.result.times.clear();
     }
     assert!(compared_with_naive(&all).is_empty());
 }
@@ -228,11 +251,10 @@ fn variants_are_compared_each_with_its_own_baseline() {
     let mut all = Vec::new();
     for (precision, naive, planned) in [("f32", 4.0, 2.0), ("bf16", 8.0, 1.0)] {
         for (name, ms) in [("naive", naive), ("planned", planned)] {
-            all.push(Measured {
-                precision: precision.into(),
-                variant: format!("{precision}, 1 head"),
-                ..measured(name, 16, 256, ms, 100)
-            });
+            let mut own = measured(name, 16, 256, ms, 100);
+            own.result.precision = precision;
+            own.variant = format!("{precision}, 1 head");
+            all.push(own);
         }
     }
     assert_says(
@@ -261,61 +283,41 @@ fn a_mean_of_speedups_needs_half_of_them_clear(#[case] spreads: &[f64], #[case] 
     let speedups = spreads.iter().map(|spread| {
         let naive = measured("naive", 1, 1, 2.0, 1);
         let mut other = measured("flash", 1, 1, 1.0, 1);
-        other.times = times(1.0, *spread);
+        other.result.times = times(1.0, *spread);
         other.speedup_over(&naive, 0).unwrap()
     });
     assert_eq!(mean_speedup(&speedups.collect::<Vec<_>>()), expected);
 }
 
-/// Returns the rows of a run as the benchmark does.
-fn rows(m: &Measured) -> Vec<Fields> {
-    let phases = measured::PHASES.iter().zip(&m.times);
-    let phases = phases.map(|((phase, _), times)| (*phase, times));
-    let phases = phases.filter(|(phase, times)| times.is_some() || *phase == "forward+backward");
-    let rows = phases.map(|(phase, times)| {
-        let mut row = Fields::from_iter([("implementation", m.implementation.as_str())]);
-        row.insert("context_length", m.context_length);
-        row.insert("head_dim", m.width);
-        row.insert("precision", m.precision.as_str());
-        row.insert("phase", phase);
-        row.insert("status", m.status.as_str());
-        row.insert("before_backward_bytes", m.before_backward_bytes);
-        row.insert("peak_bytes", m.peak_bytes);
-        row.merge(times.as_ref().map(Statistics::fields).unwrap_or_default());
-        row
-    });
-    rows.collect()
-}
-
 #[test]
-fn rows_become_lines_with_speedups() {
-    let rows = grid().iter().map(rows).collect::<Vec<_>>().into_iter();
-    let all: Vec<Measured> = rows
-        .map(|rows| Measured::of(rows, String::new()).unwrap())
-        .collect();
+fn results_become_lines_with_speedups() {
+    let all = grid();
     assert_eq!(all.len(), 13);
-    assert_eq!(all[0].times, grid()[0].times);
-    let tables = measured::tables(&all, false);
-    assert_eq!(tables.len(), 1);
-    let cell = |line: usize, key: &str| tables[0].shown_rows[line].get(key).cloned().unwrap();
-    assert_eq!(cell(0, "speedup"), 1.0);
-    assert_eq!(cell(1, "speedup_forward"), 2.0);
+    let table = measured::table(&all).unwrap();
+    let cell = |line: usize, key: &str| table.shown_rows[line].get(key).cloned().unwrap();
+    assert_eq!(cell(0, "forward+backward speed-up"), 1.0);
+    assert_eq!(cell(1, "forward speed-up"), 2.0);
     assert_relative_eq!(
         cell(1, "saved_percent").as_f64().unwrap(),
         100.0 - 100.0 / 256.0
     );
     assert_eq!(cell(10, "forward"), "OOM");
-    assert!(cell(11, "speedup").is_null());
+    assert!(cell(11, "forward+backward speed-up").is_null());
     assert_eq!(cell(12, "forward"), "unsupported");
-
-    let of_layers = measured::tables(&all, true);
-    assert_eq!(of_layers[1].title, "Memory of the layer");
+    let has_model = |all: &[Measured]| {
+        let columns = measured::table(all).unwrap().columns;
+        columns.iter().any(|column| column.key == "model_bytes")
+    };
+    assert!(!has_model(&all));
+    let mut layer = all[0].clone();
+    (layer.result.head_dim, layer.result.d_model) = (None, Some(64));
+    assert!(has_model(&[layer]));
 }
 
 #[test]
 fn the_figure_has_a_colour_for_each_implementation_and_a_dash_for_each_width() {
     let caption = || vec!["B 8 on a machine".to_string()];
-    let charts = figure::figure(&grid(), "d", caption());
+    let charts = figure::figure(&grid(), caption());
     assert_eq!(charts.len(), 2);
     for chart in &charts {
         assert!(chart.log_x && chart.log_y);
@@ -340,6 +342,8 @@ fn the_figure_has_a_colour_for_each_implementation_and_a_dash_for_each_width() {
     assert_relative_eq!(memory[2].1, 4.0 * 4096f64.powi(2) / 1048576.0);
     assert!(svg.contains("naive, d 512 (no data)"));
     let mut without_memory = grid();
-    without_memory.iter_mut().for_each(|m| m.peak_bytes = None);
-    assert_eq!(figure::figure(&without_memory, "d", caption()).len(), 1);
+    for m in &mut without_memory {
+        m.result.memory = None;
+    }
+    assert_eq!(figure::figure(&without_memory, caption()).len(), 1);
 }

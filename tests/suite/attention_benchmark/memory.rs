@@ -1,12 +1,12 @@
 //! The memory breakdown against the tracker, and the reported limits.
 
-use super::{alone, attention, module, number};
+use super::{alone, attention, module, number, rows};
 use crate::child;
 use candle_core::{DType, Device, Var};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::LazyLock;
 use tallow::attention::{Algorithm, AttentionConfig, Mask, flash};
-use tallow::bench::{AttentionRun, AttentionTask, Execution, Sampling};
+use tallow::bench::{AttentionResult, AttentionRun, AttentionStatus, AttentionTask, Execution};
 use tallow::memory::{
     AttentionWorkload, MemoryBreakdown, SelfAttentionWorkload, Target, attention_breakdown,
     self_attention_breakdown, smallest_not_fitting, tracker,
@@ -16,8 +16,8 @@ use tallow::precision::{Precision, Regime};
 use tallow::report::Fields;
 
 /// Runs two iterations; the reported memory is the last one's.
-fn twice() -> Sampling {
-    Sampling {
+fn twice() -> AttentionRun {
+    AttentionRun {
         warmup_steps: 0,
         iterations: 2,
         ..Default::default()
@@ -93,10 +93,9 @@ fn attention_takes_what_its_account_says() {
                     };
                     let run = AttentionRun {
                         task: AttentionTask::Alone(workload),
-                        sampling: twice(),
-                        ..Default::default()
+                        ..twice()
                     };
-                    let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+                    let rows = rows(&run);
                     let breakdown = || attention_breakdown(&workload, Target::Cpu).unwrap();
                     check(&rows, &format!("{workload:?}"), breakdown, PACKING_BYTES);
                 }
@@ -172,10 +171,9 @@ fn the_module_takes_what_its_account_says() {
                 };
                 let run = AttentionRun {
                     task: AttentionTask::Layer(workload),
-                    sampling: twice(),
-                    ..Default::default()
+                    ..twice()
                 };
-                let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+                let rows = rows(&run);
                 let breakdown = || self_attention_breakdown(&workload).unwrap();
                 check(&rows, &format!("{workload:?}"), breakdown, PACKING_BYTES);
                 check_columns(&rows[2], &workload);
@@ -212,10 +210,9 @@ fn the_module_in_half_precision_takes_what_its_account_says() {
                 .with_precision(precision);
                 let run = AttentionRun {
                     task: AttentionTask::Layer(workload),
-                    sampling: twice(),
-                    ..Default::default()
+                    ..twice()
                 };
-                let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+                let rows = rows(&run);
                 let breakdown = || self_attention_breakdown(&workload).unwrap();
                 check(
                     &rows,
@@ -262,7 +259,7 @@ fn forward_and_backward_have_peaks_of_their_own() {
     }
     let mut run = attention(Algorithm::Naive);
     alone(&mut run).sequence_length = 256;
-    let rows = run.run(&Device::Cpu, |_, _| ()).unwrap();
+    let rows = rows(&run);
     let [forward, backward, whole] = [0, 1, 2].map(|i| number(&rows[i], "peak_bytes"));
     assert!(forward < backward, "{forward} {backward}");
     assert_eq!(whole, backward);
@@ -337,21 +334,20 @@ fn the_limit_is_the_first_that_does_not_fit() {
                 .unwrap()
                 .peak_bytes()
         };
-        let available = run.sampling.available_bytes.unwrap();
-        assert!(limit.attention.sequence_length.is_power_of_two());
-        assert!(peak(limit.attention.sequence_length) > available);
-        assert!(peak(limit.attention.sequence_length / 2) <= available);
-        assert_eq!(
-            limit.breakdown.peak_bytes(),
-            peak(limit.attention.sequence_length)
-        );
+        let available = run.available_bytes.unwrap();
+        let (length, breakdown) = (limit.context_length, limit.breakdown.unwrap());
+        assert!(length.is_power_of_two());
+        assert!(peak(length) > available);
+        assert!(peak(length / 2) <= available);
+        assert_eq!(breakdown.peak_bytes(), peak(length));
         assert_eq!(limit.implementation, algorithm.name());
-        let table = limit.breakdown.report();
+        assert_eq!(limit.status, AttentionStatus::OutOfMemory);
+        let table = breakdown.report();
         let sum = table.rows.last().and_then(|row| row.get("bytes")?.as_u64());
-        assert_eq!(sum, Some(limit.breakdown.peak_bytes()));
+        assert_eq!(sum, Some(breakdown.peak_bytes()));
     }
     let mut nobody_knows = attention(Algorithm::Naive);
-    nobody_knows.sampling.available_bytes = None;
+    nobody_knows.available_bytes = None;
     assert_eq!(nobody_knows.limit(&Device::Cpu), None);
     let mut too_wide = attention(Algorithm::Flash);
     alone(&mut too_wide).head_dim = 257;
@@ -359,13 +355,13 @@ fn the_limit_is_the_first_that_does_not_fit() {
 
     // 4 D^2 weights and 6 D^2 of gradients, 4 bytes each, exceed 1 GiB from about D 5,000.
     let limit = module(Algorithm::Naive).limit(&Device::Cpu).unwrap();
-    assert_eq!(limit.width, 8192);
+    assert_eq!(limit.d_model, Some(8192));
     assert_eq!(
         module(Algorithm::Flash).limit(&Device::Cpu),
         None,
         "no heads of that width"
     );
-    assert!(smallest_not_fitting(u64::MAX, |_| Some(limit.breakdown.clone())).is_none());
+    assert!(smallest_not_fitting(u64::MAX, |_| limit.breakdown.clone()).is_none());
 }
 
 /// Any size gives rows of `OOM` or errors, without allocating for the workload.
@@ -376,13 +372,13 @@ fn predictions_allocate_nothing_for_the_workload() {
     }
     tallow::memory::system::reserve_scratch(Precision::F32).unwrap(); // belongs to the process
     const LARGE: usize = 1_000_000_000;
-    let sampling = Sampling {
+    let limited = AttentionRun {
         available_bytes: Some(1 << 30),
         ..Default::default()
     };
-    let check = |what: &str, rows: tallow::Result<Vec<Fields>>, before: u64| {
-        if let Ok(rows) = rows {
-            assert_eq!(rows[0].get("status"), Some(&"OOM".into()), "{what}");
+    let check = |what: &str, result: tallow::Result<AttentionResult>, before: u64| {
+        if let Ok(result) = result {
+            assert_eq!(result.status, AttentionStatus::OutOfMemory, "{what}");
         }
         let taken = tracker::peak_bytes().unwrap() - before;
         assert!(taken < 16 << 20, "{what} took {taken} bytes");
@@ -413,15 +409,15 @@ fn predictions_allocate_nothing_for_the_workload() {
                     };
                     let run = AttentionRun {
                         task: AttentionTask::Alone(workload),
-                        sampling: sampling.clone(),
                         execution,
+                        ..limited.clone()
                     };
                     let before = start();
-                    let rows = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
-                    check(&format!("{execution:?} {workload:?}"), rows, before);
+                    let result = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+                    check(&format!("{execution:?} {workload:?}"), result, before);
                     let before = start();
-                    run.limit(&Device::Cpu);
-                    check("the limit", Ok(vec![oom()]), before);
+                    let limit = run.limit(&Device::Cpu);
+                    limit.map(|limit| check("the limit", Ok(limit), before));
                 }
                 for (batch_size, sequence_length, d_model) in [
                     (large, 1, 64),
@@ -438,26 +434,20 @@ fn predictions_allocate_nothing_for_the_workload() {
                     };
                     let run = AttentionRun {
                         task: AttentionTask::Layer(workload),
-                        sampling: sampling.clone(),
                         execution,
+                        ..limited.clone()
                     };
                     let before = start();
-                    let rows = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
-                    match rows {
+                    let result = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
+                    match result {
                         // Heads too wide for flash.
-                        Ok(rows) if rows[0].get("status") == Some(&"unsupported".into()) => {}
-                        rows => check(&format!("{execution:?} {workload:?}"), rows, before),
+                        Ok(result) if result.status == AttentionStatus::Unsupported => {}
+                        result => check(&format!("{execution:?} {workload:?}"), result, before),
                     }
                 }
             }
         }
     }
-}
-
-fn oom() -> Fields {
-    let mut row = Fields::new();
-    row.insert("status", "OOM");
-    row
 }
 
 /// First keys are those of documents as equal in length as possible; without memory for them there is an error.

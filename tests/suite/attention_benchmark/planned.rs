@@ -1,6 +1,8 @@
 //! Planned attention, measured next to the other implementations.
 
-use super::{alone, attention, check_measured, is_missing, layer, module, number, rows, text};
+use super::{
+    alone, attention, check_measured, is_missing, layer, module, number, rows, rows_unrun, text,
+};
 use crate::child;
 use candle_core::{DType, Device};
 use rayon::ThreadPoolBuilder;
@@ -50,10 +52,8 @@ fn it_has_a_row_for_each_phase(
 fn it_runs_out_of_memory_in_a_row_too() {
     let mut run = planned();
     alone(&mut run).sequence_length = 16_384;
-    run.sampling.available_bytes = Some(1 << 20);
-    let rows = run
-        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
-        .unwrap();
+    run.available_bytes = Some(1 << 20);
+    let rows = rows_unrun(&run);
     assert_eq!(rows.len(), 1);
     assert_eq!(text(&rows[0], "status"), "OOM");
     assert!(is_missing(&rows[0], "mean_ms"));
@@ -71,20 +71,18 @@ fn it_runs_out_of_memory_in_a_row_too() {
             ..run.clone()
         };
         alone(&mut absurd).algorithm = algorithm;
-        let rows = absurd.run(&Device::Cpu, |_, _| panic!("nothing may run"));
-        assert_eq!(text(&rows.unwrap()[0], "status"), "OOM");
+        assert_eq!(text(&rows_unrun(&absurd)[0], "status"), "OOM");
     }
     let limit = run.limit(&Device::Cpu).unwrap();
     assert_eq!(limit.implementation, "planned");
-    assert!(limit.breakdown.peak_bytes() > 1 << 20);
+    assert!(limit.breakdown.unwrap().peak_bytes() > 1 << 20);
 }
 
 #[test]
 fn f64_is_not_planned() {
     let mut run = planned();
     alone(&mut run).dtype = DType::F64;
-    let rows = run.run(&Device::Cpu, |_, _| panic!("nothing may run"));
-    let rows = rows.unwrap();
+    let rows = rows_unrun(&run);
     assert_eq!(text(&rows[0], "status"), "unsupported");
     let reason = text(&rows[0], "reason");
     assert!(
@@ -172,7 +170,7 @@ fn its_layer_is_planned_too() {
             layer(&mut run).d_model = 512;
             *layer(&mut run) = layer(&mut run).with_precision(precision);
             let workload = *layer(&mut run);
-            let rows = one_thread.install(|| run.run(&Device::Cpu, |_, _| ()).unwrap());
+            let rows = one_thread.install(|| rows(&run));
             let (n, d, pairs) = (3.0 * 19.0, 512.0, 19.0 * 20.0 / 2.0);
             let attention = 4.0 * 3.0 * d * pairs;
             let forward = 8.0 * n * d * d + attention;
@@ -214,9 +212,7 @@ fn its_layer_is_planned_too() {
     };
     let half = Precision::BF16.with_regime(Regime::Full);
     *layer(&mut refused) = layer(&mut refused).with_precision(half);
-    let rows = refused
-        .run(&Device::Cpu, |_, _| panic!("nothing may run"))
-        .unwrap();
+    let rows = rows_unrun(&refused);
     assert_eq!(text(&rows[0], "status"), "unsupported");
     assert!(text(&rows[0], "reason").contains("weights in f32"));
 }
@@ -229,13 +225,15 @@ fn on_a_gpu_too() {
         return;
     }
     let gpu = tallow::device("cuda:0").unwrap();
+    let rows_on =
+        |gpu: &Device, run: &AttentionRun| run.run(gpu, |_, _| ()).unwrap().rows().unwrap();
     let ways = [DType::F32, DType::BF16].map(|dtype| Algorithm::ALL.map(|by| (by, dtype)));
     for (algorithm, dtype) in ways.into_iter().flatten() {
         let mut run = planned_by(algorithm);
         (alone(&mut run).sequence_length, alone(&mut run).dtype) = (700, dtype);
         let breakdown = planned_attention_breakdown(alone(&mut run), Target::Cuda).unwrap();
         let peak = |row: &Fields| number(row, "peak_bytes");
-        for row in run.run(&gpu, |_, _| ()).unwrap() {
+        for row in rows_on(&gpu, &run) {
             assert_eq!(text(&row, "status"), "ok");
             for (taken, predicted) in [
                 (
@@ -255,7 +253,7 @@ fn on_a_gpu_too() {
                 ..*alone(&mut run)
             };
             let breakdown = attention_breakdown(alone(&mut eager), Target::Cuda).unwrap();
-            let rows = eager.run(&gpu, |_, _| ()).unwrap();
+            let rows = rows_on(&gpu, &eager);
             let before_backward = number(&rows[2], "before_backward_bytes");
             for (predicted, measured) in [
                 (breakdown.before_backward_bytes, before_backward),
@@ -267,8 +265,8 @@ fn on_a_gpu_too() {
             }
         }
 
-        run.sampling.available_bytes = Some(1 << 20);
-        let refused = run.run(&gpu, |_, _| ()).unwrap();
+        run.available_bytes = Some(1 << 20);
+        let refused = rows_on(&gpu, &run);
         assert_eq!(text(&refused[0], "status"), "OOM");
         if algorithm == Algorithm::Flash {
             continue;
