@@ -20,6 +20,7 @@ use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, title};
 use common::{Common, Output, Sweep, ops, values, words, wrote};
+use serde_json::Value;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
@@ -187,6 +188,13 @@ impl Flags {
                 report.rows.push(row);
             }
         }
+        let shown = &report.shown_rows;
+        let has_value = |key: &str| {
+            shown
+                .iter()
+                .any(|row| !row.get(key).is_none_or(Value::is_null))
+        };
+        report.columns.retain(|column| has_value(&column.key));
         report.notes.extend(self.grid.not_planned(&precisions));
         report.notes.extend(NOTES.map(String::from));
         report.environment = self.common.environment(&device);
