@@ -21,8 +21,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tables::{Details, columns};
 use tallow::Result;
-use tallow::bench::{EndToEnd, Execution, MemoryProfile, Status};
-use tallow::memory::{MemoryKind, Snapshot, planned_breakdown, timeline};
+use tallow::bench::{EndToEnd, Execution, MemoryProfile};
+use tallow::memory::{Snapshot, planned_breakdown, timeline};
 use tallow::report::{Answer, Fields, Report, plot};
 
 const EXAMPLES: &str = "Examples:
@@ -104,27 +104,27 @@ impl Flags {
                 break;
             }
             let path = |path: &Path| outputs::named(path, &title, runs.len());
-            let mut row = Row {
-                labels: labels::Labels::of(run),
-                ..Default::default()
-            };
-            let written = match run.execution {
-                Execution::Planned => {
-                    self.run_planned(run, name, &device, &mut row, &mut details, path)
+            let (row, written) = match run.execution {
+                Execution::Planned => self.run_planned(run, name, &device, &mut details, path)?,
+                Execution::Eager => {
+                    let (measured, profile) = run.profile_memory(&device, Default::default())?;
+                    let mut row = Row::new(labels::Labels::of(run), &measured);
+                    let written = match profile {
+                        Some(profile) => {
+                            row.add(&profile);
+                            details.add(name, run, &profile);
+                            let own = profile.recording.notes().into_iter();
+                            notes.extend(own.map(|note| format!("{title}: {note}.")));
+                            self.write(&profile, &title, path)
+                        }
+                        None => {
+                            let estimate = run.estimate(&device)?;
+                            details.add_predicted(name, run, &estimate.breakdown);
+                            Ok(())
+                        }
+                    };
+                    (row, written)
                 }
-                Execution::Eager => match self.run_eager(run, &device, &mut row)? {
-                    Some(profile) => {
-                        details.add(name, run, &profile);
-                        let own = profile.recording.notes().into_iter();
-                        notes.extend(own.map(|note| format!("{title}: {note}.")));
-                        self.write(&profile, &title, path)
-                    }
-                    None => {
-                        let estimate = run.estimate(&device)?;
-                        details.add_predicted(name, run, &estimate.breakdown);
-                        Ok(())
-                    }
-                },
             };
             kept = kept.and(written);
             rows.push(row);
@@ -166,87 +166,24 @@ impl Flags {
         kept.and(published)
     }
 
-    /// Records a step; `None` if it does not fit.
-    fn run_eager(
-        &self,
-        run: &EndToEnd,
-        device: &Device,
-        row: &mut Row,
-    ) -> Result<Option<MemoryProfile>> {
-        row.status = Status::OutOfMemory;
-        row.estimate_bytes = run.estimate(device)?.peak_bytes;
-        row.available_bytes = run.available_bytes;
-        if row
-            .available_bytes
-            .is_some_and(|bytes| row.estimate_bytes > bytes)
-        {
-            return Ok(None);
-        }
-        let profile = match run.profile_memory(device, Default::default()) {
-            Err(error) if error.is_out_of_memory() => {
-                row.available_bytes = tallow::hardware::available_bytes_on(device);
-                return Ok(None);
-            }
-            profile => profile?,
-        };
-        row.status = Status::Ok;
-        row.measured(profile.peak_bytes);
-        row.reserved_peak_bytes = profile.reserved_peak_bytes;
-        let recording = &profile.recording;
-        let peak_event = recording.peak_event();
-        for phase in recording.phases() {
-            let bytes = Some(recording.peak_bytes_in(phase));
-            match phase.name {
-                "forward" => row.forward_peak_bytes = bytes,
-                "backward" => row.backward_peak_bytes = bytes,
-                _ => row.optimizer_peak_bytes = bytes,
-            }
-            if row.peak_phase.is_none() && (phase.begins_at..=phase.ends_at).contains(&peak_event) {
-                row.peak_phase = Some(phase.name.into());
-            }
-        }
-        let casts = recording
-            .bytes_by_kind_at(peak_event)
-            .bytes_of(MemoryKind::WeightCasts);
-        row.weight_cast_bytes = Some(casts);
-        let saved = &profile.saved;
-        row.saved_for_backward_bytes = (!saved.tensors.is_empty()).then(|| saved.residual_bytes());
-        row.allocations = Some(profile.allocations);
-        row.lost_events = Some(recording.lost_events);
-        Ok(Some(profile))
-    }
-
     /// Runs a planned step. Its timeline is the map of its arena.
     fn run_planned(
         &self,
         run: &EndToEnd,
         name: &str,
         device: &Device,
-        row: &mut Row,
         details: &mut Details,
         path: impl Fn(&Path) -> PathBuf,
-    ) -> Result<()> {
-        let measured = &run.run(device, |_, _| ())?[0];
-        row.status = measured.status;
-        row.estimate_bytes = measured.estimate_bytes;
-        row.available_bytes = measured.available_bytes;
-        row.weight_cast_bytes = measured.weight_cast_bytes;
-        if let Some(memory) = &measured.memory {
-            row.reserved_peak_bytes = memory.reserved_peak_bytes;
-            memory
-                .peak_bytes
-                .into_iter()
-                .for_each(|bytes| row.measured(bytes));
-        }
+    ) -> Result<(Row, Result<()>)> {
+        let row = Row::new(labels::Labels::of(run), &run.run(device, |_, _| ())?[0]);
         let (plan, _) = match run.plan(device) {
-            Err(error) if error.is_out_of_memory() => return Ok(()),
+            Err(error) if error.is_out_of_memory() => return Ok((row, Ok(()))),
             plan => plan?,
         };
         details.add_predicted(name, run, &planned_breakdown(&plan));
-        match &self.timeline {
-            Some(timeline) => plan.save_memory_map(path(timeline)),
-            None => Ok(()),
-        }
+        let timeline = self.timeline.as_deref();
+        let written = timeline.map_or(Ok(()), |timeline| plan.save_memory_map(path(timeline)));
+        Ok((row, written))
     }
 
     /// Writes the timeline and the snapshot of an eager run.

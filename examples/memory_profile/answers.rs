@@ -3,8 +3,8 @@
 use super::labels::Labels;
 use super::words::{Peaks, answered, change, grouped, listed, memory};
 use serde::Serialize;
-use tallow::bench::Status;
-use tallow::memory::Mode;
+use tallow::bench::{EndToEndRow, MemoryProfile, Status};
+use tallow::memory::{MemoryKind, Mode};
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::{Answer, format_mib};
@@ -25,7 +25,7 @@ pub struct Row {
     pub backward_peak_bytes: Option<u64>,
     pub optimizer_peak_bytes: Option<u64>,
     /// The phase with the highest peak.
-    pub peak_phase: Option<String>,
+    pub peak_phase: Option<&'static str>,
     /// Copies of the weights in half precision, at the peak.
     pub weight_cast_bytes: Option<u64>,
     pub saved_for_backward_bytes: Option<u64>,
@@ -34,11 +34,52 @@ pub struct Row {
 }
 
 impl Row {
+    /// Returns the row of a run, measured or not.
+    pub fn new(labels: Labels, run: &EndToEndRow) -> Self {
+        let memory = run.memory.clone().unwrap_or_default();
+        let mut row = Self {
+            labels,
+            status: run.status,
+            estimate_bytes: run.estimate_bytes,
+            available_bytes: run.available_bytes,
+            reserved_peak_bytes: memory.reserved_peak_bytes,
+            weight_cast_bytes: run.weight_cast_bytes,
+            ..Default::default()
+        };
+        row.set_peak(memory.peak_bytes);
+        row
+    }
+
+    /// Adds the memory of a recorded step.
+    pub fn add(&mut self, profile: &MemoryProfile) {
+        let (recording, saved) = (&profile.recording, &profile.saved);
+        let peak_event = recording.peak_event();
+        self.set_peak(Some(profile.peak_bytes));
+        self.reserved_peak_bytes = profile.reserved_peak_bytes;
+        for phase in recording.phases() {
+            let bytes = Some(recording.peak_bytes_in(phase));
+            match phase.name {
+                "forward" => self.forward_peak_bytes = bytes,
+                "backward" => self.backward_peak_bytes = bytes,
+                _ => self.optimizer_peak_bytes = bytes,
+            }
+            if self.peak_phase.is_none() && (phase.begins_at..=phase.ends_at).contains(&peak_event)
+            {
+                self.peak_phase = Some(phase.name);
+            }
+        }
+        let at_peak = recording.bytes_by_kind_at(peak_event);
+        self.weight_cast_bytes = Some(at_peak.bytes_of(MemoryKind::WeightCasts));
+        self.saved_for_backward_bytes = (!saved.tensors.is_empty()).then(|| saved.residual_bytes());
+        self.allocations = Some(profile.allocations);
+        self.lost_events = Some(recording.lost_events);
+    }
+
     /// Sets the measured peak, and the error of the prediction.
-    pub fn measured(&mut self, peak_bytes: u64) {
-        self.peak_bytes = Some(peak_bytes);
-        let error = self.estimate_bytes as f64 / peak_bytes as f64 - 1.0;
-        self.estimate_error_percent = Some(100.0 * error);
+    fn set_peak(&mut self, peak_bytes: Option<u64>) {
+        let error = |peak: u64| 100.0 * (self.estimate_bytes as f64 / peak as f64 - 1.0);
+        self.estimate_error_percent = peak_bytes.map(error);
+        self.peak_bytes = peak_bytes;
     }
 
     /// Formats the peak; for a run that was not measured, the predicted one.

@@ -1,6 +1,6 @@
 //! Measuring several runs in turns, for comparison.
 
-use super::{EndToEnd, EndToEndRow, Step};
+use super::{EndToEnd, EndToEndRow, Status, Step};
 use crate::Result;
 use candle_core::Device;
 
@@ -46,20 +46,20 @@ pub fn alternate(
     device: &Device,
     mut on_step: impl FnMut(usize, Step, f64),
 ) -> Result<Vec<Vec<EndToEndRow>>> {
-    let mut turns = Vec::new();
-    for run in runs {
-        let estimate_bytes = run.estimate_bytes(device)?;
-        turns.push((run, estimate_bytes, run.refusal(estimate_bytes), None));
-    }
+    let predicted = runs.iter().map(|run| run.predict(device));
+    let predicted = predicted.collect::<Result<Vec<_>>>()?.into_iter();
+    let mut turns: Vec<_> = runs
+        .iter()
+        .zip(predicted)
+        .map(|turn| (turn, None))
+        .collect();
     for _ in 0..rounds.max(1) {
-        for (i, (run, estimate_bytes, refused, measured)) in turns.iter_mut().enumerate() {
-            if refused.is_some() {
+        for (i, ((run, row), measured)) in turns.iter_mut().enumerate() {
+            if row.status == Status::OutOfMemory {
                 continue;
             }
             match run.measure(device, |step, ms| on_step(i, step, ms)) {
-                Err(error) if error.is_out_of_memory() => {
-                    *refused = Some(run.out_of_memory(device, *estimate_bytes, &error));
-                }
+                Err(error) if error.is_out_of_memory() => row.set_out_of_memory(&error, device),
                 round => match measured {
                     None => *measured = Some(round?),
                     Some(earlier) => earlier.join(round?),
@@ -67,12 +67,11 @@ pub fn alternate(
             }
         }
     }
-    let rows = turns.into_iter();
-    let rows = rows.map(
-        |(run, bytes, refused, measured)| match (refused, measured) {
-            (None, Some(measured)) => run.rows(bytes, &measured),
-            (refused, _) => Ok(refused.into_iter().collect()),
-        },
-    );
+    let rows = turns
+        .into_iter()
+        .map(|((run, row), measured)| match measured {
+            Some(measured) if row.status == Status::Ok => run.rows(&row, &measured),
+            _ => Ok(vec![row]),
+        });
     rows.collect()
 }

@@ -10,7 +10,7 @@ use crate::compile::{StepConfig, StepRanks};
 use crate::memory::{self, Estimate, Mode, Target, Workload, system};
 use crate::model::{TransformerConfig, TransformerLM, flops};
 use crate::nn::{self, Checkpointing};
-use crate::{Error, Result, backward, no_grad, ops};
+use crate::{Result, backward, no_grad, ops};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use rand::{Rng, SeedableRng};
@@ -117,12 +117,8 @@ impl Execution {
     }
 }
 
-/// The results of an eager step that stay alive after it.
-pub(super) enum Left {
-    Nothing,
-    Output(#[expect(dead_code, reason = "held")] Tensor),
-    Gradients(#[expect(dead_code, reason = "held")] GradStore),
-}
+/// The output or the gradients of an eager step, which stay alive after it.
+pub(super) type Left = (Option<Tensor>, Option<GradStore>);
 
 pub(super) struct Measured {
     timings: LapTimings,
@@ -247,43 +243,25 @@ impl EndToEnd {
         }
     }
 
-    /// Returns the out-of-memory row of a run that needs more than the available bytes.
-    pub(super) fn refusal(&self, estimate_bytes: u64) -> Option<EndToEndRow> {
-        let available_bytes = self.available_bytes?;
-        (estimate_bytes > available_bytes).then(|| {
-            let least_bytes = match self.execution {
-                Execution::Eager => None,
-                Execution::Planned => self.least_planned_bytes().ok(),
-            };
-            let is_least = least_bytes.is_some_and(|bytes| bytes > available_bytes);
+    /// Returns the row of a run that was not measured, which is out of memory if the predicted bytes are not available.
+    pub(super) fn predict(&self, device: &Device) -> Result<EndToEndRow> {
+        let estimate_bytes = self.estimate_bytes(device)?;
+        let is_beyond = |bytes| self.available_bytes.is_some_and(|most| bytes > most);
+        let mut row = self.row(estimate_bytes);
+        if is_beyond(estimate_bytes) {
+            row.status = Status::OutOfMemory;
+            let is_bound =
+                self.execution == Execution::Planned && is_beyond(self.least_planned_bytes()?);
             let reason = "the estimate is a lower bound, beyond which nothing was planned";
-            EndToEndRow {
-                status: Status::OutOfMemory,
-                reason: is_least.then(|| reason.into()),
-                ..self.row(estimate_bytes, whole_phase(self.mode))
-            }
-        })
-    }
-
-    /// Returns the row of a run that ran out of memory, with the bytes available once it has freed its memory.
-    pub(super) fn out_of_memory(
-        &self,
-        device: &Device,
-        estimate_bytes: u64,
-        error: &Error,
-    ) -> EndToEndRow {
-        let available_bytes = crate::hardware::available_bytes_on(device);
-        EndToEndRow {
-            status: Status::OutOfMemory,
-            available_bytes: available_bytes.or(self.available_bytes),
-            reason: Some(error.to_string()),
-            ..self.row(estimate_bytes, whole_phase(self.mode))
+            row.reason = is_bound.then(|| reason.into());
         }
+        Ok(row)
     }
 
+    /// Returns the rows of the phases; `predicted` is the row of the run.
     pub(super) fn rows(
         &self,
-        estimate_bytes: u64,
+        predicted: &EndToEndRow,
         measured: &Measured,
     ) -> Result<Vec<EndToEndRow>> {
         let mut phases: Vec<(&str, Timing)> = measured.timings.phases.clone();
@@ -310,7 +288,8 @@ impl EndToEnd {
                 first_step: measured.first_step.result(),
                 memory: Some(measured.memory.clone()),
                 loss_scaling: measured.loss_scaling.clone(),
-                ..self.row(estimate_bytes, phase)
+                phase: phase.into(),
+                ..predicted.clone()
             })
         };
         phases.into_iter().map(row).collect()
@@ -405,18 +384,17 @@ impl EndToEnd {
         let forward = || precision.run(|| model.forward(tokens));
         let loss = || precision.run(|| model.loss(tokens, targets));
         match (self.mode, update) {
-            (Mode::Forward, _) => Ok(Left::Output(lap.time("forward", || no_grad(forward))?)),
-            (Mode::ForwardKeepingGraph, _) => Ok(Left::Output(lap.time("forward", forward)?)),
+            (Mode::Forward, _) => Ok((Some(lap.time("forward", || no_grad(forward))?), None)),
+            (Mode::ForwardKeepingGraph, _) => Ok((Some(lap.time("forward", forward)?), None)),
             (_, None) => {
                 let loss = lap.time("forward", loss)?;
-                let gradients = lap.time("backward", move || backward(loss))?;
-                Ok(Left::Gradients(gradients))
+                Ok((None, Some(lap.time("backward", move || backward(loss))?)))
             }
             (_, Some(update)) => {
                 let loss = lap.time("forward", || update.scaled(loss()?))?;
                 let mut gradients = lap.time("backward", move || backward(loss))?;
                 lap.time("optimizer", || update.step(&mut gradients))?;
-                Ok(Left::Nothing)
+                Ok((None, None))
             }
         }
     }
@@ -459,8 +437,8 @@ impl EndToEnd {
         Ok(Tensor::from_vec(ids, (rows, length), device)?.to_dtype(DType::U32)?)
     }
 
-    /// Returns a row with the labels of this run and without measurements.
-    fn row(&self, estimate_bytes: u64, phase: &str) -> EndToEndRow {
+    /// Returns a row of the whole step with the labels of this run and without measurements.
+    fn row(&self, estimate_bytes: u64) -> EndToEndRow {
         let (config, step) = (&self.config, &self.step);
         EndToEndRow {
             size: self.size.clone(),
@@ -482,7 +460,7 @@ impl EndToEnd {
             weight_cast_bytes: self.weight_cast_bytes(),
             warmup_steps: self.warmup_steps,
             mode: self.mode,
-            phase: phase.into(),
+            phase: whole_phase(self.mode).into(),
             estimate_bytes,
             available_bytes: self.available_bytes,
             ..Default::default()

@@ -1,7 +1,7 @@
 //! A step with every memory block recorded.
 
 use super::stopwatch::settled_meter;
-use super::{EndToEnd, Execution, Lap};
+use super::{EndToEnd, EndToEndRow, Execution, Lap, Status};
 use crate::memory::{
     self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_allocated,
 };
@@ -28,19 +28,22 @@ pub struct MemoryProfile {
 }
 
 impl EndToEnd {
-    /// Runs the warm-up and one recorded step, and returns it with the estimate.
+    /// Runs the warm-up and one recorded step. Returns the row of the run without times, and the profile.
     ///
     /// Weights are zeros, because no size depends on their values and large models take long to initialize. Parameters,
-    /// optimizer state and tokens are labelled; the phases are `forward`, `backward` and `optimizer`. Available memory
-    /// is not checked: compare it with [`estimate`](Self::estimate) first. Only one such run may be active, and nothing
-    /// else should allocate during it. The packing buffers that kernels keep until the process ends are allocated
+    /// optimizer state and tokens are labelled; the phases are `forward`, `backward` and `optimizer`. A run that is out
+    /// of memory has no profile: its row is that of [`run`](Self::run). Only one such run may be active, and nothing else
+    /// should allocate during it. The packing buffers that kernels keep until the process ends are allocated
     /// before the model, so they are part of the baseline.
     ///
     /// # Errors
-    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops; a GPU that is out of memory
-    /// ([`Error::is_out_of_memory`]). [`Execution::Planned`] is refused: a recording would see its arena as one block.
+    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops. [`Execution::Planned`] is refused: a recording would see its arena as one block.
     /// [`planned_breakdown`](memory::planned_breakdown) has the parts of an arena.
-    pub fn profile_memory(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
+    pub fn profile_memory(
+        &self,
+        device: &Device,
+        record: RecordConfig,
+    ) -> Result<(EndToEndRow, Option<MemoryProfile>)> {
         if self.execution == Execution::Planned {
             let got = Error::config("bench::EndToEnd", "execution", "planned");
             return Err(got.must_be(
@@ -49,6 +52,20 @@ impl EndToEnd {
             ));
         }
         self.check_execution(device)?;
+        let mut row = self.predict(device)?;
+        if row.status == Status::OutOfMemory {
+            return Ok((row, None));
+        }
+        match self.record_step(device, record) {
+            Err(error) if error.is_out_of_memory() => {
+                row.set_out_of_memory(&error, device);
+                Ok((row, None))
+            }
+            profile => Ok((row, Some(profile?))),
+        }
+    }
+
+    fn record_step(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
         let estimate = self.estimate(device)?;
         let saved = memory::saved_tensors(&self.workload(device).trace(&self.config)?);
         let meter = settled_meter(device, self.step.precision.dtype() != DType::F32)?;

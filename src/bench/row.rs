@@ -2,12 +2,14 @@
 
 use super::first_step::FirstStep;
 use super::{Execution, Timing};
-use crate::Result;
 use crate::attention::Algorithm;
+use crate::hardware::available_bytes_on;
 use crate::memory::Mode;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
 use crate::report::{Fields, Statistics};
+use crate::{Error, Result};
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 /// One phase of a measured [`EndToEnd`](super::EndToEnd) run, or a run that is out of memory.
@@ -165,6 +167,13 @@ pub struct LossScaling {
 }
 
 impl EndToEndRow {
+    /// Makes it the row of a run that ran out of memory, with the bytes available once the run has freed its memory.
+    pub(super) fn set_out_of_memory(&mut self, error: &Error, device: &Device) {
+        self.status = Status::OutOfMemory;
+        self.available_bytes = available_bytes_on(device).or(self.available_bytes);
+        self.reason = Some(error.to_string());
+    }
+
     /// Returns the row of a report.
     ///
     /// # Errors

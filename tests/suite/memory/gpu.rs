@@ -105,7 +105,8 @@ fn a_steps_blocks_are_the_pools() {
                 step: precision.into(),
                 ..base
             };
-            let profile = step.profile_memory(&gpu, Default::default()).unwrap();
+            let (_, profile) = step.profile_memory(&gpu, Default::default()).unwrap();
+            let profile = profile.unwrap();
             let recording = &profile.recording;
             let what = format!("{attention} {precision} {mode:?}");
             println!(

@@ -240,9 +240,10 @@ fn a_steps_memory_is_where_the_account_has_it() {
                 },
                 ..base
             };
-            let profile = step
+            let (_, profile) = step
                 .profile_memory(&Device::Cpu, Default::default())
                 .unwrap();
+            let profile = profile.unwrap();
             let recording = &profile.recording;
             assert_adds_up(recording);
             // Records of tensors since the last event, too small to be events.
