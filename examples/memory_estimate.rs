@@ -16,7 +16,7 @@ mod step;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, only, only_group};
-use common::labels::{Labels, label_columns};
+use common::labels::label_columns;
 use common::models::describe;
 use common::ranks::ExchangeFlags;
 use common::runs::{self, GridFlags};
@@ -110,9 +110,13 @@ impl Flags {
             ..Default::default()
         };
         let runs = self.grid.runs(&models, &precisions, &base);
-        let available_bytes = self.available_bytes(&runs, device.as_ref())?;
-        // What fits is computed for a planned step only if a limit is given, because each size that is tried needs a plan.
         let has_limit = self.grid.memory_limit_gib.is_some();
+        let available_bytes = match (self.grid.memory_limit_gib, &device) {
+            (Some(gib), _) => Some(common::gib_bytes(gib)),
+            (None, Some(device)) => tallow::hardware::available_bytes_on(device),
+            (None, None) => None, // a GPU that is not here
+        };
+        // What fits is computed for a planned step only if a limit is given, because each size that is tried needs a plan.
         let question = |run| Question {
             run,
             target,
@@ -121,7 +125,7 @@ impl Flags {
         if let Some(bytes) = runs.iter().find_map(|run| question(run).available_bytes) {
             configuration.insert("available memory", format_mib(bytes));
         }
-        let predicted = runs.iter().map(|run| predicted(question(run)));
+        let predicted = runs.iter().map(|run| question(run).row());
         let (rows, breakdowns): (Vec<Fields>, Vec<MemoryBreakdown>) =
             predicted.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let names = runs::names(&runs);
@@ -133,17 +137,14 @@ impl Flags {
             notes: self.grid.not_planned(&precisions).into_iter().collect(),
             ..Default::default()
         };
-        let has_backward = |run: &&EndToEnd| run.mode != Mode::Forward;
-        let eager = || runs.iter().filter(|run| !is_planned(run));
-        let asked = eager().find(has_backward).or_else(|| eager().next());
-        let asked = asked.or_else(|| runs.iter().find(has_backward));
-        if let Some(run) = asked.or_else(|| runs.first()) {
+        let preference = |run: &EndToEnd| (is_planned(run), run.mode == Mode::Forward);
+        let numbered = runs.iter().enumerate();
+        if let Some((i, run)) = numbered.min_by_key(|(_, run)| preference(run)) {
             let (answers, strategies) = question(run).answers()?;
             report.answers = answers;
             report.details.extend(strategies);
-            let index = runs.iter().position(|own| std::ptr::eq(own, run));
-            if let Some(index) = index.filter(|_| runs.len() > 1) {
-                let note = format!("The answers are about one configuration: {}.", names[index]);
+            if runs.len() > 1 {
+                let note = format!("The answers are about one configuration: {}.", names[i]);
                 report.notes.push(note);
             }
         }
@@ -158,39 +159,10 @@ impl Flags {
         report.details.push(terms);
         self.output.publish(&report)
     }
-
-    /// Returns the memory that eager runs may use: the limit, or what is available now.
-    fn available_bytes(&self, runs: &[EndToEnd], device: Option<&Device>) -> Result<Option<u64>> {
-        let limit = self.grid.memory_limit_gib.map(common::gib_bytes);
-        let available = limit.or_else(|| tallow::hardware::available_bytes_on(device?));
-        match available.is_none() && !runs.iter().all(is_planned) {
-            true => Err(common::refusal(
-                "--memory-limit-gib",
-                "given",
-                "nothing, and the system does not report the available memory",
-                "name a number of GiB",
-            )),
-            false => Ok(available),
-        }
-    }
 }
 
 fn is_planned(run: &EndToEnd) -> bool {
     run.execution == Execution::Planned
-}
-
-/// Returns the row of a run, and the terms of its peak.
-fn predicted(question: Question) -> Result<(Fields, MemoryBreakdown)> {
-    let mut row = Labels::of(question.run).fields();
-    let breakdown = question.add_to(&mut row)?;
-    row.insert("peak_bytes", breakdown.peak_bytes())
-        .insert("after_forward_bytes", breakdown.before_backward_bytes)
-        .insert("residual_stream_bytes", question.residual_stream_bytes());
-    for kind in MemoryKind::ALL {
-        let bytes = breakdown.bytes_of(kind);
-        row.insert(kind.name(), (bytes > 0).then_some(bytes));
-    }
-    Ok((row, breakdown))
 }
 
 /// Returns the columns of one line a configuration. The kinds of memory share a rank, because together they are the

@@ -1,14 +1,15 @@
 //! The figures of one configuration, eager or planned, which its row and the answers use.
 
 use crate::answers::{self, Strategy};
+use crate::common::labels::Labels;
 use crate::words;
 use std::num::NonZeroUsize;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::Target;
 use tallow::memory::{
-    MemoryBreakdown, Mode, largest_batch_size, largest_that_fits, planned_breakdown, recommend,
-    smallest_sequence_not_fitting,
+    MemoryBreakdown, MemoryKind, Mode, largest_batch_size, largest_that_fits, planned_breakdown,
+    recommend, smallest_sequence_not_fitting,
 };
 use tallow::nn::Checkpointing;
 use tallow::report::{Answer, Column, Fields, Report};
@@ -62,11 +63,22 @@ impl Question<'_> {
         Ok((answers, Some(table)))
     }
 
-    /// Adds the sizes that fit to the run's row, and returns the terms of its peak.
-    pub fn add_to(&self, row: &mut Fields) -> Result<MemoryBreakdown> {
+    /// Returns the row of the run with its memory and the sizes that fit, and the terms of its peak.
+    pub fn row(&self) -> Result<(Fields, MemoryBreakdown)> {
         let (breakdown, checkpointing) = self.breakdown(self.run)?;
-        row.insert("checkpointing", checkpointing.to_string())
+        let labels = Labels {
+            checkpointing,
+            ..Labels::of(self.run)
+        };
+        let mut row = labels.fields();
+        row.insert("peak_bytes", breakdown.peak_bytes())
+            .insert("after_forward_bytes", breakdown.before_backward_bytes)
+            .insert("residual_stream_bytes", self.residual_stream_bytes())
             .insert("available_bytes", self.available_bytes);
+        for kind in MemoryKind::ALL {
+            let bytes = breakdown.bytes_of(kind);
+            row.insert(kind.name(), (bytes > 0).then_some(bytes));
+        }
         if let Some(available_bytes) = self.available_bytes {
             let (batch_size, context_length) = self.largest(available_bytes)?;
             let recommended = self.recommended()?.map(|strategy| strategy.to_string());
@@ -74,11 +86,11 @@ impl Question<'_> {
                 .insert("largest_context_length", context_length)
                 .insert("recommended_checkpointing", recommended);
         }
-        Ok(breakdown)
+        Ok((row, breakdown))
     }
 
     /// Returns the size of a tensor of the residual stream, in bytes. Autocast leaves it in f32.
-    pub fn residual_stream_bytes(&self) -> u64 {
+    fn residual_stream_bytes(&self) -> u64 {
         let EndToEnd {
             batch_size: b,
             sequence_length: t,
