@@ -311,8 +311,9 @@ impl<'a> Lap<'a> {
             ("backward", times.backward_ms),
             ("optimizer", times.optimizer_ms),
         ];
-        self.phases
-            .extend(phases.into_iter().filter(|(_, ms)| *ms > 0.0));
+        for (phase, ms) in phases.into_iter().filter(|(_, ms)| *ms > 0.0) {
+            *self.phases.entry(phase).or_default() += ms;
+        }
     }
 }
 
