@@ -209,29 +209,3 @@ impl fmt::Display for MemoryBreakdown {
         write!(f, " = {}", format_mib(self.peak_bytes()))
     }
 }
-
-/// Returns the smallest power of two whose breakdown needs more than `available_bytes`, with the breakdown: the first
-/// configuration that does not fit. `breakdown` returns `None` for a size that it cannot predict, as below where
-/// [`attention_breakdown`](super::attention_breakdown) is an error. The search ends there: the result is `None` if all
-/// smaller powers of two fit.
-///
-/// ```
-/// use tallow::memory::{AttentionWorkload, Target, attention_breakdown, smallest_not_fitting};
-///
-/// let breakdown = |sequence_length| {
-///     let workload = AttentionWorkload { sequence_length, ..Default::default() };
-///     attention_breakdown(&workload, Target::Cuda).ok()
-/// };
-/// let (sequence_length, breakdown) = smallest_not_fitting(16 << 30, breakdown).unwrap();
-/// assert_eq!(sequence_length, 32_768);
-/// assert!(breakdown.peak_bytes() > 16 << 30);
-/// ```
-pub fn smallest_not_fitting(
-    available_bytes: u64,
-    breakdown: impl Fn(usize) -> Option<MemoryBreakdown>,
-) -> Option<(usize, MemoryBreakdown)> {
-    (0..usize::BITS)
-        .map(|power| 1 << power)
-        .map_while(|size| Some((size, breakdown(size)?)))
-        .find(|(_, breakdown)| breakdown.peak_bytes() > available_bytes)
-}

@@ -45,7 +45,7 @@ mod workload;
 pub use attention::{
     AttentionWorkload, SelfAttentionWorkload, attention_breakdown, self_attention_breakdown,
 };
-pub use breakdown::{MemoryBreakdown, MemoryKind, Term, smallest_not_fitting};
+pub use breakdown::{MemoryBreakdown, MemoryKind, Term};
 pub use estimate::{Estimate, estimate, estimate_graph};
 pub use fit::{
     largest_batch_size, largest_that_fits, least_memory_checkpointing, recommend,
