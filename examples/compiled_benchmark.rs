@@ -17,7 +17,7 @@ const EXAMPLES: &str = "Examples:
 
 fn main() -> ExitCode {
     let program = Program {
-        models: &["4-256-256-4-8"],
+        config: Some("4-256-256-4-8"),
         counts: true,
         ..Default::default()
     };

@@ -84,9 +84,9 @@ struct Flags {
     #[arg(long, default_value_t = 4, value_name = "B", value_parser = values::count())]
     batch_size: usize,
 
-    /// Tokens in a sequence [default: 256]
-    #[arg(long, num_args = 1, value_name = "T", alias = "sequence-length", value_parser = values::count())]
-    context_length: Vec<usize>,
+    /// Tokens in a sequence
+    #[arg(long, default_value_t = 256, overrides_with = "context_length", default_value_if("handout", "2026", "512"), value_name = "T", alias = "sequence-length", value_parser = values::count())]
+    context_length: usize,
 
     #[command(flatten)]
     ways: Ways,
@@ -155,8 +155,7 @@ fn in_words(parts: &[Part]) -> String {
 }
 
 fn main() -> ExitCode {
-    let mut flags = effects::parse(Flags::command(), Flags::effects);
-    flags.models.fill_context(&mut flags.context_length, &[256]);
+    let flags = effects::parse(Flags::command(), Flags::effects);
     match flags.processes.launched() {
         Some(code) => code,
         None => common::run(|| flags.run()),
@@ -191,14 +190,9 @@ impl Flags {
         only_group::<G>(in_words(parts), self.has(parts))
     }
 
-    /// Returns T: the last context length given, since a repeated flag replaces the one before.
-    fn length(&self) -> usize {
-        self.context_length.last().copied().unwrap_or_default()
-    }
-
     /// Returns the B and T of a rank.
     fn sizes(&self) -> [usize; 2] {
-        [self.batch_size, self.length()]
+        [self.batch_size, self.context_length]
     }
 
     /// Whether one of these parts is measured.
@@ -243,7 +237,7 @@ impl Flags {
                 flags: self,
                 communicator,
                 are_threads: self.ranks_as_threads()?.is_some(),
-                models: self.models.models(self.length(), &[self.attention])?,
+                models: self.models.models(self.context_length, &[self.attention])?,
                 step: StepConfig {
                     precision: self.precision.precision()?,
                     memory_budget_bytes: self.ways.memory_budget_gib.map(gib_bytes),
@@ -370,7 +364,7 @@ impl Rank<'_> {
             (&OF_STEPS, "precision", self.step.precision.name().into()),
             (&OF_STEPS, "attention", flags.attention.name().into()),
             (&[Accounting], "B of a rank", flags.batch_size.into()),
-            (&[Accounting], "T", flags.length().into()),
+            (&[Accounting], "T", flags.context_length.into()),
         ];
         let settings = settings.into_iter().filter(|(parts, ..)| flags.has(parts));
         let mut fields: Fields = settings.map(|(_, name, value)| (name, value)).collect();

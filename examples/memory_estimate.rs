@@ -16,7 +16,6 @@ mod step;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, only, only_group};
-use common::labels::label_columns;
 use common::models::describe;
 use common::ranks::ExchangeFlags;
 use common::runs::{self, GridFlags};
@@ -41,7 +40,6 @@ const EXAMPLES: &str = "Examples:
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("mode", |arg| arg.default_value("train-step")))]
-#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 256]")))]
 #[command(mut_arg("memory_limit_gib", |arg| arg.help("Memory to fit; planned steps are asked with it only")))]
 struct Flags {
     #[command(flatten)]
@@ -59,9 +57,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let mut flags = effects::parse(Flags::command(), Flags::effects);
-    let grid = &mut flags.grid;
-    grid.models.fill_context(&mut grid.context_length, &[256]);
+    let flags = effects::parse(Flags::command(), Flags::effects);
     common::run(|| flags.run())
 }
 
@@ -168,7 +164,7 @@ fn is_planned(run: &EndToEnd) -> bool {
 /// Returns the columns of one line a configuration. The kinds of memory share a rank, because together they are the
 /// peak.
 fn columns() -> Vec<Column> {
-    let mut columns = label_columns();
+    let mut columns = words::label_columns();
     columns.extend([
         Column::mib("peak_bytes", "Peak"),
         Column::count("largest_batch_size", "Largest B"),

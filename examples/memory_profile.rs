@@ -34,7 +34,7 @@ const EXAMPLES: &str = "Examples:
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("mode", |arg| arg.default_values(["forward", "train-step"])))]
-#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 128 256 512]")))]
+#[command(mut_arg("context_length", |arg| arg.default_values(["128", "256", "512"])))]
 struct Flags {
     #[command(flatten)]
     grid: GridFlags,
@@ -59,10 +59,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let mut flags = effects::parse(Flags::command(), Flags::effects);
-    let grid = &mut flags.grid;
-    grid.models
-        .fill_context(&mut grid.context_length, &[128, 256, 512]);
+    let flags = effects::parse(Flags::command(), Flags::effects);
     common::run(|| flags.common.around(|| flags.run()))
 }
 

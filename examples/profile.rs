@@ -15,7 +15,7 @@ use answers::Profiled;
 use candle_core::Device;
 use clap::{CommandFactory, Parser};
 use common::effects::{self, Effect, names_gpu, only};
-use common::labels::{Labels, label_columns};
+use common::labels::Labels;
 use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, title};
@@ -51,7 +51,6 @@ const REFERENCE_NOTE: &str = "References' backward is candle's own and has no ra
 #[derive(Parser)]
 #[command(version, after_help = EXAMPLES, next_help_heading = "Model")]
 #[command(mut_arg("mode", |arg| arg.default_value("all")))]
-#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 256]")))]
 struct Flags {
     #[command(flatten)]
     grid: GridFlags,
@@ -100,9 +99,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let mut flags = effects::parse(Flags::command(), Flags::effects);
-    let grid = &mut flags.grid;
-    grid.models.fill_context(&mut grid.context_length, &[256]);
+    let flags = effects::parse(Flags::command(), Flags::effects);
     common::run(|| {
         flags.common.around(|| match flags.reference_ops {
             true => with_kernel_policy(KernelPolicy::Reference, || flags.run()),
@@ -327,5 +324,5 @@ fn labelled(run: &EndToEnd, status: &str, rest: Fields) -> Fields {
 /// The columns of the table of runs: labels, status, and those of a run's summary.
 fn columns(own: Vec<Column>) -> Vec<Column> {
     let status = Column::text("status", "Status");
-    [label_columns(), vec![status], own].concat()
+    [words::label_columns(), vec![status], own].concat()
 }

@@ -6,7 +6,7 @@ use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
-use tallow::report::{Column, Fields};
+use tallow::report::Fields;
 
 /// The labels of a run of a model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -38,18 +38,4 @@ impl Labels {
     pub fn fields(&self) -> Fields {
         Fields::of(self).unwrap_or_default() // a struct always has fields
     }
-}
-
-/// The columns of [`Labels`].
-pub fn label_columns() -> Vec<Column> {
-    vec![
-        Column::text("size", "Model"),
-        Column::text("batch_size", "B"),
-        Column::text("context_length", "T"),
-        Column::text("attention", "Attention"),
-        Column::text("checkpointing", "Checkpointing"),
-        Column::text("precision", "Precision"),
-        Column::text("execution", "Execution"),
-        Column::text("mode", "Mode"),
-    ]
 }

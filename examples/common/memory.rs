@@ -1,5 +1,6 @@
 //! The memory that an example may use, and preparations if it is hardly more than a run needs.
 
+use super::words::grouped;
 use candle_core::Device;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::{Error, Result};
@@ -28,18 +29,14 @@ pub fn available_bytes<'r>(
         let may_fit = wanted <= available || run.execution == Execution::Planned;
         may_fit && wanted.saturating_add(wanted / 2 + PROCESS_BYTES) > available
     };
-    let mut kinds: Vec<&EndToEnd> = Vec::new();
-    if device.is_cpu() {
-        for run in runs.into_iter().filter(|run| is_tight(run)) {
-            let kind = |run: &EndToEnd| (run.step.precision, run.execution, run.mode);
-            if !kinds.iter().any(|other| kind(other) == kind(run)) {
-                kinds.push(run);
-            }
-        }
-    }
+    let runs = runs.into_iter();
+    let tight = runs.filter(|run| device.is_cpu() && is_tight(run));
+    let kinds = grouped(tight, |run| (run.step.precision, run.execution, run.mode));
     if !kinds.is_empty() {
         super::take_blocks_from_the_system();
-        kinds.into_iter().try_for_each(|run| run.warm_up(device))?;
+    }
+    for (_, runs) in kinds {
+        runs[0].warm_up(device)?;
     }
     Ok(available())
 }

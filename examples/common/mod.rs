@@ -45,12 +45,6 @@ static GLOBAL: Tracker<mimalloc::MiMalloc> = Tracker::new(mimalloc::MiMalloc);
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
 const DISALLOW_ARENA_ALLOC: libmimalloc_sys::mi_option_t = 26;
 
-/// Makes mimalloc keep freed pages. By default it returns them after a while, and a later step faults them in again.
-fn keep_freed_pages() {
-    // SAFETY: sets an option, which mimalloc reads atomically.
-    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
-}
-
 /// Makes mimalloc take each block from the system instead of an arena: for planned steps alone, which free nothing that
 /// another step could reuse, and if memory is tight. In an arena a block occupies up to an eighth more, and huge pages
 /// make that resident (170 MiB for a small model's weights and state).
@@ -113,8 +107,9 @@ impl Common {
     /// Returns the report's header, with the seed and the ops that have run their reference implementation so far.
     pub fn environment(&self, device: &candle_core::Device) -> Fields {
         let mut fields = environment(device);
-        fields.insert("seed", self.seed);
-        fields.insert("reference ops", fallbacks());
+        fields
+            .insert("seed", self.seed)
+            .insert("reference ops", fallbacks());
         fields
     }
 }
@@ -138,10 +133,9 @@ pub fn fallbacks() -> String {
     let fallbacks = tallow::ops::fallbacks().into_iter();
     let names = fallbacks.map(|f| format!("{} ({} on {})", f.op, f.dtype, f.device));
     let names = names.collect::<Vec<_>>().join(", ");
-    if names.is_empty() {
-        "none".into()
-    } else {
-        names
+    match names.is_empty() {
+        true => "none".into(),
+        false => names,
     }
 }
 
@@ -164,7 +158,9 @@ pub fn wrote(path: &Path) {
 
 /// Runs an example. An error is printed to stderr and sets the exit code.
 pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
-    keep_freed_pages();
+    // SAFETY: sets an option, which mimalloc reads atomically. By default it returns freed pages to the system after a
+    // while, and a later step faults them in again.
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
     tallow::init();
     // This must precede any thread pool: it checks the number of threads that the environment requests.
     let ended = tallow::device("cpu").and_then(|_| example());
@@ -174,9 +170,18 @@ pub fn run(example: impl FnOnce() -> Result<()>) -> ExitCode {
     }))
 }
 
-/// Returns the exit code, after printing an error to stderr.
+/// Returns the exit code, after printing an error to stderr. A closed stdout is no error: its reader has seen enough
+/// (`| head`).
 fn code_of(result: Result<ExitCode>) -> ExitCode {
-    result.unwrap_or_else(|error| ExitCode::from(status(&error)))
+    let error = match result {
+        Ok(code) => return code,
+        Err(error) if stdout::is_closed(&error) => return ExitCode::SUCCESS,
+        Err(error) => error.to_string(),
+    };
+    let program = concat!(env!("CARGO_CRATE_NAME"), ": "); // once: errors about flags begin with it
+    let error = error.strip_prefix(program).unwrap_or(&error);
+    print_progress(format_args!("error: {program}{error}"));
+    ExitCode::FAILURE
 }
 
 /// Returns the error of a flag with an invalid value.
@@ -193,18 +198,6 @@ pub fn refusal(
         got: got.to_string(),
         hint: hint.into(),
     }
-}
-
-/// Prints the error and returns its exit code. A closed stdout is no error: its reader has seen enough (`| head`).
-fn status(error: &Error) -> u8 {
-    if stdout::is_closed(error) {
-        return 0;
-    }
-    let text = error.to_string();
-    let program = concat!(env!("CARGO_CRATE_NAME"), ": "); // once: errors about flags begin with it
-    let text = text.strip_prefix(program).unwrap_or(&text);
-    print_progress(format_args!("error: {program}{text}"));
-    1
 }
 
 /// Returns the version of candle in Cargo.lock.

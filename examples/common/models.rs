@@ -7,7 +7,6 @@ use tallow::Result;
 use tallow::attention::Algorithm;
 use tallow::hf;
 use tallow::model::TransformerConfig;
-use tallow::nn::Checkpointing;
 use tallow::report::{Fields, group_digits};
 
 /// Flags of every example that measures models by preset or by sizes.
@@ -56,7 +55,7 @@ pub struct SizeFlags {
 impl SizeFlags {
     fn is_any_given(&self) -> bool {
         let sizes = [self.d_model, self.d_ff, self.num_layers, self.num_heads];
-        sizes.iter().any(Option::is_some)
+        sizes != [None; 4]
     }
 
     /// Returns `base` with the given sizes in place of its own.
@@ -129,11 +128,10 @@ pub enum Handout {
 impl Handout {
     /// Returns the names of the models in its table.
     fn sizes(self) -> [&'static str; 5] {
-        let largest = match self {
-            Self::Of2025 => "2.7b",
-            Self::Of2026 => "10b",
-        };
-        ["small", "medium", "large", "xl", largest]
+        match self {
+            Self::Of2025 => ["small", "medium", "large", "xl", "2.7b"],
+            Self::Of2026 => ["small", "medium", "large", "xl", "10b"],
+        }
     }
 
     /// Returns the preset of one of its models: the xl of 2026 is the 2.7b of 2025.
@@ -153,27 +151,12 @@ pub struct Model {
 }
 
 impl ModelFlags {
-    /// Fills in the context lengths if none are given: those of the handout, else `default`.
-    pub fn fill_context(&self, given: &mut Vec<usize>, default: &[usize]) {
-        if given.is_empty() {
-            *given = match self.handout {
-                Some(Handout::Of2026) => vec![512],
-                _ => default.to_vec(),
-            };
-        }
-    }
-
     /// Returns whether a flag names a preset or a folder.
     pub fn names_a_preset(&self) -> bool {
         self.handout.is_some() || !self.size.is_empty() || !self.family.is_empty()
     }
 
-    /// Returns whether a flag names a model or one of its sizes.
-    pub fn names_a_model(&self) -> bool {
-        self.handout.is_some() || self.names_a_single_model()
-    }
-
-    /// Whether a flag other than --handout names a model or one of its sizes.
+    /// Returns whether a flag other than --handout names a model or one of its sizes.
     pub fn names_a_single_model(&self) -> bool {
         self.sizes.is_any_given() || !self.size.is_empty() || !self.family.is_empty()
     }
@@ -221,8 +204,9 @@ impl ModelFlags {
 /// Returns the models' sizes, for a report's configuration.
 pub fn describe(models: &[Model]) -> Fields {
     let models = models.iter();
-    let described = models.map(|model| (format!("model {}", model.name), sizes(&model.config)));
-    described.collect()
+    models
+        .map(|model| (format!("model {}", model.name), sizes(&model.config)))
+        .collect()
 }
 
 /// Describes a model's sizes.
@@ -236,16 +220,4 @@ pub fn sizes(config: &TransformerConfig) -> String {
         "d_model {}, d_ff {}, layers {}, heads {heads}, vocabulary {}: {parameters} parameters",
         config.d_model, config.d_ff, config.num_layers, config.vocab_size
     )
-}
-
-/// Flags of attention and checkpointing.
-#[derive(Args, Clone, Debug)]
-pub struct VariantFlags {
-    /// naive or flash; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
-    pub attention: Vec<Algorithm>,
-
-    /// Checkpointing: none, block, every-N, sqrt; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "NAME")]
-    pub checkpoint: Vec<Checkpointing>,
 }

@@ -13,21 +13,18 @@ pub struct PrecisionFlags {
     /// bf16 and f16 are autocast with f32 parameters and PyTorch's lists of ops for CUDA. bf16-cpu has the lists for
     /// the CPU. bf16-full is half precision throughout, parameters too. bf16-dropping-casts and bf16-cpu-dropping-casts
     /// drop the copy of a weight after each use. f16 has the same endings.
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "NAME")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "f32", value_name = "NAME")]
     precision: Vec<Precision>,
 }
 
 impl PrecisionFlags {
-    /// Returns the precisions of the flag without duplicates; f32 if there are none.
+    /// Returns the precisions of the flag without duplicates.
     pub fn precisions(&self) -> Vec<Precision> {
-        if self.precision.is_empty() {
-            return vec![Precision::F32];
-        }
         let unique: IndexSet<Precision> = self.precision.iter().copied().collect();
         unique.into_iter().collect()
     }
 
-    /// Returns the single precision of the flag, or f32: for programs that run once.
+    /// Returns the single precision of the flag, for programs that run once.
     pub fn precision(&self) -> Result<Precision> {
         match self.precisions()[..] {
             [precision] => Ok(precision),

@@ -2,35 +2,40 @@
 
 use super::effects::{Effect, only};
 use super::labels::Labels;
-use super::models::{Model, ModelFlags, VariantFlags};
-use super::modes::{CompileFlag, ModeFlag, OptimizerFlag, can_plan, executions, modes};
+use super::models::{Model, ModelFlags};
+use super::modes::{CompileFlag, ModeFlag, OptimizerFlag, can_plan};
 use super::precision::PrecisionFlags;
 use super::{values, words};
 use candle_core::Device;
 use clap::Args;
 use tallow::Result;
+use tallow::attention::Algorithm;
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::{Column, Fields, Report};
 
-/// Flags of every example that runs a grid of configurations. A program sets the help of `--context-length` and the
-/// default of `--mode`.
+/// Flags of every example that runs a grid of configurations. A program sets the default of `--mode`.
 #[derive(Args, Clone, Debug)]
 pub struct GridFlags {
     #[command(flatten)]
     pub models: ModelFlags,
 
-    #[command(flatten)]
-    pub variants: VariantFlags,
+    /// naive or flash; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "naive", value_name = "NAME")]
+    pub attention: Vec<Algorithm>,
+
+    /// Checkpointing: none, block, every-N, sqrt; several
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "none", value_name = "NAME")]
+    pub checkpoint: Vec<Checkpointing>,
 
     /// Sequences in a batch; several
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "4", value_name = "N")]
     pub batch_size: Vec<usize>,
 
     /// Tokens in a sequence; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "N", alias = "sequence-length")]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "256", default_value_if("handout", "2026", "512"), value_name = "N", alias = "sequence-length")]
     pub context_length: Vec<usize>,
 
     #[command(flatten, next_help_heading = "Run")]
@@ -41,13 +46,7 @@ pub struct GridFlags {
     pub mode: Vec<ModeFlag>,
 
     /// adamw, adamw-bf16 with running means in bf16, sgd, lion or muon
-    #[arg(
-        long,
-        value_enum,
-        default_value = "adamw",
-        value_name = "NAME",
-        help_heading = "Run"
-    )]
+    #[arg(long, value_enum, default_value_t = OptimizerFlag::Adamw, value_name = "NAME", help_heading = "Run")]
     pub optimizer: OptimizerFlag,
 
     /// Planned steps too, or alone with =only
@@ -75,8 +74,16 @@ impl GridFlags {
         ]
     }
 
+    /// Returns the requested modes, in the order of the flags.
     pub fn modes(&self) -> Vec<Mode> {
-        modes(&self.mode)
+        let all = [Mode::Forward, Mode::ForwardBackward, Mode::TrainStep];
+        let modes = self.mode.iter().flat_map(|flag| match flag {
+            ModeFlag::Forward => &all[..1],
+            ModeFlag::ForwardBackward => &all[1..2],
+            ModeFlag::TrainStep => &all[2..],
+            ModeFlag::All => &all,
+        });
+        modes.copied().collect()
     }
 
     pub fn has_backward(&self) -> bool {
@@ -86,7 +93,16 @@ impl GridFlags {
     /// Returns whether any run has this execution.
     pub fn has_execution(&self, execution: Execution) -> bool {
         let mut all = self.precision.precisions().into_iter();
-        all.any(|precision| executions(self.compile, precision).contains(&execution))
+        all.any(|precision| self.runs_in(execution, precision))
+    }
+
+    /// Returns whether steps in this precision have this execution. They are eager if they cannot be planned.
+    fn runs_in(&self, execution: Execution, precision: Precision) -> bool {
+        let planned = self.compile.filter(|_| can_plan(precision));
+        match execution {
+            Execution::Eager => planned != Some(CompileFlag::Only),
+            Execution::Planned => planned.is_some(),
+        }
     }
 
     /// Returns whether any run is a planned training step.
@@ -110,8 +126,8 @@ impl GridFlags {
     /// Returns the models, with the longest sequence as their context length.
     pub fn models(&self) -> Result<Vec<Model>> {
         let longest = self.context_length.iter().copied().max();
-        let longest = longest.unwrap_or_default();
-        self.models.models(longest, &self.variants.attention)
+        let longest = longest.unwrap_or_default(); // clap requires a length
+        self.models.models(longest, &self.attention)
     }
 
     /// Returns every combination of the flags' lists in these precisions, with the other settings of `base`.
@@ -124,41 +140,38 @@ impl GridFlags {
         let runs = each(vec![base.clone()], models, |run, model| {
             (run.size, run.config) = (model.name.clone(), model.config.clone());
         });
+        let lengths = &self.context_length;
         let runs = each(runs, &self.batch_size, |run, b| run.batch_size = *b);
-        let runs = each(runs, &self.context_length, |run, t| {
-            run.sequence_length = *t
-        });
-        let runs = each(runs, &self.variants.attention, |run, own| {
-            run.attention = *own
-        });
-        let runs = each(runs, &self.variants.checkpoint, |run, own| {
-            run.checkpointing = *own
-        });
+        let runs = each(runs, lengths, |run, t| run.sequence_length = *t);
+        self.variants(runs, precisions)
+    }
+
+    /// Returns each of the runs with every combination of the flags' attention, checkpointing, mode and execution, in
+    /// these precisions.
+    pub fn variants(&self, runs: Vec<EndToEnd>, precisions: &[Precision]) -> Vec<EndToEnd> {
+        let runs = each(runs, &self.attention, |run, own| run.attention = *own);
+        let runs = each(runs, &self.checkpoint, |run, own| run.checkpointing = *own);
         let runs = each(runs, precisions, |run, own| run.step.precision = *own);
         let runs = each(runs, &self.modes(), |run, mode| run.mode = *mode);
-        let runs = runs.into_iter().flat_map(|run| {
-            let executions = executions(self.compile, run.step.precision);
-            each(vec![run], executions, |run, execution| {
-                run.execution = *execution
-            })
-        });
-        let optimizer = self.optimizer.rule(base.seed);
-        let runs = runs.map(|mut run| {
+        let both = [Execution::Eager, Execution::Planned];
+        let mut runs = each(runs, &both, |run, own| run.execution = *own);
+        runs.retain(|run| self.runs_in(run.execution, run.step.precision));
+        for run in &mut runs {
             if !run.execution.is_planned_step(run.mode) {
                 run.step = run.step.precision.into(); // without the settings of planned training steps
             }
-            run.step.optimizer = optimizer;
-            run
-        });
-        runs.collect()
+            run.step.optimizer = self.optimizer.rule(run.seed);
+        }
+        runs
     }
 
     /// Sets the available memory of each run, and prepares the process if that is tight.
     pub fn set_available_memory(&self, runs: &mut [EndToEnd], device: &Device) -> Result<()> {
         let limit = self.memory_limit_gib;
-        let available_bytes = super::memory::available_bytes(device, limit, runs.iter())?;
-        runs.iter_mut()
-            .for_each(|run| run.available_bytes = available_bytes);
+        let available_bytes = super::memory::available_bytes(device, limit, &*runs)?;
+        for run in runs {
+            run.available_bytes = available_bytes;
+        }
         Ok(())
     }
 }
@@ -169,15 +182,15 @@ pub fn each<V>(
     values: &[V],
     set: impl Fn(&mut EndToEnd, &V),
 ) -> Vec<EndToEnd> {
-    let with = |run: &EndToEnd, value: &V| {
-        let mut run = run.clone();
-        set(&mut run, value);
-        run
-    };
-    let all = runs
-        .iter()
-        .flat_map(|run| values.iter().map(|value| with(run, value)));
-    all.collect()
+    let mut all = Vec::new();
+    for run in &runs {
+        for value in values {
+            let mut run = run.clone();
+            set(&mut run, value);
+            all.push(run);
+        }
+    }
+    all
 }
 
 /// Returns a run's name in progress messages and file names.
@@ -210,9 +223,9 @@ pub fn append(all: &mut Report, name: &str, run: &EndToEnd, own: Report) {
             all.notes.push(note);
         }
     }
-    all.rows.extend(own.rows.into_iter().map(|row| {
+    for row in own.rows {
         let mut named = Fields::from_iter([("run", name)]);
         named.merge(row).merge(Labels::of(run).fields());
-        named
-    }));
+        all.rows.push(named);
+    }
 }

@@ -1,7 +1,7 @@
 //! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
-use tallow::report::{Answer, Fields, Speedup, Verdict, format_mib, list_in_note};
+use tallow::report::{Answer, Column, Fields, Speedup, Verdict, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -72,6 +72,21 @@ pub fn grouped<T, K: PartialEq>(
         }
     }
     groups
+}
+
+/// Returns the columns of the labels of a model's run. Reports leave out those without values.
+pub fn label_columns() -> Vec<Column> {
+    vec![
+        Column::text("size", "Model"),
+        Column::text("batch_size", "B"),
+        Column::text("context_length", "T"),
+        Column::text("attention", "Attention"),
+        Column::text("checkpointing", "Checkpointing"),
+        Column::text("warmup_steps", "Warm-up"),
+        Column::text("precision", "Precision"),
+        Column::text("execution", "Execution"),
+        Column::text("mode", "Mode"),
+    ]
 }
 
 /// The fields that distinguish rows, each with the prefix of its value in a row's name.

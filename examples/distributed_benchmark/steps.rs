@@ -78,7 +78,7 @@ impl Rank<'_> {
     /// Times training steps with each strategy and exchange.
     pub fn training_steps(&self) -> Result<Report> {
         let ranks = self.communicator.world_size();
-        let tokens = ranks * self.flags.batch_size * self.flags.length();
+        let tokens = ranks * self.flags.batch_size * self.flags.context_length;
         let columns = Self::columns([
             Column::ms("time", "Step"),
             Column::ms("exposed_ms", "Exposed"),
@@ -152,7 +152,7 @@ impl Rank<'_> {
     pub fn job(&self, model: &Model, way: Way) -> Result<Job> {
         let (communicator, config) = (&self.communicator, &model.config);
         let (device, attention) = (communicator.device(), self.flags.attention);
-        let shape = (self.flags.batch_size, self.flags.length());
+        let shape = (self.flags.batch_size, self.flags.context_length);
         let count = shape.0 * shape.1;
         // Multiples of a prime, other ones on each rank.
         let ids = |first: usize| {

@@ -4,7 +4,7 @@ use super::reasons::reasons;
 use super::table::{By, Compared, Comparison, Row, named};
 use super::words::{self, answered, grouped};
 use tallow::bench::UPDATE;
-use tallow::report::{Answer, PowerLaw, Speedup, counted, format_mib};
+use tallow::report::{Answer, PowerLaw, Speedup, counted};
 
 /// The largest number of items that an answer lists.
 const NAMED: usize = 6;
@@ -79,15 +79,14 @@ fn variability(rows: &[&Row]) -> Option<String> {
     ))
 }
 
-/// Returns the answers that compare each value with the first: speed, its trend over sizes, memory, and what fits.
+/// Returns the answers that compare each value with the first: speed, its trend over sizes, and memory.
 pub fn of_values(all: &[Comparison], compared: &Compared) -> Vec<Answer> {
     let Some((first, others)) = compared.values.split_first() else {
         return Vec::new();
     };
     let whole = all.iter().filter(|own| own.first().is_whole_step());
     let whole: Vec<&Comparison> = whole.collect();
-    let mut answers = Vec::new();
-    for value in others {
+    let answers = others.iter().flat_map(|value| {
         let speedups = speedups(all, first, value);
         let few = "A trend needs three sizes of model (--size tiny small medium).";
         let trends = trends(&whole, first, value).or(Some(few.into()));
@@ -98,7 +97,7 @@ pub fn of_values(all: &[Comparison], compared: &Compared) -> Vec<Answer> {
             }
             By::Precision => format!("Is {value} faster than {first}?"),
         };
-        answers.extend(answered([
+        answered([
             (faster, speedups),
             (
                 format!("How does the speed-up of {value} change with the model's size?"),
@@ -112,25 +111,9 @@ pub fn of_values(all: &[Comparison], compared: &Compared) -> Vec<Answer> {
                 "What are the reasons for the difference?".into(),
                 reasons(all),
             ),
-        ]));
-    }
-    let refused = whole.iter().filter(|own| own.outcome() != "ok").map(|own| {
-        let rows = own.rows.iter().filter(|row| row.time.is_none());
-        let needed = rows.map(|row| {
-            let bytes = format_mib(row.estimate_bytes);
-            format!("{} needs {bytes}", compared.by.value(row))
-        });
-        let needed = needed.collect::<Vec<_>>().join(", ");
-        format!("{}: {} ({needed})", own.name, own.outcome())
+        ])
     });
-    let refused: Vec<String> = refused.collect();
-    let question = match others.len() {
-        0 => "What does not fit?".into(),
-        _ => format!("What does not fit in every {}?", compared.by.key()),
-    };
-    let refused = (!refused.is_empty()).then(|| refused.join("; ") + ".");
-    answers.extend(answered([(question, refused)]));
-    answers
+    answers.collect()
 }
 
 /// Compares the peaks of whole steps.

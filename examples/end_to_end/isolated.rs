@@ -1,6 +1,5 @@
-//! Runs in separate processes, each with a cold first step.
+//! Runs in separate processes, each with a cold first step. A child prints its rows as JSON.
 
-use super::common::stdout;
 use std::process::{Command, Stdio};
 use tallow::bench::EndToEndRow;
 use tallow::{Error, Result};
@@ -19,9 +18,4 @@ pub fn run(index: usize) -> Result<Vec<EndToEndRow>> {
     }
     serde_json::from_slice(&ended.stdout)
         .map_err(|e| candle_core::Error::msg(format!("rows of run {index}: {e}")).into())
-}
-
-/// Prints the child's rows as JSON.
-pub fn answer(rows: &[EndToEndRow]) -> Result<()> {
-    stdout::line(serde_json::to_string(rows).unwrap_or_default())
 }

@@ -2,7 +2,6 @@
 //! the sweep, its table and its answers. The programs differ in the defaults of their flags.
 
 mod answers;
-mod configuration;
 mod isolated;
 mod reasons;
 mod table;
@@ -10,20 +9,21 @@ mod warmup;
 
 use crate::common::effects::{self, Effect, only};
 use crate::common::labels::Labels;
-use crate::common::models::{Model, describe};
+use crate::common::models::sizes;
 use crate::common::modes::CompileFlag;
 use crate::common::runs::{GridFlags, each, title};
-use crate::common::{self, Common, Output, Sweep, rates, values, words};
+use crate::common::{self, Common, Output, Sweep, rates, stdout, values, words};
 use answers::{of_runs, of_values};
-use clap::{CommandFactory, Parser, ValueEnum};
-use configuration::Configuration;
+use clap::{CommandFactory, Parser};
+use indexmap::IndexSet;
+use serde_json::Value;
 use std::process::ExitCode;
-use table::{By, Compared, Row};
+use table::{Compared, Row};
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, alternate};
 use tallow::compile::StepConfig;
 use tallow::memory::Mode;
-use tallow::model::flops;
+use tallow::model::{TransformerConfig, flops};
 use tallow::precision::Precision;
 use tallow::report::{Fields, Report, counted, list_in_note};
 use words::grouped;
@@ -31,14 +31,13 @@ use words::grouped;
 /// The flags of the three programs.
 #[derive(Parser)]
 #[command(version, next_help_heading = "Model")]
-#[command(mut_arg("context_length", |arg| arg.help("Tokens in a sequence; several [default: 256]")))]
 pub struct Flags {
     #[command(flatten)]
     grid: GridFlags,
 
     /// Models as batch, tokens, width, layers, heads; several
-    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H", help_heading = "Model")]
-    config: Vec<Configuration>,
+    #[arg(long, num_args = 1.., value_delimiter = ',', value_name = "B-T-D-L-H", value_parser = configuration, help_heading = "Model")]
+    config: Vec<EndToEnd>,
 
     /// Unmeasured steps before the measured ones; several
     #[arg(long, num_args = 1.., value_delimiter = ',', default_value = "5", value_name = "N", value_parser = values::count_from_0(), help_heading = "Run")]
@@ -73,14 +72,8 @@ pub struct Flags {
     optimizer_in_backward: bool,
 
     /// summary, or phases: all statistics of each phase
-    #[arg(
-        long,
-        value_enum,
-        default_value = "summary",
-        value_name = "NAME",
-        help_heading = "Output"
-    )]
-    view: View,
+    #[arg(long, value_parser = ["summary", "phases"], default_value = "summary", value_name = "NAME", help_heading = "Output")]
+    view: String,
 
     #[command(flatten, next_help_heading = "Output")]
     output: Output,
@@ -89,17 +82,11 @@ pub struct Flags {
     common: Common,
 }
 
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum View {
-    Summary,
-    Phases,
-}
-
 /// The settings in which the programs differ.
 #[derive(Clone, Copy, Default)]
 pub struct Program {
-    /// The models that are measured if no flag names one.
-    pub models: &'static [&'static str],
+    /// The value of `--config` if no flag names a model.
+    pub config: Option<&'static str>,
     /// Whether f32 is always measured, and kept casts in addition to dropped casts.
     pub compares_precisions: bool,
     /// Whether calls and memory traffic of training steps are counted.
@@ -118,11 +105,10 @@ pub fn main(
         command.mut_arg(id, |arg| arg.default_values(*values))
     });
     let mut flags: Flags = effects::parse(command, |flags: &Flags| flags.effects(program));
-    let grid = &mut flags.grid;
-    grid.models.fill_context(&mut grid.context_length, &[256]);
-    if flags.config.is_empty() && !grid.models.names_a_model() {
-        let models = program.models.iter().filter_map(|name| name.parse().ok());
-        flags.config.extend(models);
+    let models = &flags.grid.models;
+    if !(models.names_a_preset() || models.names_a_single_model()) && flags.config.is_empty() {
+        let config = program.config.map(configuration);
+        flags.config.extend(config.into_iter().flatten());
     }
     common::run(|| flags.common.around(|| flags.run(program)))
 }
@@ -130,8 +116,8 @@ pub fn main(
 impl Flags {
     fn effects(&self, program: Program) -> Vec<Effect> {
         let grid = &self.grid;
-        let executions = [Execution::Eager, Execution::Planned].into_iter();
-        let executions = executions.filter(|one| grid.has_execution(*one)).count();
+        let [eager, planned] = [Execution::Eager, Execution::Planned];
+        let compares_executions = grid.has_execution(eager) && grid.has_execution(planned);
         let is_planned = grid.compile == Some(CompileFlag::Only);
         let mut effects = grid.effects();
         effects.extend([
@@ -142,7 +128,7 @@ impl Flags {
             ),
             only(
                 "where nothing is compared: in one precision, without --compile",
-                executions == 1 && self.precisions(program).len() == 1,
+                !compares_executions && self.precisions(program).len() == 1,
                 &["view"],
             ),
             only(
@@ -166,89 +152,76 @@ impl Flags {
         self.output.check_with([])?;
         let device = self.common.device()?;
         let precisions = self.precisions(program);
-        let (models, mut runs) = self.runs(&precisions)?;
+        let mut runs = self.runs(&precisions)?;
         if let Some(index) = self.isolated_run {
             runs = runs.into_iter().skip(index).take(1).collect();
         }
-        if !self.isolate {
-            self.grid.set_available_memory(&mut runs, &device)?;
-        }
+        self.grid.set_available_memory(&mut runs, &device)?;
         if self.isolated_run.is_some() {
             let rows = alternate(&runs, self.rounds, &device, |_, _, _| ())?;
-            return isolated::answer(&rows.concat());
+            let rows = serde_json::to_string(&rows.concat());
+            return stdout::line(rows.unwrap_or_default());
         }
         let compared = self.compared(&runs);
         let mut report = Report {
             environment: self.common.environment(&device),
-            configuration: self.configuration(&models),
+            configuration: self.configuration(&runs),
             columns: compared.columns(),
             ..Default::default()
         };
-        let groups = groups(&runs, &compared);
+        // Runs that differ only in the compared label take turns.
+        let groups = grouped(runs.into_iter().enumerate(), |(_, run)| {
+            let mut labels = Labels::of(run).fields();
+            labels.insert(compared.by.key(), Value::Null);
+            (labels, run.warmup_steps)
+        });
         let mut sweep = Sweep::new(groups.len())?;
         let mut rows: Vec<Row> = Vec::new();
-        for group in &groups {
-            let first = &runs[group[0]];
-            if !sweep.begins(format_args!(
-                "{}, warm-up {}",
-                title(first),
-                first.warmup_steps
-            )) {
+        for ((_, warmup_steps), group) in groups {
+            let (indices, runs): (Vec<usize>, Vec<EndToEnd>) = group.into_iter().unzip();
+            let indices = indices.into_iter();
+            if !sweep.begins(format!("{}, warm-up {warmup_steps}", title(&runs[0]))) {
                 break;
             }
             let measured = match self.isolate {
-                true => group
-                    .iter()
-                    .map(|&i| isolated::run(i))
-                    .collect::<Result<_>>()?,
-                false => {
-                    let own: Vec<_> = group.iter().map(|&i| runs[i].clone()).collect();
-                    alternate(&own, self.rounds, &device, |_, _, _| ())?
-                }
+                true => indices.map(isolated::run).collect::<Result<_>>()?,
+                false => alternate(&runs, self.rounds, &device, |_, _, _| ())?,
             };
-            for (&i, own) in group.iter().zip(measured) {
+            for (run, own) in runs.iter().zip(measured) {
                 for row in own {
                     let is_step = row.phase == "train step" && row.time.is_some();
                     let counted = match is_step && program.counts && compared.is_any() {
-                        true => reasons::count(&runs[i], &device)?,
+                        true => reasons::count(run, &device)?,
                         false => None,
                     };
                     rows.push(Row { row, counted });
                 }
             }
-            if self.output.output.is_some() {
-                compared.show(&rows, &mut report);
-                self.output.save_so_far(&report)?;
-            }
+            compared.show(&rows, &mut report);
+            self.output.save_so_far(&report)?;
         }
         // Runs must not find the machine warmed up by this measurement.
-        let rates = rates::of_precisions(&device, &precisions)?;
-        for Row { row, .. } in &mut rows {
-            let rate = rates.as_ref();
-            let rate = rate.and_then(|rates| rates.matmul_rate(row.precision.dtype()));
-            if let Some(time) = &mut row.time {
-                time.set_mfu(rate);
+        if let Some(rates) = rates::of_precisions(&device, &precisions)? {
+            for Row { row, .. } in &mut rows {
+                if let Some(time) = &mut row.time {
+                    time.set_mfu(rates.matmul_rate(row.precision.dtype()));
+                }
             }
+            let configuration = &mut report.configuration;
+            configuration.insert("measured rates", rates.to_string());
         }
         compared.show(&rows, &mut report);
-        let rates = rates.as_ref().map(|rates| rates.to_string());
-        report.configuration.insert("measured rates", rates);
         report.environment = self.common.environment(&device);
         report.notes = self.notes(&precisions, &rows, &report.rows);
         report.notes.extend(sweep.note());
         let comparisons = compared.comparisons(&rows);
         report.answers = of_runs(&rows);
-        if self.is_about_warmup() {
+        if self.isolate || self.warmup_steps.len() > 1 {
             let answers = warmup::answers(&rows, self.isolate);
             report.answers.extend(answers);
         }
         report.answers.extend(of_values(&comparisons, &compared));
-        report.details.extend(reasons::table(&comparisons));
         self.output.publish(&report)
-    }
-
-    fn is_about_warmup(&self) -> bool {
-        self.isolate || self.warmup_steps.len() > 1
     }
 
     /// Returns the precisions of the flags. If the program compares precisions, f32 comes first, and each precision
@@ -258,90 +231,77 @@ impl Flags {
         if !program.compares_precisions {
             return named;
         }
-        let mut all = vec![Precision::F32];
-        for precision in named {
-            for one in [precision.with_dropped_casts(false), precision] {
-                if !all.contains(&one) {
-                    all.push(one);
-                }
-            }
-        }
-        all
+        let pairs = named.into_iter();
+        let pairs = pairs.flat_map(|one| [one.with_dropped_casts(false), one]);
+        let all: IndexSet<_> = [Precision::F32].into_iter().chain(pairs).collect();
+        all.into_iter().collect()
     }
 
     fn compared(&self, runs: &[EndToEnd]) -> Compared {
         let distinct = |name: fn(&EndToEnd) -> &'static str| {
-            let groups = grouped(runs, |run| name(run)).into_iter();
-            groups.map(|(name, _)| name).collect()
+            let names: IndexSet<_> = runs.iter().map(name).collect();
+            names.into_iter().collect()
         };
         let executions = distinct(|run| run.execution.name());
         let precisions = distinct(|run| run.step.precision.name());
-        Compared::new(executions, precisions, self.view == View::Phases)
+        Compared::new(executions, precisions, self.view == "phases")
     }
 
     /// Returns the notes on how to read the table, and on its rows.
     fn notes(&self, precisions: &[Precision], rows: &[Row], fields: &[Fields]) -> Vec<String> {
         let modes = self.grid.modes();
-        let mut notes = vec![format!(
+        let has_mfu = |row: &Row| row.time.as_ref().is_some_and(|t| t.mfu_percent.is_some());
+        let plans_f_b =
+            modes.contains(&Mode::ForwardBackward) && self.grid.has_execution(Execution::Planned);
+        let times = format!(
             "Times are mean ± standard deviation of {}. Speed-ups and ratios are ratios of means; unclear: their two \
              standard errors exceed 20%.",
             counted(self.steps * self.rounds, "step")
-        )];
-        if modes.iter().any(|mode| *mode != Mode::Forward) {
-            notes.push(
+        );
+        let notes = [
+            (true, &times[..]),
+            (
+                self.grid.has_backward(),
                 "Forward alone computes no loss and records no graph; in the other modes it does both. F+B is forward, \
-                 loss and backward; Backward is its part if F+B ran. B+O is backward and optimizer."
-                    .into(),
-            );
-        }
-        if modes.contains(&Mode::ForwardBackward) && self.grid.has_execution(Execution::Planned) {
-            notes.push(
-                "A planned F+B is a training step without its update: its memory includes the optimizer's state."
-                    .into(),
-            );
-        }
-        if modes.len() > 1 {
-            notes.push(
-                "Memory and tokens/s are of the longest mode in the line, for instance of the training step."
-                    .into(),
-            );
-        }
-        if rows.iter().any(|row| {
-            row.time
-                .as_ref()
-                .is_some_and(|time| time.mfu_percent.is_some())
-        }) {
-            let note = "MFU is relative to the measured rate of matmuls in the row's precision.";
-            notes.push(note.into());
-        }
+                 loss and backward; Backward is its part if F+B ran. B+O is backward and optimizer.",
+            ),
+            (
+                plans_f_b,
+                "A planned F+B is a training step without its update: its memory includes the optimizer's state.",
+            ),
+            (
+                modes.len() > 1,
+                "Memory and tokens/s are of the longest mode in the line, for instance of the training step.",
+            ),
+            (
+                rows.iter().any(|row| row.counted.is_some()),
+                "Calls are ops of an eager step, kernel calls of a planned one. Operands are the bytes that they read and \
+                 write; of eager steps what candle's graph adds between ops is not counted.",
+            ),
+            (
+                rows.iter().any(has_mfu),
+                "MFU is relative to the measured rate of matmuls in the row's precision.",
+            ),
+        ];
+        let notes = notes.into_iter().filter(|(holds, _)| *holds);
+        let mut notes: Vec<String> = notes.map(|(_, note)| note.into()).collect();
         notes.extend(self.grid.not_planned(precisions));
-        let is_skipped = |row: &Row| {
-            row.loss_scaling
-                .as_ref()
-                .is_some_and(|own| own.skipped_steps > 0)
-        };
-        let names = words::names(fields).into_iter().zip(rows);
-        let skipped: Vec<String> = names
-            .filter(|(_, row)| is_skipped(row))
-            .map(|(name, _)| name)
-            .collect();
+        let skips = |row: &Row| row.loss_scaling.as_ref().map_or(0, |own| own.skipped_steps) > 0;
+        let named = words::names(fields).into_iter().zip(rows);
+        let skipped = named.filter_map(|(name, row)| skips(row).then_some(name));
+        let skipped: Vec<String> = skipped.collect();
         if !skipped.is_empty() {
             let start =
                 "f16 gradients overflowed at the loss scale, so these made steps without an update";
             notes.push(list_in_note(start, &skipped));
         }
-        if rows.iter().any(|row| row.time.is_none()) {
-            notes.extend(words::out_of_memory(fields));
-        }
+        notes.extend(words::out_of_memory(fields));
         notes
     }
 
-    /// Returns the models, and every combination of the flags' lists.
-    fn runs(&self, precisions: &[Precision]) -> Result<(Vec<Model>, Vec<EndToEnd>)> {
-        let mut models = match self.config.is_empty() || self.grid.models.names_a_preset() {
-            true => self.grid.models()?,
-            false => Vec::new(),
-        };
+    /// Returns every combination of the flags' lists.
+    fn runs(&self, precisions: &[Precision]) -> Result<Vec<EndToEnd>> {
+        let grid = &self.grid;
         let base = EndToEnd {
             steps: self.steps,
             seed: self.common.seed,
@@ -353,53 +313,69 @@ impl Flags {
             },
             ..Default::default()
         };
-        let mut runs = self.grid.runs(&models, precisions, &base);
+        let mut runs = match self.config.is_empty() || grid.models.names_a_preset() {
+            true => grid.runs(&grid.models()?, precisions, &base),
+            false => Vec::new(),
+        };
         for own in &self.config {
-            let grid = GridFlags {
-                batch_size: vec![own.batch_size],
-                context_length: vec![own.model.context_length],
-                ..self.grid.clone()
+            let run = EndToEnd {
+                size: own.size.clone(),
+                config: grid.models.resized(own.config.clone()),
+                batch_size: own.batch_size,
+                sequence_length: own.sequence_length,
+                ..base.clone()
             };
-            let config = grid.models.resized(own.model.clone());
-            config.validate()?;
-            models.push(Model {
-                name: own.name.clone(),
-                config,
-            });
-            runs.extend(grid.runs(&models[models.len() - 1..], precisions, &base));
+            run.config.validate()?;
+            runs.extend(grid.variants(vec![run], precisions));
         }
-        let runs = each(runs, &self.warmup_steps, |run, n| run.warmup_steps = *n);
-        Ok((models, runs))
+        let warmups = &self.warmup_steps;
+        Ok(each(runs, warmups, |run, n| run.warmup_steps = *n))
     }
 
-    fn configuration(&self, models: &[Model]) -> Fields {
-        let mut optimizer = self.grid.optimizer.name().to_string();
+    fn configuration(&self, runs: &[EndToEnd]) -> Fields {
+        let mut optimizer = self.grid.optimizer.name().unwrap_or_default();
         if self.optimizer_in_backward {
             optimizer += "; in backward where a train step is planned";
         }
-        let mut fields = describe(models);
+        let accumulation = Some(self.accumulation).filter(|batches| *batches > 1);
+        let models = runs
+            .iter()
+            .map(|run| (format!("model {}", run.size), sizes(&run.config)));
+        let mut fields: Fields = models.collect();
         fields
             .insert("optimizer", optimizer)
             .insert("steps", self.steps)
             .insert("rounds", self.rounds)
-            .insert(
-                "accumulation",
-                (self.accumulation > 1).then_some(self.accumulation),
-            )
+            .insert("accumulation", accumulation)
             .insert("FLOPs", flops::FORMULA);
         fields
     }
 }
 
-/// Groups the indices of runs that differ only in the compared label.
-fn groups(runs: &[EndToEnd], compared: &Compared) -> Vec<Vec<usize>> {
-    let groups = grouped(0..runs.len(), |i| {
-        let mut labels = Labels::of(&runs[*i]);
-        match compared.by {
-            By::Execution => labels.execution = Execution::Eager,
-            By::Precision => labels.precision = Precision::F32,
-        }
-        (labels, runs[*i].warmup_steps)
-    });
-    groups.into_iter().map(|(_, group)| group).collect()
+/// Parses `B-T-D-L-H`: batch, tokens, width, layers, heads. The feed-forward network is four times as wide as the model.
+fn configuration(name: &str) -> std::result::Result<EndToEnd, String> {
+    let sizes: Option<Vec<usize>> = name.split('-').map(|size| size.parse().ok()).collect();
+    let Some(&[batch_size, context_length, d_model, num_layers, num_heads]) = sizes.as_deref()
+    else {
+        return Err("expected batch-tokens-width-layers-heads, such as 4-256-256-4-8".into());
+    };
+    if !(1..1 << 32).contains(&batch_size) {
+        return Err("the batch must be at least 1 and under 2^32".into());
+    }
+    let config = TransformerConfig {
+        context_length,
+        d_model,
+        d_ff: d_model.saturating_mul(4),
+        num_layers,
+        num_heads,
+        ..Default::default()
+    };
+    config.validate().map_err(|error| error.to_string())?;
+    Ok(EndToEnd {
+        size: name.into(),
+        config,
+        batch_size,
+        sequence_length: context_length,
+        ..Default::default()
+    })
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, time_once};
 use tallow::profile::{Profiler, Span};
-use tallow::report::{Column, Fields, Report, Verdict, counted};
+use tallow::report::{Column, Verdict, counted};
 
 /// The counts of a training step, and the time of planning.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -15,44 +15,6 @@ pub struct Counted {
     pub calls: usize,
     pub operand_bytes: f64,
     pub plan_ms: Option<f64>,
-}
-
-/// Returns the table of counts, a row for each execution of a model; `None` if nothing was counted.
-pub fn table(all: &[Comparison]) -> Option<Report> {
-    let columns = vec![
-        Column::text("configuration", "Run"),
-        Column::text("execution", "Step"),
-        Column::count("calls", "Calls"),
-        Column::mib("operand_bytes", "Operands"),
-        Column::mib("peak_bytes", "Peak"),
-        Column::ms("plan_ms", "Plan"),
-        Column::mib("estimate_bytes", "Predicted"),
-        Column::mib("resident_peak_bytes", "Resident peak"),
-        Column::mib("reserved_peak_bytes", "Reserved peak"),
-    ];
-    let rows = all
-        .iter()
-        .flat_map(|own| own.rows.iter().map(|row| (&own.name, row)));
-    let rows = rows.filter_map(|(name, row)| {
-        let mut fields = row.fields();
-        fields.merge(Fields::of(row.counted.as_ref()?).ok()?);
-        let name = name.trim_end_matches("train step").trim_end(); // all are training steps
-        fields.insert("configuration", name);
-        let keys = columns.iter().map(|column| column.key.as_str());
-        Some(keys.map(|key| (key, fields.get(key).cloned())).collect())
-    });
-    let rows: Vec<Fields> = rows.collect();
-    (!rows.is_empty()).then(|| Report {
-        title: "What a training step does".into(),
-        columns,
-        rows,
-        notes: vec![
-            "Calls are ops of an eager step, kernel calls of a planned one. Operands are the bytes that they read and \
-             write; of eager steps what candle's graph adds between ops is not counted."
-                .into(),
-        ],
-        ..Default::default()
-    })
 }
 
 /// The number of steps that a profiler records.
@@ -107,8 +69,8 @@ pub fn reasons(all: &[Comparison]) -> Option<String> {
         let steps = counted((plan_ms / gain_ms).ceil() as usize, "step");
         let plan_ms = Column::ms("", "").cell(Some(&plan_ms.into()));
         text += &format!(
-            " It runs fused kernels in one arena: the table What a training step does has calls and bytes of both. \
-             Planning took {plan_ms} ms: the gain of {steps}."
+            " It runs fused kernels in one arena, with the Calls and Operands of the table. Planning took {plan_ms} ms: \
+             the gain of {steps}."
         );
     }
     Some(text)

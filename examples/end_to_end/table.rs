@@ -2,18 +2,20 @@
 //! compared, it has a line for each phase with the compared values in columns.
 
 use super::reasons::Counted;
-use super::words::{change, grouped, names_without, speedup_cell};
-use serde_json::Value;
+use super::words::{change, grouped, label_columns, names_without, speedup_cell};
+use serde::Serialize;
 use std::ops::Deref;
 use tallow::bench::{EndToEndRow, Status, UPDATE};
 use tallow::memory::Mode;
 use tallow::report::{Column, Fields, Report, Speedup};
 
 /// A row of the benchmark.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Row {
+    #[serde(flatten)]
     pub row: EndToEndRow,
     /// The counts of a training step, if they were requested.
+    #[serde(flatten)]
     pub counted: Option<Counted>,
 }
 
@@ -27,7 +29,7 @@ impl Deref for Row {
 
 impl Row {
     pub fn fields(&self) -> Fields {
-        self.row.fields().unwrap_or_default() // a struct always has fields
+        Fields::of(self).unwrap_or_default() // a struct always has fields
     }
 
     /// Returns mean and standard deviation, or `OOM` for a run without times.
@@ -100,28 +102,20 @@ pub struct Comparison<'r> {
     pub rows: Vec<&'r Row>,
 }
 
-/// A quantity of each compared value: its heading, its column for a value, and its cell.
-type Quantity = (
-    &'static str,
-    fn(String, &'static str) -> Column,
-    fn(&Row) -> Value,
-);
-
-const QUANTITIES: [Quantity; 5] = [
-    ("Time", Column::ms, |row| row.time_cell().into()),
-    ("Peak", Column::mib, |row| row.peak_bytes().into()),
-    ("Tokens/s", Column::count, |row| {
-        let time = row.time.as_ref();
-        time.and_then(|time| time.tokens_per_s).into()
-    }),
-    ("Reserved", Column::mib, |row| {
-        let memory = row.memory.as_ref();
-        memory.and_then(|own| own.reserved_peak_bytes).into()
-    }),
-    ("Predicted peak", Column::mib, |row| {
-        row.estimate_bytes.into()
-    }),
+/// The quantities of each compared value: heading, column and field. Those of which no row has a value are not shown.
+const QUANTITIES: [(&str, fn(String, &'static str) -> Column, &str); 8] = [
+    ("Time", Column::ms, TIME),
+    ("Peak", Column::mib, "peak_bytes"),
+    ("Calls", Column::count, "calls"),
+    ("Operands", Column::mib, "operand_bytes"),
+    ("Plan", Column::ms, "plan_ms"),
+    ("Tokens/s", Column::count, "tokens_per_s"),
+    ("Reserved", Column::mib, "reserved_peak_bytes"),
+    ("Predicted peak", Column::mib, "estimate_bytes"),
 ];
+
+/// The field of a line with mean and standard deviation.
+const TIME: &str = "time";
 
 impl Compared {
     /// Compares executions, or precisions if there is only one execution.
@@ -179,8 +173,12 @@ impl Compared {
         let mut line = comparison.first().fields();
         let first = self.values[0];
         for value in &self.values {
-            for (quantity, _, cell) in QUANTITIES {
-                line.insert(key(quantity, value), comparison.of(value).map(cell));
+            if let Some(row) = comparison.of(value) {
+                let mut fields = row.fields();
+                fields.insert(TIME, row.time_cell());
+                for (_, _, field) in QUANTITIES {
+                    line.insert(key(field, value), fields.get(field).cloned());
+                }
             }
             let speedup = comparison.speedup(first, value);
             let peaks = comparison.peaks(first, value);
@@ -193,41 +191,31 @@ impl Compared {
     }
 
     pub fn columns(&self) -> Vec<Column> {
-        let mut columns = vec![
-            Column::text("size", "Model"),
-            Column::text("batch_size", "B"),
-            Column::text("context_length", "T"),
-            Column::text("attention", "Attention"),
-            Column::text("checkpointing", "Checkpointing"),
-            Column::text("warmup_steps", "Warm-up"),
-            Column::text("precision", "Precision"),
-            Column::text("execution", "Execution"),
-        ];
+        let mut columns = label_columns();
+        columns.retain(|column| column.key != "mode"); // the phases tell the modes apart
         columns.retain(|column| !self.is_any() || column.key != self.by.key());
         if self.by_phase {
             columns.push(Column::text("part", "Phase"));
         }
         columns.extend(match (self.is_any(), self.by_phase) {
             (true, _) => self.compared_columns(),
-            (false, true) => phase_columns(&key("Time", self.values[0])),
+            (false, true) => phase_columns(&key(TIME, self.values[0])),
             (false, false) => wide_columns(),
         });
         columns
     }
 
-    /// Returns the columns of each quantity for each value, with speed-up and change relative to the first value. If
-    /// executions are compared, the quantities are time and peak.
+    /// Returns the columns of each quantity for each value, with speed-up and change relative to the first value.
     fn compared_columns(&self) -> Vec<Column> {
-        let is_by_precision = self.by == By::Precision;
         let mut columns = Vec::new();
-        for (heading, column, _) in &QUANTITIES[..if is_by_precision { 5 } else { 2 }] {
-            let mut push = |column: Column| columns.push(column.group(*heading));
+        for (heading, column, field) in QUANTITIES {
+            let mut push = |column: Column| columns.push(column.group(heading));
             for (i, value) in self.values.iter().enumerate() {
-                push(column(key(heading, value), value));
-                if i > 0 && *heading == "Time" {
+                push(column(key(field, value), value));
+                if i > 0 && heading == "Time" {
                     push(Column::number(key("speed-up", value), "speed-up", "", 2));
                 }
-                if i > 0 && *heading == "Peak" && is_by_precision {
+                if i > 0 && heading == "Peak" && self.by == By::Precision {
                     let title = format!("than {}", self.values[0]);
                     push(Column::text(key("change", value), title));
                 }
@@ -238,9 +226,9 @@ impl Compared {
     }
 }
 
-/// Returns the key of a quantity of one compared value.
-fn key(quantity: &str, value: &str) -> String {
-    format!("{quantity} {value}")
+/// Returns the key of a field of one compared value.
+fn key(field: &str, value: &str) -> String {
+    format!("{field} {value}")
 }
 
 impl Comparison<'_> {

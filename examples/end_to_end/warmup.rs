@@ -6,13 +6,10 @@ use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(rows: &[Row], is_isolated: bool) -> Vec<Answer> {
-    let groups = named(rows, &["warmup_steps"]).into_iter();
-    let groups = groups.filter_map(|(name, mut runs)| {
-        runs.retain(|run| run.is_whole_step() && run.time.is_some());
-        runs.sort_by_key(|run| run.warmup_steps);
-        (!runs.is_empty()).then_some((name, runs))
-    });
-    let groups: Vec<_> = groups.collect();
+    let whole = rows.iter().filter(|run| run.is_whole_step());
+    let mut runs: Vec<&Row> = whole.filter(|run| run.time.is_some()).collect();
+    runs.sort_by_key(|run| run.warmup_steps);
+    let groups = named(runs, &["warmup_steps"]);
     let is_one = groups.len() == 1;
     let answers = groups.into_iter().flat_map(|(name, runs)| {
         let all = [

@@ -1,8 +1,8 @@
 //! The tables: one row for each run; and over all runs memory by kind, largest allocations and tensors saved for
 //! backward.
 
-use crate::common::labels::label_columns;
 use crate::common::runs::append;
+use crate::common::words::label_columns;
 use candle_core::Device;
 use tallow::bench::{EndToEnd, MemoryProfile};
 use tallow::memory::{MemoryBreakdown, MemoryKind};
