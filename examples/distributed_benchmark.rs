@@ -112,8 +112,8 @@ Examples:
   distributed_benchmark --ranks 2 --part steps --bucket-mib 1 10 100
   distributed_benchmark --ranks 2 --part memory --strategy replicated sharded-optimizer fully-shard
   distributed_benchmark --part accounting
-  distributed_benchmark --part paper --product-tflops 600 --memory-gb-s 4000 --reduce-gb-s 330 150 120 \\
-    --gather-gb-s 190 --strategy replicated sharded-optimizer fully-shard";
+  distributed_benchmark --part paper --product-tflops 600 --memory-gb-s 4000 \\
+    --reduce-gb-s 330 150 120 --gather-gb-s 190 --strategy replicated sharded-optimizer fully-shard";
 
 /// The values of `--part`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

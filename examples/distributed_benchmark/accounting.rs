@@ -190,8 +190,11 @@ impl<'f> Layers<'f> {
         let devices = |number: f64| counted(number as usize, "device");
         let held = devices((state / bytes).ceil());
         let fewest = match bytes > half {
-            true => devices(((state + half) / (bytes - half)).floor() + 1.0),
-            false => format!("no number of devices, since half of the activations is {half_gb}"),
+            true => format!(
+                "at least {}",
+                devices(((state + half) / (bytes - half)).floor() + 1.0)
+            ),
+            false => format!("no number of devices, half of the activations is {half_gb}"),
         };
         let bound = self.compute_bound([x, y], [self.flags.links[0], self.flags.links[1]]);
         let batch = match bound.map(|b| [b, b * (x * y) as f64].map(count)) {
@@ -203,7 +206,7 @@ impl<'f> Layers<'f> {
                 "{parameters} parameters x 16 bytes (weight, gradient and AdamW's two moments in f32) = {state_gb}, \
                  the memory of {held}. Backward reads {kept} of bf16 activations of {tokens} tokens."
             ),
-            format!("(state + activations / 2) / N + activations / 2 < {device_gb} GB needs {fewest}."),
+            format!("(state + activations / 2) / N + activations / 2 < {device_gb} GB: {fewest}."),
             format!(
                 "FSDP X = {x}, tensor Y = {y}: from {batch}. With b tokens a device, w weights of D F a block, C \
                  FLOP/s and M_X and M_Y links of W bytes/s, 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 \

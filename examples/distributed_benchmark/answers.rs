@@ -167,7 +167,7 @@ pub fn memory(model: &str, ranks: usize, measured: &[(Way, Held)]) -> Vec<Answer
             format!("{when} {own} instead of {other}")
         });
         let parts = parts.collect::<Vec<_>>().join(", ");
-        Some(format!("With {ranks} ranks {parts}."))
+        Some(format!("With {ranks} ranks: {parts}."))
     };
     let [zero_1, fsdp] = ["sharded optimizer", "fully shard"].map(compared);
     let difference = zero_1.is_some().then(|| {

@@ -42,7 +42,7 @@ impl Rank<'_> {
             Column::text("collective", "Collective"),
             Column::number("mib", "Buffer", "MiB", 0),
             Column::ms("mean_ms", "Time"),
-            Column::ms("std_ms", "Deviation"),
+            Column::ms("std_ms", "±"),
             Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
         ];
         let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \

@@ -74,16 +74,16 @@ impl Rank<'_> {
         let tokens = ranks * self.flags.sizes().iter().product::<usize>();
         let columns = Self::columns([
             Column::ms("mean_ms", "Step"),
-            Column::ms("std_ms", "Deviation"),
+            Column::ms("std_ms", "±"),
             Column::ms("exposed_ms", "Exposed"),
             Column::number("exposed_percent", "Exposed", "%", 1),
             Column::count("tokens_per_s", "Tokens/s"),
         ]);
         let notes = [
-            "A step is forward, loss, backward, exchange and AdamW. Alone is the same step on every rank at once, \
-             without an exchange.",
-            "Exposed is what the exchange adds to the step alone: communication that nothing hides. There is no \
-             number where the step is not slower by two standard errors: noise hides it.",
+            "A step is forward, loss, backward, exchange and AdamW: mean ± standard deviation. Alone is the same step \
+             on every rank at once, without an exchange.",
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is n/a, in \
+             the noise, where the step is not slower by two standard errors.",
             "One rank: nothing is exchanged and nothing divided. Give --ranks 2.",
         ];
         let notes = &notes[..2 + usize::from(ranks == 1)];
