@@ -1,17 +1,7 @@
 //! Times collectives and training steps of several ranks, measures a rank's memory, and estimates steps of more GPUs.
 //!
-//! The second half of Stanford CS336's second assignment: collectives, naive, flat, overlapped and bucketed DDP, the
-//! sharded optimizer, FSDP, and communication accounting. Ranks are threads of this process, or with `--gpus`,
-//! torchrun, srun or mpirun processes. Times are rank 0's. Every rank has a batch of its own.
-//!
-//! ```text
-//! cargo run --example distributed_benchmark --features cuda -- --gpus 2 --part steps --size xl --precision bf16
-//! cargo run --example distributed_benchmark -- --part paper --size xl --precision bf16 --attention flash \
-//!     --bucket-mib 400 --exchange-bf16 --strategy replicated sharded-optimizer fully-shard \
-//!     --product-tflops 600 --memory-gb-s 4000 --alone-ms 41.9 --contention 0.4 \
-//!     --reduce-gb-s 330 150 120 --gather-gb-s 190 100 80
-//! torchrun --no-python --nproc-per-node 2 target/debug/examples/distributed_benchmark --device cuda
-//! ```
+//! The second half of Stanford CS336's second assignment. Ranks are threads of this process, or with `--gpus`,
+//! torchrun, srun or mpirun processes. Each has its own batch. Times are rank 0's. `--help` has examples.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 
@@ -35,12 +25,10 @@ use common::effects::{self, Effect, names_gpu, only, only_group};
 use common::models::{Model, ModelFlags, describe};
 use common::precision::PrecisionFlags;
 use common::ranks::RankFlags;
-use common::sweep::Progress;
 use common::ways::Way;
-use common::{Common, Output, gib_bytes, values};
+use common::{Common, Output, Sweep, gib_bytes, values};
 use paper::PaperFlags;
 use serde::Serialize;
-use serde_json::Value;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -123,7 +111,9 @@ const EXAMPLES: &str = "\
 Examples:
   distributed_benchmark --ranks 2 --part steps --bucket-mib 1 10 100
   distributed_benchmark --ranks 2 --part memory --strategy replicated sharded-optimizer fully-shard
-  distributed_benchmark --part accounting";
+  distributed_benchmark --part accounting
+  distributed_benchmark --part paper --product-tflops 600 --memory-gb-s 4000 \\
+    --reduce-gb-s 330 150 120 --gather-gb-s 190 --strategy replicated sharded-optimizer fully-shard";
 
 /// The values of `--part`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -144,9 +134,6 @@ const OF_STEPS: [Part; 3] = [Steps, Memory, Paper];
 
 /// Parts about models.
 const OF_MODELS: [Part; 4] = [Steps, Memory, Paper, Accounting];
-
-/// The condition of ranks that are threads.
-const ON_THREADS: &str = "without torchrun, srun or mpirun, which start the ranks, on the CPU";
 
 /// Returns the condition that one of these parts is given.
 fn in_words(parts: &[Part]) -> String {
@@ -169,7 +156,11 @@ impl Flags {
         let on_threads = matches!(self.ranks_as_threads(), Ok(Some(_)));
         let mut effects = self.processes.effects(&self.common);
         effects.extend([
-            only(ON_THREADS, on_threads, &["ranks"]),
+            only(
+                "on the CPU, without torchrun, srun or mpirun",
+                on_threads,
+                &["ranks"],
+            ),
             with(&MEASURED, &["ranks"]),
             with(&[Collectives], &["mib"]),
             with(&[Steps, Memory], &["without-alone", "seed"]),
@@ -212,16 +203,16 @@ impl Flags {
             return self.run_rank(self.processes.join(&self.common)?);
         };
         let ranks = distributed::threads(ranks)?;
-        let (failed, errors) = channel();
+        let (sender, ended) = channel();
         std::thread::scope(|scope| {
             for rank in ranks {
-                let failed = failed.clone();
-                scope.spawn(move || self.run_rank(rank).or_else(|error| failed.send(error)));
+                let sender = sender.clone();
+                scope.spawn(move || sender.send(self.run_rank(rank)));
             }
         });
-        drop(failed);
+        drop(sender);
         // A rank that fails takes the others with it: its own error says why.
-        let errors = errors.into_iter();
+        let errors = ended.into_iter().filter_map(Result::err);
         let first = errors.min_by_key(|error| matches!(error, Error::Rank { .. }));
         first.map_or(Ok(()), Err)
     }
@@ -251,15 +242,15 @@ impl Flags {
                 Paper => rank.paper(),
                 Accounting => Ok(rank.accounting()),
             });
-            let mut reports: Vec<Report> = reports.collect::<Result<_>>()?;
+            let mut reports = reports.collect::<Result<Vec<Report>>>()?;
             let report = Report {
                 environment: self.common.environment(rank.communicator.device()),
                 configuration: rank.configuration()?,
+                details: reports.split_off(1),
                 ..reports.remove(0)
             };
-            let details = reports;
             match is_first {
-                true => self.output.publish(&Report { details, ..report }),
+                true => self.output.publish(&report),
                 false => Ok(()), // all ranks have the same tables
             }
         })
@@ -276,15 +267,14 @@ fn table(title: &str, columns: Vec<Column>, notes: &[&str]) -> Report {
     }
 }
 
-/// Returns a row as tables show it: its time is mean ± standard deviation.
-fn with_time(row: &Fields, time: &Statistics) -> Fields {
-    let mut line = row.clone();
-    line.insert("time", time.to_string());
-    line
+/// Returns the row of a measurement: the model, the way and the figures.
+fn row(model: &Model, way: Way, figures: &impl Serialize) -> Result<Fields> {
+    let mut row = Fields::from_iter([("model", model.name.as_str())]);
+    row.insert("strategy", way.strategy())
+        .insert("exchange", way.exchange())
+        .merge(Fields::of(figures)?);
+    Ok(row)
 }
-
-/// A model, and what was measured with each strategy and exchange.
-type OfModel<'m, T> = (&'m Model, Vec<(Way, T)>);
 
 /// A rank of the job, which measures the parts.
 struct Rank<'f> {
@@ -297,9 +287,9 @@ struct Rank<'f> {
 }
 
 impl Rank<'_> {
-    /// Returns the progress of `runs` runs, which rank 0 shows.
-    fn progress(&self, runs: usize) -> Progress {
-        Progress::new(runs, self.communicator.rank() == 0)
+    /// Returns the sweep of `runs` runs, of which rank 0 shows the progress.
+    fn sweep(&self, runs: usize) -> Sweep {
+        Sweep::of_rank(runs, self.communicator.rank() == 0)
     }
 
     fn timed(&self, work: impl FnMut() -> Result<()>) -> Result<Statistics> {
@@ -313,12 +303,12 @@ impl Rank<'_> {
         &self,
         part: &str,
         measure: impl Fn(&Model, Way) -> Result<T>,
-    ) -> Result<Vec<OfModel<'_, T>>> {
+    ) -> Result<Vec<(&Model, Vec<(Way, T)>)>> {
         let ways = self.flags.ways.all();
-        let mut progress = self.progress(self.models.len() * ways.len());
+        let mut sweep = self.sweep(self.models.len() * ways.len());
         let of_models = self.models.iter().map(|model| {
             let of_ways = ways.iter().map(|&way| {
-                progress.begin(format_args!("{} {part} {way}", model.name));
+                sweep.begins(format_args!("{} {part} {way}", model.name));
                 Ok((way, measure(model, way)?))
             });
             Ok((model, of_ways.collect::<Result<_>>()?))
@@ -326,24 +316,10 @@ impl Rank<'_> {
         of_models.collect()
     }
 
-    /// Returns the row of a measurement: the model, a rank's B and T, the way and the figures.
-    fn row(&self, model: &Model, way: Way, figures: &impl Serialize) -> Result<Fields> {
-        let [b, t] = self.flags.sizes();
-        let mut row = Fields::from_iter([("model", model.name.as_str())]);
-        row.insert("batch_size", b)
-            .insert("context_length", t)
-            .insert("strategy", way.strategy())
-            .insert("exchange", way.exchange())
-            .merge(Fields::of(figures)?);
-        Ok(row)
-    }
-
-    /// Returns the columns of [`row`](Self::row), with `others` for the figures.
+    /// Returns the columns of [`row`], with `others` for the figures.
     fn columns<const N: usize>(others: [Column; N]) -> Vec<Column> {
         let mut columns = vec![
             Column::text("model", "Model"),
-            Column::text("batch_size", "B"),
-            Column::text("context_length", "T"),
             Column::text("strategy", "Strategy"),
             Column::text("exchange", "Gradients averaged"),
         ];
@@ -357,19 +333,27 @@ impl Rank<'_> {
             (true, count) => counted(count, "thread"),
             (false, count) => count.to_string(),
         };
-        let settings: [(&[Part], &str, Value); 7] = [
-            (&MEASURED, "ranks", ranks.into()),
-            (&MEASURED, "warm-up", flags.warmup_steps.into()),
-            (&MEASURED, "steps", flags.steps.into()),
-            (&OF_STEPS, "precision", self.step.precision.name().into()),
-            (&OF_STEPS, "attention", flags.attention.name().into()),
-            (&[Accounting], "B of a rank", flags.batch_size.into()),
-            (&[Accounting], "T", flags.context_length.into()),
-        ];
-        let settings = settings.into_iter().filter(|(parts, ..)| flags.has(parts));
-        let mut fields: Fields = settings.map(|(_, name, value)| (name, value)).collect();
+        let mut fields = Fields::new();
+        if flags.has(&MEASURED) {
+            fields
+                .insert("ranks", ranks)
+                .insert("warm-up", flags.warmup_steps)
+                .insert("steps", flags.steps);
+        }
+        if flags.has(&OF_STEPS) {
+            fields
+                .insert("precision", self.step.precision.name())
+                .insert("attention", flags.attention.name());
+        }
+        if flags.has(&OF_MODELS) {
+            let [b, t] = flags.sizes();
+            fields.insert("B of a rank", b).insert("T", t);
+        }
         if flags.has(&[Paper]) {
             fields.merge(Fields::of(&flags.paper)?);
+        }
+        if flags.has(&[Accounting]) {
+            fields.merge(Fields::of(&flags.accounting)?);
         }
         if flags.has(&OF_STEPS) || flags.models.names_a_single_model() {
             fields.merge(describe(&self.models));

@@ -49,18 +49,20 @@ impl Way {
             return StepRanks::Single;
         };
         let replicated = ReplicatedConfig { exchange, dtype };
-        let bucket_bytes = match exchange {
-            Exchange::Overlapped { bucket_bytes } => bucket_bytes,
-            _ => 0, // each weight by itself
-        };
-        let sharded = FullyShardConfig {
-            dtype,
-            bucket_bytes,
-        };
         match strategy {
             Strategy::Replicated => StepRanks::Replicated(replicated),
             Strategy::ShardedOptimizer => StepRanks::ShardedOptimizer(replicated, shard),
-            Strategy::FullyShard => StepRanks::FullySharded(sharded, shard),
+            Strategy::FullyShard => {
+                let bucket_bytes = match exchange {
+                    Exchange::Overlapped { bucket_bytes } => bucket_bytes,
+                    _ => 0, // each weight by itself
+                };
+                let sharded = FullyShardConfig {
+                    dtype,
+                    bucket_bytes,
+                };
+                StepRanks::FullySharded(sharded, shard)
+            }
         }
     }
 }

@@ -1,23 +1,19 @@
 //! CS336's communication accounting: feed-forward layers divided among devices by data, by weights (FSDP) and by the
 //! columns of weights (tensor parallelism). ("How to Scale Your Model", Austin et al., 2025, chapter 5.)
-//!
-//! A block has `w` weights of D F elements. On N = X Y devices, X by FSDP (or data alone) and Y by tensor parallelism,
-//! each with b tokens, a device receives in forward, in bf16,
-//! - by FSDP the weights of its columns, `(X - 1)/X 2 w D F / Y` bytes. Data parallelism has the same bound: it receives
-//!   twice as much in backward, which has twice the FLOPs;
-//! - by tensor parallelism the inputs and in parts the outputs, `(Y - 1)/Y 4 b Y D` bytes.
 
 use super::common::models::{Handout, Model};
 use super::common::values;
+use super::common::words::answered;
 use super::{Rank, table};
 use clap::Args;
+use serde::Serialize;
 use tallow::model::TransformerConfig;
 use tallow::nn::Architecture;
-use tallow::report::{Answer, Column, Fields, Report, counted, group_digits};
+use tallow::report::{Column, Fields, Report, counted, group_digits};
 
 /// The devices, and how a model is divided among them. The defaults are the handout's: TPU v5p, 16 by FSDP, 4 by
 /// tensor parallelism
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Serialize)]
 #[command(next_help_heading = "Accounting (--part accounting; the defaults are a TPU v5p)")]
 pub struct AccountingFlags {
     /// X: devices that FSDP divides weights among
@@ -75,28 +71,26 @@ impl Rank<'_> {
             tokens("tokens_of_device", "of a device"),
             tokens("tokens", "in all"),
         ];
-        let note = format!(
-            "Rates: {} TFLOP/s a device, {} GB/s a link; {} links for FSDP, {} for tensor parallelism, one division \
-             alone has all of them.",
-            flags.device_tflops, flags.link_gb_s, flags.links[0], flags.links[1]
-        );
-        let mut report = table("Accounting of feed-forward layers", columns, &[&note]);
+        let note = "One division alone has the links of both.";
+        let mut report = table("Accounting of feed-forward layers", columns, &[note]);
         let (x, y) = (flags.fsdp, flags.tensor_parallel);
-        let (n, all_links) = (x * y, [flags.links.iter().sum(); 2]);
-        let batch = self.flags.sizes().map(|size| size as f64);
+        let (n, both, links) = (
+            x * y,
+            format!("FSDP {x}, tensor {y}"),
+            [flags.links[0], flags.links[1]],
+        );
+        let all_links = [links[0] + links[1]; 2];
         for Model { name, config } in models {
-            let layers = Layers::new(config, batch[0] * batch[1], flags);
-            let (whole, divided) = (layers.device_bytes(1), layers.device_bytes(n));
-            let by_weights = layers.compute_bound([n, 1], all_links);
-            let by_columns = layers.compute_bound([1, n], all_links);
-            let by_both = layers.compute_bound([x, y], [flags.links[0], flags.links[1]]);
-            for (division, devices, bytes, bound) in [
-                ("nothing", 1, whole, Some(0.0)),
-                ("data", n, whole, by_weights),
-                ("weights (FSDP)", n, divided, by_weights),
-                ("columns (tensor)", n, divided, by_columns),
-                (&format!("FSDP {x}, tensor {y}"), n, divided, by_both),
+            let layers = Layers::new(config, self.flags.sizes().iter().product(), flags);
+            for (division, [x, y], links, shards) in [
+                ("nothing", [1, 1], all_links, 1),
+                ("data", [n, 1], all_links, 1),
+                ("weights (FSDP)", [n, 1], all_links, n),
+                ("columns (tensor)", [1, n], all_links, n),
+                (&both, [x, y], links, n),
             ] {
+                let (devices, bound) = (x * y, layers.compute_bound([x, y], links));
+                let bytes = layers.device_bytes(shards);
                 let fits = ["no", "yes"][usize::from(bytes < 1e9 * flags.device_gb)];
                 let tokens = bound.map(|tokens| (tokens * devices as f64).ceil());
                 let mut row = Fields::from_iter([("model", name.as_str()), ("division", division)]);
@@ -108,20 +102,30 @@ impl Rank<'_> {
                 report.rows.push(row);
             }
             let (questions, answers) = match is_of_2026 {
-                true => layers.answers_of_2026(),
-                false => layers.answers_of_2025(by_both),
+                true => (QUESTIONS_OF_2026, layers.answers_of_2026()),
+                false => (QUESTIONS_OF_2025, layers.answers_of_2025()),
             };
-            let answers = questions.into_iter().zip(answers);
-            let answers =
-                answers.map(|(question, text)| Answer::new(format!("{name}: {question}"), text));
-            report.answers.extend(answers);
+            let questions = questions.map(|question| format!("{name}: {question}"));
+            let answers = questions.into_iter().zip(answers.map(Some));
+            report.answers.extend(answered(answers));
         }
         report
     }
 }
 
-/// The questions of an edition of the handout, and their answers.
-type Answers = ([&'static str; 4], [String; 4]);
+const QUESTIONS_OF_2025: [&str; 4] = [
+    "(a) how much memory do weights, gradients and optimizer state take on one device?",
+    "(b) how many devices, with the state and half of the activations divided by FSDP?",
+    "(c) from which batch is FSDP with tensor parallelism bound by compute?",
+    "(d) how can the batch be smaller at the same throughput?",
+];
+
+const QUESTIONS_OF_2026: [&str; 4] = [
+    "data_parallel_calcs. How far does data parallelism scale?",
+    "fsdp_calcs. How far does FSDP scale?",
+    "tp_calcs. How far does tensor parallelism scale?",
+    "fsdp_tp_calcs. How far do both together scale?",
+];
 
 /// The feed-forward layers of a model, trained on these devices.
 struct Layers<'f> {
@@ -130,7 +134,7 @@ struct Layers<'f> {
     f: f64,
     /// Weights of a block: 2, or 3 of a gated network.
     weights: f64,
-    /// Tokens of a batch, on all devices together.
+    /// Tokens of a batch.
     tokens: f64,
     /// Weights, gradients and AdamW's two moments, all f32: 16 bytes a parameter.
     state_bytes: f64,
@@ -140,9 +144,9 @@ struct Layers<'f> {
 }
 
 impl<'f> Layers<'f> {
-    fn new(config: &TransformerConfig, tokens: f64, flags: &'f AccountingFlags) -> Self {
-        let sizes = [config.d_model, config.d_ff, config.num_layers];
-        let [d, f, blocks] = sizes.map(|size| size as f64);
+    fn new(config: &TransformerConfig, tokens: usize, flags: &'f AccountingFlags) -> Self {
+        let sizes = [config.d_model, config.d_ff, config.num_layers, tokens];
+        let [d, f, blocks, tokens] = sizes.map(|size| size as f64);
         let weights = config.feed_forward_maps() as f64;
         let hidden = if weights > 2.0 { 3.0 } else { 1.0 };
         Self {
@@ -174,98 +178,75 @@ impl<'f> Layers<'f> {
         (left > 0.0).then(|| weights / left)
     }
 
-    /// Answers communication_accounting of the handout of 2025. `bound` is of FSDP with tensor parallelism.
-    fn answers_of_2025(&self, bound: Option<f64>) -> Answers {
+    /// Answers communication_accounting of the handout of 2025.
+    fn answers_of_2025(&self) -> [String; 4] {
         let (x, y) = (self.flags.fsdp, self.flags.tensor_parallel);
-        let (bytes, half, state) = (
-            1e9 * self.flags.device_gb,
-            self.half_bytes,
-            self.state_bytes,
-        );
-        let gb = |bytes: f64| match bytes / 1e9 {
-            small if small < 10.0 => format!("{small:.2} GB"),
-            large => format!("{} GB", group_digits(large.round() as u64)),
-        };
-        let [device, state_gb, kept, half_gb] = [bytes, state, 2.0 * half, half].map(gb);
+        let (device_gb, bytes) = (self.flags.device_gb, 1e9 * self.flags.device_gb);
+        let (state, half) = (self.state_bytes, self.half_bytes);
+        let gb = |bytes: f64| format!("{:.2} GB", bytes / 1e9);
+        let [state_gb, kept, half_gb] = [state, 2.0 * half, half].map(gb);
         let count = |number: f64| group_digits(number.ceil() as u64);
         let [parameters, tokens] = [state / 16.0, self.tokens].map(count);
         let devices = |number: f64| counted(number as usize, "device");
         let held = devices((state / bytes).ceil());
-        let fewest = devices(((state + half) / (bytes - half)).floor() + 1.0);
         let fewest = match bytes > half {
-            true => format!("at least {fewest}"),
-            false => format!("no number: half of the activations alone is {half_gb}"),
+            true => format!(
+                "at least {}",
+                devices(((state + half) / (bytes - half)).floor() + 1.0)
+            ),
+            false => format!("no number of devices, half of the activations is {half_gb}"),
         };
+        let bound = self.compute_bound([x, y], [self.flags.links[0], self.flags.links[1]]);
         let batch = match bound.map(|b| [b, b * (x * y) as f64].map(count)) {
             Some([own, all]) => format!("{own} tokens a device, {all} in all"),
             None => "no number of tokens".into(),
         };
-        let questions = [
-            "(a) how much memory do weights, gradients and optimizer state take on one device?",
-            "(b) how many devices, with the state and half of the activations divided by FSDP?",
-            "(c) from which batch is FSDP with tensor parallelism bound by compute?",
-            "(d) how can the batch be smaller at the same throughput?",
-        ];
-        let answers = [
+        [
             format!(
-                "{parameters} parameters in f32 with gradients and AdamW's two moments are 16 bytes each: {state_gb}, \
-                 the memory of {held} of {device}. Backward reads {kept} of activations in bf16, of {tokens} tokens."
+                "{parameters} parameters x 16 bytes (weight, gradient and AdamW's two moments in f32) = {state_gb}, \
+                 the memory of {held}. Backward reads {kept} of bf16 activations of {tokens} tokens."
             ),
+            format!("(state + activations / 2) / N + activations / 2 < {device_gb} GB: {fewest}."),
             format!(
-                "A device of N holds (state + activations / 2) / N + activations / 2. To be under {device}: {fewest}."
+                "FSDP X = {x}, tensor Y = {y}: from {batch}. With b tokens a device, w weights of D F a block, C \
+                 FLOP/s and M_X and M_Y links of W bytes/s, 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 \
+                 b D / (M_Y W)."
             ),
-            format!(
-                "FSDP {x} x tensor {y}: from {batch}. There 2 w b D F / C = (X - 1)/X 2 w D F / (Y M_X W) + (Y - 1) 4 \
-                 b D / (M_Y W), for b tokens a device, w weights of D F in a block, C FLOP/s a device, and M_X and M_Y \
-                 links of W bytes a second for FSDP X and tensor Y."
-            ),
-            "Send less: divide the weights' columns among more devices (FSDP's bytes go with 1/Y), exchange in 8 bits, \
-             or let several micro-batches share a gather where memory allows. Or hide it: give tensor parallelism more \
-             links, and gather the next block's weights while this one computes."
+            "Send less: a larger Y (FSDP's bytes go with 1/Y), an exchange in 8 bits, several micro-batches for each \
+             gather. Or hide it: more links for tensors, the next block's weights gathered during compute."
                 .into(),
-        ];
-        (questions, answers)
+        ]
     }
 
     /// Answers data_parallel_calcs, fsdp_calcs, tp_calcs and fsdp_tp_calcs, of the handout of 2026: how many devices a
-    /// feed-forward network of w weights divides among before communication takes longer than compute, by B tokens, C
-    /// FLOP/s a device and W bytes a second out of it, in half precision.
-    fn answers_of_2026(&self) -> Answers {
+    /// feed-forward network divides among before communication takes longer than compute.
+    fn answers_of_2026(&self) -> [String; 4] {
         let (f, w, b) = (self.f, self.weights, self.tokens);
         let ratio = 1e9 * self.flags.link_gb_s / (1e12 * self.flags.device_tflops); // W / C
-        let [data, tensor, tensor_backward] = [b, w * f / 2.0, w * f].map(|x| 1.0 + x * ratio);
+        let [data, forward, backward] = [b, w * f / 2.0, w * f].map(|x| 1.0 + x * ratio);
         let sum = 2.0 * w * f * (1.0 + b * ratio) + 4.0 * b;
-        let (both, shared) = (data * tensor, sum * sum / (32.0 * w * b * f));
-        let questions = [
-            "data_parallel_calcs. How far does data parallelism scale?",
-            "fsdp_calcs. How far does FSDP scale?",
-            "tp_calcs. How far does tensor parallelism scale?",
-            "fsdp_tp_calcs. How far do both together scale?",
-        ];
-        let answers = [
+        let (both, shared) = (data * forward, sum * sum / (32.0 * w * b * f));
+        [
             format!(
-                "(a) Backward takes 4 w B D F / N FLOPs: two matmuls a weight. (b) The gradients' all-reduce takes 4 w \
-                 D F (N - 1) / N / W. (c) So N <= 1 + B W / C = {data:.1}, here {w:.0} weights of D F, B {b:.0}, F \
-                 {f:.0}, W / C {ratio:.2e}."
+                "(a) Backward: 4 w B D F / N FLOPs, two matmuls a weight. (b) All-reduce of the gradients: 4 w D F (N \
+                 - 1) / N / W. (c) N <= 1 + B W / C = {data:.1} for w {w}, B {b}, F {f}, W / C {ratio:.2e}."
             ),
             format!(
-                "(a) 2 w B D F / N FLOPs forward and twice that backward. (b) Forward gathers the weights, 2 w D F (N - \
-                 1) / N / W; backward gathers them again and reduce-scatters the gradients, twice that. (c) So N <= 1 \
-                 + B W / C = {data:.1} in both."
+                "(a) 2 w B D F / N FLOPs forward, twice that backward. (b) Forward gathers the weights: 2 w D F (N - \
+                 1) / N / W. Backward gathers them and reduce-scatters the gradients: twice that. (c) N <= 1 + B W / \
+                 C = {data:.1} in both."
             ),
             format!(
-                "(a) dz_i = dy W3_i^T, and dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
-                 local. (b) 2 w B D F / N FLOPs forward, twice that backward. (c) One all-reduce of B D elements in \
-                 each: 4 B D (N - 1) / N / W. (d) So N <= 1 + w F W / (2 C) = {tensor:.1} forward, 1 + w F W / C = \
-                 {tensor_backward:.1} backward, whatever B is."
+                "(a) dz_i = dy W3_i^T, dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T); the weights' gradients are \
+                 local. (b) FLOPs as with FSDP. (c) An all-reduce of B D elements in each: 4 B D (N - 1) / N / W. (d) \
+                 N <= 1 + w F W / (2 C) = {forward:.1} forward, 1 + w F W / C = {backward:.1} backward, whatever B is."
             ),
             format!(
-                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1) / (X Y), 4 B D (Y - 1) / (X Y)) / W, \
-                 where both overlap. (c) X and Y have their own limits then: N <= (1 + B W / C) (1 + w F W / (2 C)) = \
-                 {both:.1}. (d) Where they share the links the times add: 2 w F X = 4 B Y is best, N <= (2 w B F W / C \
-                 + 2 w F + 4 B)^2 / (32 w B F) = {shared:.1}."
+                "(a) 2 w B D F / (X Y) FLOPs forward. (b) max(2 w D F (X - 1), 4 B D (Y - 1)) / (X Y W), if both \
+                 overlap. (c) N <= (1 + B W / C) (1 + w F W / (2 C)) = {both:.1}: X and Y have their own limits. (d) \
+                 On shared links the times add. Best is 2 w F X = 4 B Y: N <= (2 w B F W / C + 2 w F + 4 B)^2 / (32 w \
+                 B F) = {shared:.1}."
             ),
-        ];
-        (questions, answers)
+        ]
     }
 }

@@ -27,25 +27,26 @@ pub struct Held {
     pub predicted_bytes: u64,
 }
 
-/// Whether a step is clearly slower than the step alone: the difference is communication.
-pub fn is_slower(alone: &Statistics, step: &Statistics) -> bool {
-    let speedup = Speedup::new(alone, step);
-    speedup.is_some_and(|speedup| speedup.verdict() == Verdict::Slower)
+/// Returns what communication adds to the step alone, in ms; `None` if the step is not clearly slower.
+pub fn exposed_ms(alone: &Statistics, step: &Statistics) -> Option<f64> {
+    let speedup = Speedup::new(alone, step)?;
+    (speedup.verdict() == Verdict::Slower).then_some(step.mean_ms - alone.mean_ms)
 }
 
 /// Answers distributed_communication_single_node: how the time of an all-reduce grows with its size, and its ring.
 pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
     let reduced = collected.iter().filter(|c| c.collective == "all_reduce");
     let reduced = reduced.filter_map(|c| Some((c.mib, &c.time, c.bus_gb_s?)));
-    let reduced: Vec<_> = reduced.collect();
-    let [(from_mib, small, from_rate), .., (to_mib, large, to_rate)] = reduced[..] else {
+    let [(from_mib, small, from_rate), .., (to_mib, large, to_rate)] =
+        reduced.collect::<Vec<_>>()[..]
+    else {
         return Vec::new();
     };
     let bytes = to_mib as f64 / from_mib as f64;
     let growth = match Speedup::new(large, small).filter(Speedup::is_clear) {
-        None => "but their spread is too large to say how fast; more steps would",
+        None => "but the spread is too large to say how fast: measure more steps",
         Some(slowed) if slowed.ratio + slowed.error < bytes => {
-            "less than in proportion: the fixed cost of a call weighs on small buffers"
+            "less than in proportion: small buffers bear the fixed cost of a call"
         }
         Some(slowed) if slowed.ratio - slowed.error > bytes => {
             "more than in proportion: large buffers do not stay in a cache"
@@ -54,13 +55,13 @@ pub fn collectives(ranks: usize, collected: &[Collected]) -> Vec<Answer> {
     };
     let (from_ms, to_ms) = (small.mean_ms, large.mean_ms);
     let scaling = format!(
-        "From {from_mib} to {to_mib} MiB ({bytes:.1} times) its time grows from {from_ms:.2} to {to_ms:.2} ms ({:.1} \
-         times), {growth}. The bus rate goes from {from_rate:.2} to {to_rate:.2} GB/s.",
+        "From {from_mib} to {to_mib} MiB ({bytes:.1}x) its time grows from {from_ms:.2} to {to_ms:.2} ms ({:.1}x), \
+         {growth}. The bus rate goes from {from_rate:.2} to {to_rate:.2} GB/s.",
         to_ms / from_ms
     );
     let ring = format!(
-        "Reduce-scatter and all-gather in turn send 2 (N - 1) / N S bytes a rank. A ring that passes whole buffers \
-         around sends (N - 1) S, N / 2 times as much: {:.1} times with {ranks} ranks.",
+        "Reduce-scatter, then all-gather: 2 (N - 1) / N S bytes a rank. A ring of whole buffers sends (N - 1) S, N / 2 \
+         times as much: {:.1} times with {ranks} ranks.",
         ranks as f64 / 2.0
     );
     vec![
@@ -92,7 +93,6 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
         let exchanges = format!("each with its fastest exchange ({own} and {other})");
         Some(format!("{exchanges}: {text}"))
     };
-    let alone = step(Way::Alone).zip(naive);
     let questions = [
         "how long is a step of naive DDP, and which part is communication?",
         "what does one all-reduce of all gradients change?",
@@ -102,7 +102,7 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
         "what does fully shard cost in time?",
     ];
     let answers = [
-        alone.map(|(alone, naive)| added(alone, naive)),
+        step(Way::Alone).zip(naive).map(added),
         changed(flat, "a flat exchange", "one of each parameter by itself"),
         changed(overlapped, "an overlapped exchange", "one after backward"),
         buckets(&by_time, overlapped),
@@ -113,7 +113,7 @@ pub fn steps(model: &str, ranks: usize, measured: &[(Way, Statistics)]) -> Vec<A
     answered(answers.map(|(question, text)| (format!("{model}: {question}"), text.map(sentence))))
 }
 
-/// Compares the buckets of replicated training, and the fastest with an overlapped exchange of each parameter.
+/// Compares the fastest bucket of replicated training with the slowest, and with an exchange of `each` parameter.
 fn buckets(by_time: &[&(Way, Statistics)], each: Option<&Statistics>) -> Option<String> {
     use Exchange::Overlapped;
     let mut buckets = by_time.iter().filter(|(way, _)| {
@@ -123,43 +123,27 @@ fn buckets(by_time: &[&(Way, Statistics)], each: Option<&Statistics>) -> Option<
         )
     });
     let (best, fastest) = buckets.next()?;
-    let slower = buckets.next_back().and_then(|(worst, slowest)| {
-        let speedup = Speedup::new(slowest, fastest)?;
-        (speedup.verdict() == Verdict::Faster).then(|| (worst.exchange(), speedup))
-    });
-    let sizes = match slower {
-        Some((worst, speedup)) => {
-            let best = best.exchange();
-            format!("an exchange in {best} is fastest, {speedup} as fast as {worst}")
-        }
-        None => "these figures do not tell the bucket sizes apart".into(),
-    };
-    let each = each.and_then(|each| {
-        let speedup = Speedup::new(each, fastest)?;
-        let compared = compared("the fastest bucket", "one exchange a parameter", speedup);
-        Some(format!("; {compared}"))
-    });
-    let each = each.unwrap_or_default();
-    Some(format!(
-        "{sizes}{each}. With S bytes of gradients in n buckets, a rate w and a cost o a call, what is left after \
-         backward is (S / n) / w + n o: least for n = sqrt(S / (w o)), a bucket of sqrt(S w o) bytes"
-    ))
+    let best = format!("an exchange in {}", best.exchange());
+    let than = |other: &str, time| Some(compared(&best, other, Speedup::new(time, fastest)?));
+    let slowest = buckets.next_back();
+    let slowest = slowest.and_then(|(way, time)| than(&format!("one in {}", way.exchange()), time));
+    let each = each.and_then(|time| than("one of each parameter", time));
+    let why = "of S bytes of gradients in n buckets, with rate w and cost o a call, (S / n) / w + n o is left after \
+               backward: least for n = sqrt(S / (w o)), buckets of sqrt(S w o) bytes";
+    let all = [slowest, each, Some(why.into())].into_iter().flatten();
+    Some(all.collect::<Vec<_>>().join("; "))
 }
 
 /// Says what an exchange adds to the step alone.
-fn added(alone: &Statistics, step: &Statistics) -> String {
+fn added((alone, step): (&Statistics, &Statistics)) -> String {
     let (alone_ms, step_ms) = (alone.mean_ms, step.mean_ms);
-    let part = step_ms - alone_ms;
-    match is_slower(alone, step) {
-        true => format!(
-            "a step takes {step_ms:.1} ms, {part:.1} ms of them ({:.0}%) communication that the step alone \
-             ({alone_ms:.1} ms) does not have",
-            100.0 * part / step_ms
-        ),
-        false => format!(
-            "a step takes {step_ms:.1} ms with the exchange and {alone_ms:.1} ms without: their spread hides what \
-             communication adds. More steps on a quiet machine would show it"
-        ),
+    let times = format!("a step takes {step_ms:.1} ms, and {alone_ms:.1} ms without the exchange");
+    match exposed_ms(alone, step) {
+        Some(ms) => {
+            let percent = 100.0 * ms / step_ms;
+            format!("{times}: {ms:.1} ms ({percent:.0}%) are communication")
+        }
+        None => format!("{times}: the spread hides communication; measure more steps"),
     }
 }
 
@@ -169,34 +153,37 @@ pub fn memory(model: &str, ranks: usize, measured: &[(Way, Held)]) -> Vec<Answer
         let (_, held) = measured
             .iter()
             .find(|(way, _)| way.strategy() == strategy)?;
-        let bytes = [
-            held.init_bytes,
-            held.peak_bytes,
-            held.after_bytes,
-            held.state_bytes,
-        ];
-        Some(bytes.map(format_mib))
+        Some([
+            ("after init", held.init_bytes),
+            ("at a step's peak", held.peak_bytes),
+            ("after it", held.after_bytes),
+            ("of that optimizer state", held.state_bytes),
+        ])
     };
-    let both = |name| held(name).zip(held("replicated"));
-    let saved = ["sharded optimizer", "fully shard"].map(|name| {
-        let text = both(name).map(|([init, peak, after, state], other)| {
-            format!(
-                "After init {init} instead of {}, at a step's peak {peak} instead of {}, after it {after} instead of \
-                 {}. Of these the optimizer's state is {state} instead of {}, with {ranks} ranks.",
-                other[0], other[1], other[2], other[3]
-            )
+    let compared = |name: &str| {
+        let parts = held(name)?.into_iter().zip(held("replicated")?);
+        let parts = parts.map(|((when, own), (_, other))| {
+            let [own, other] = [own, other].map(format_mib);
+            format!("{when} {own} instead of {other}")
         });
-        (format!("{model}: how much memory does a rank use with and without {name}?"), text)
-    });
-    let zero_1 = both("sharded optimizer").map(|_| {
-        "Both divide AdamW's state, 8 bytes a parameter, among N ranks, and send about 2 S bytes a step for S bytes of \
+        let parts = parts.collect::<Vec<_>>().join(", ");
+        Some(format!("With {ranks} ranks: {parts}."))
+    };
+    let [zero_1, fsdp] = ["sharded optimizer", "fully shard"].map(compared);
+    let difference = zero_1.is_some().then(|| {
+        "Both divide AdamW's state, 8 bytes a parameter, among N ranks and send about 2 S bytes for S bytes of \
          gradients. ZeRO-1 cuts a flat buffer into equal shards: reduce-scatter, update, all-gather. Here a rank owns \
-         whole parameters: each gradient is reduced to its owner, which broadcasts the weight. So shards are equal \
-         only as far as the sizes of parameters allow."
+         whole parameters, so shards are less equal: each gradient is reduced to its owner, which broadcasts the \
+         weight."
             .into()
     });
-    let question = "How does this sharding differ from ZeRO stage 1?";
-    answered(saved.into_iter().chain([(question.into(), zero_1)]))
+    let used = |name| format!("{model}: how much memory does a rank use with and without {name}?");
+    let zero_1_question = "How does this sharding differ from ZeRO stage 1?";
+    answered([
+        (used("sharded optimizer"), zero_1),
+        (used("fully shard"), fsdp),
+        (zero_1_question.into(), difference),
+    ])
 }
 
 /// Returns the text as a sentence: with a capital letter and a full stop.

@@ -1,39 +1,24 @@
 //! Collectives by size.
 
 use super::answers::{self, Collected};
-use super::{Rank, table, with_time};
+use super::{Rank, table};
 use candle_core::{DType, Tensor};
 use tallow::Result;
 use tallow::distributed::Reduce;
 use tallow::report::{Column, Fields, Report};
 
-/// The collectives, and how many times their bytes cross a rank's link, over (ranks - 1) / ranks. So rates of all can
-/// be compared with the link's.
-const COLLECTIVES: [(&str, f64); 3] = [
-    ("all_reduce", 2.0),
-    ("reduce_scatter", 1.0),
-    ("all_gather", 1.0),
-];
+const COLLECTIVES: [&str; 3] = ["all_reduce", "reduce_scatter", "all_gather"];
 
 impl Rank<'_> {
     /// Times each collective at each size.
     pub fn collectives(&self) -> Result<Report> {
         let (communicator, sizes) = (&self.communicator, &self.flags.mib);
         let ranks = communicator.world_size();
-        let mut progress = self.progress(COLLECTIVES.len() * sizes.len());
+        let mut sweep = self.sweep(COLLECTIVES.len() * sizes.len());
         let mut collected = Vec::new();
-        let columns = vec![
-            Column::text("collective", "Collective"),
-            Column::number("mib", "Buffer", "MiB", 0),
-            Column::ms("time", "Time"),
-            Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
-        ];
-        let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
-                    2 (N - 1) / N times the buffer of an all-reduce, half of that of the others.";
-        let mut report = table("Collectives", columns, &[note]);
-        for (collective, passes) in COLLECTIVES {
+        for collective in COLLECTIVES {
             for &mib in sizes {
-                progress.begin(format_args!("{collective}, {mib} MiB"));
+                sweep.begins(format_args!("{collective}, {mib} MiB"));
                 let bytes = mib << 20;
                 let elements = (bytes / size_of::<f32>()).next_multiple_of(ranks);
                 let x = Tensor::zeros(elements, DType::F32, communicator.device())?;
@@ -43,20 +28,29 @@ impl Rank<'_> {
                     "reduce_scatter" => communicator.reduce_scatter(&x, Reduce::Sum).map(drop),
                     _ => communicator.all_gather(&part).map(drop),
                 })?;
+                let passes = if collective == "all_reduce" { 2.0 } else { 1.0 };
                 let crossing = passes * (ranks - 1) as f64 / ranks as f64 * bytes as f64;
-                let own = Collected {
+                collected.push(Collected {
                     collective,
                     mib,
                     bus_gb_s: (ranks > 1).then(|| crossing / time.mean_ms / 1e6),
                     time,
-                };
-                let row = Fields::of(&own)?;
-                report.shown_rows.push(with_time(&row, &own.time));
-                report.rows.push(row);
-                collected.push(own);
+                });
             }
         }
-        report.answers = answers::collectives(ranks, &collected);
-        Ok(report)
+        let columns = vec![
+            Column::text("collective", "Collective"),
+            Column::number("mib", "Buffer", "MiB", 0),
+            Column::ms("mean_ms", "Time"),
+            Column::ms("std_ms", "±"),
+            Column::number("bus_gb_s", "Bus rate", "GB/s", 2),
+        ];
+        let note = "Buffers are f32. The bus rate is what crosses a rank's link in one direction over the mean time: \
+                    2 (N - 1) / N times the buffer of an all-reduce, half of that of the others.";
+        Ok(Report {
+            rows: collected.iter().map(Fields::of).collect::<Result<_>>()?,
+            answers: answers::collectives(ranks, &collected),
+            ..table("Collectives", columns, &[note])
+        })
     }
 }

@@ -3,7 +3,7 @@
 use super::answers::{self, Held};
 use super::common::models::Model;
 use super::common::ways::Way;
-use super::{Rank, table};
+use super::{Rank, row, table};
 use tallow::bench::{EndToEnd, Execution};
 use tallow::memory::Meter;
 use tallow::report::{Column, Report};
@@ -29,8 +29,8 @@ impl Rank<'_> {
             Column::mib("predicted_bytes", "Predicted peak"),
         ]);
         let notes = [
-            "After init are model and optimizer. A step's peak is just before the optimizer's update, with the plan's \
-             arena and all gradients; after it the arena stays, for the next step.",
+            "After init: model and optimizer. A step's peak is before the optimizer's update, with the plan's arena \
+             and all gradients. The arena stays for the next step.",
             "Ranks are threads of one process: its memory is divided by their number.",
         ];
         let notes = &notes[..1 + usize::from(self.are_threads)];
@@ -39,7 +39,7 @@ impl Rank<'_> {
             let answers = answers::memory(&model.name, self.communicator.world_size(), &ways);
             report.answers.extend(answers);
             for (way, held) in ways {
-                report.rows.push(self.row(model, way, &held)?);
+                report.rows.push(row(model, way, &held)?);
             }
         }
         Ok(report)
@@ -49,34 +49,30 @@ impl Rank<'_> {
         let (communicator, device) = (&self.communicator, self.communicator.device());
         let meter = Meter::new(device);
         // Threads share the meter: each reads it while all of them wait.
-        let sharing = [1, communicator.world_size() as u64][usize::from(self.are_threads)];
-        let counted = |bytes: Option<u64>| {
-            bytes.ok_or_else(|| Error::Order {
+        let read = |counter: fn(&Meter) -> Option<u64>| {
+            device.synchronize()?;
+            communicator.barrier()?;
+            let bytes = counter(&meter).ok_or_else(|| Error::Order {
                 op: "--part memory",
                 problem: "this device has no counters".into(),
                 hint: "measure on the CPU or a CUDA GPU".into(),
-            })
-        };
-        let taken = || {
-            device.synchronize()?;
-            communicator.barrier()?;
-            let bytes = counted(meter.current_bytes());
+            });
             communicator.barrier()?;
             bytes
         };
-        let base = taken()?;
-        let of_rank = |bytes: u64| bytes.saturating_sub(base) / sharing;
+        let base = read(Meter::current_bytes)?;
+        let sharing = [1, communicator.world_size() as u64][usize::from(self.are_threads)];
+        let of_rank = |counter| read(counter).map(|bytes| bytes.saturating_sub(base) / sharing);
         let (mut step, mut optimizer, [tokens, targets]) = self.job(model, way)?;
-        let init_bytes = of_rank(taken()?);
+        let init_bytes = of_rank(Meter::current_bytes)?;
         meter.reset_peak();
         communicator.barrier()?;
         let predicted_bytes = step.prepare((&tokens, &targets))?.total_bytes();
         for _ in 0..2 {
             step.run(&mut optimizer, (&tokens, &targets))?;
         }
-        let after_bytes = of_rank(taken()?);
-        let peak_bytes = of_rank(counted(meter.peak_bytes())?);
-        communicator.barrier()?; // no rank frees before all have read the meter
+        let after_bytes = of_rank(Meter::current_bytes)?;
+        let peak_bytes = of_rank(Meter::peak_bytes)?;
         let state = optimizer.state().into_iter();
         let state = state.map(|(_, x)| (x.elem_count() * x.dtype().size_in_bytes()) as u64);
         Ok(Held {

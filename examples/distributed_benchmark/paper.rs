@@ -1,13 +1,12 @@
 //! Estimated training steps of more GPUs than the machine has.
 
-use super::common::models::Model;
 use super::common::ways::Way;
 use super::common::{refusal, values};
-use super::{Rank, table};
+use super::{Rank, row, table};
 use clap::Args;
 use serde::Serialize;
 use tallow::Result;
-use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, Target};
+use tallow::compile::{Batch, Plan, Rates, Step, StepConfig, StepRanks, Target};
 use tallow::distributed::Shard;
 use tallow::model::TransformerLM;
 use tallow::report::{Column, Report, counted};
@@ -57,62 +56,61 @@ impl Rank<'_> {
         let (flags, [b, t]) = (&self.flags.paper, self.flags.sizes());
         let mut ways = self.flags.ways.all();
         ways.retain(|way| *way != Way::Alone);
-        let mut progress = self.progress(self.models.len() * ways.len());
+        let mut sweep = self.sweep(self.models.len() * ways.len());
+        let ms = |key, title| Column::ms(key, title).scaled(1e-3);
         let columns = Self::columns([
             Column::text("world_size", "GPUs"),
             Column::mib("rank_bytes", "Memory"),
             Column::mib("sent_bytes", "Sent"),
-            Column::ms("kernel_seconds", "Kernels").scaled(1e-3),
-            Column::ms("exchange_seconds", "Exchange").scaled(1e-3),
-            Column::ms("waiting_seconds", "Waits").scaled(1e-3),
-            Column::ms("contention_seconds", "Contention").scaled(1e-3),
-            Column::ms("step_ms", "Step"),
+            ms("kernel_seconds", "Kernels"),
+            ms("exchange_seconds", "Exchange"),
+            ms("waiting_seconds", "Waits"),
+            ms("contention_seconds", "Contention"),
+            ms("step_seconds", "Step"),
             Column::count("tokens_per_second", "Tokens/s"),
             Column::number("efficiency_percent", "Efficiency", "%", 1),
         ]);
         let notes = [
-            "Estimated from a plan and the rates given, with 1 us for each kernel: kernels, the time they wait for \
-             exchanges, and the time they lose to exchanges that run next to them.",
-            "Efficiency is the step of one GPU alone over this step. It passes 100% where the GPUs also divide the \
-             optimizer's update among them.",
+            "Estimated from a plan and the rates given, with 1 us for each kernel. A step is its kernels, their waits \
+             for exchanges, and the time that they lose while exchanges run (contention).",
+            "Efficiency is the step of one GPU alone over this step: over 100% if the GPUs divide the optimizer's \
+             update.",
         ];
         let mut report = table("Estimated steps of more GPUs", columns, &notes);
         for (index, model) in self.models.iter().enumerate() {
-            let Model { name, config } = model;
-            let meta = TransformerLM::meta(config)?.with_attention(self.flags.attention)?;
-            let planned = |config: &StepConfig| -> Result<Plan> {
-                Ok(Step::plan_for_model(Target::Cuda, &meta, config, Batch::meta(b, t)?)?.0)
+            let meta = TransformerLM::meta(&model.config)?.with_attention(self.flags.attention)?;
+            let planned = |ranks, memory_budget_bytes| -> Result<Plan> {
+                let config = StepConfig {
+                    ranks,
+                    memory_budget_bytes,
+                    ..self.step.clone()
+                };
+                Ok(Step::plan_for_model(Target::Cuda, &meta, &config, Batch::meta(b, t)?)?.0)
             };
+            let budget = self.step.memory_budget_bytes;
             let mut rates = flags.rates()?;
             if !flags.alone_ms.is_empty() {
                 let alone_ms = value("--alone-ms", &flags.alone_ms, index, self.models.len())?;
-                let alone = planned(&self.step)?;
+                let alone = planned(StepRanks::Single, budget)?;
                 for (_, rates) in &mut rates {
                     *rates = rates.fitted_to(&alone, alone_ms / 1e3)?;
                 }
             }
-            let alone = planned(&StepConfig {
-                memory_budget_bytes: None, // there may be no GPU with memory for all of it
-                ..self.step.clone()
-            })?;
+            let alone = planned(StepRanks::Single, None)?; // no GPU may have the memory for all of it
             for &way in &ways {
-                progress.begin(format_args!("{name} paper {way}"));
+                sweep.begins(format_args!("{} paper {way}", model.name));
                 for &(world_size, ref rates) in &rates {
                     let rank = 0;
-                    let plan = planned(&StepConfig {
-                        ranks: self.flags.ways.step_ranks(way, Shard { rank, world_size }),
-                        ..self.step.clone()
-                    })?;
+                    let ranks = self.flags.ways.step_ranks(way, Shard { rank, world_size });
+                    let plan = planned(ranks, budget)?;
                     let step = plan.timeline(world_size, rates)?;
+                    let per_step = |amount: f64| amount / step.step_seconds;
                     let alone_seconds = alone.timeline(1, rates)?.step_seconds;
-                    let tokens = (world_size * b * t) as f64;
-                    let efficiency = 100.0 * alone_seconds / step.step_seconds;
-                    let mut row = self.row(model, way, &step)?;
+                    let mut row = row(model, way, &step)?;
                     row.insert("world_size", world_size)
                         .insert("rank_bytes", plan.total_bytes())
-                        .insert("step_ms", 1e3 * step.step_seconds)
-                        .insert("tokens_per_second", tokens / step.step_seconds)
-                        .insert("efficiency_percent", efficiency);
+                        .insert("tokens_per_second", per_step((world_size * b * t) as f64))
+                        .insert("efficiency_percent", per_step(100.0 * alone_seconds));
                     report.rows.push(row);
                 }
             }
@@ -125,28 +123,28 @@ impl PaperFlags {
     /// Returns each number of GPUs with its rates.
     fn rates(&self) -> Result<Vec<(usize, Rates)>> {
         let one = |flag, rate: &Option<f64>| value(flag, rate.as_slice(), 0, 1);
-        let of_each = |flag, rates: &[f64], index| match rates {
-            [of_all] => Ok(*of_all),
-            _ => value(flag, rates, index, self.world_size.len()),
-        };
-        let world_sizes = self.world_size.iter().enumerate();
-        let rates = world_sizes.map(|(index, world_size)| {
+        let mut all = Vec::new();
+        for (index, &world_size) in self.world_size.iter().enumerate() {
+            let network = |flag, rates: &[f64]| match rates {
+                [of_all] => Ok(*of_all),
+                _ => value(flag, rates, index, self.world_size.len()),
+            };
             let rates = Rates {
                 matmul_flops: 1e12 * one("--product-tflops", &self.product_tflops)?,
                 memory_bytes: 1e9 * one("--memory-gb-s", &self.memory_gb_s)?,
                 kernel_seconds: 1e-6,
-                reduce_bytes: 1e9 * of_each("--reduce-gb-s", &self.reduce_gb_s, index)?,
-                gather_bytes: 1e9 * of_each("--gather-gb-s", &self.gather_gb_s, index)?,
+                reduce_bytes: 1e9 * network("--reduce-gb-s", &self.reduce_gb_s)?,
+                gather_bytes: 1e9 * network("--gather-gb-s", &self.gather_gb_s)?,
                 exchange_seconds: self.exchange_us / 1e6,
                 contention: self.contention,
             };
-            Ok((*world_size, rates))
-        });
-        rates.collect()
+            all.push((world_size, rates));
+        }
+        Ok(all)
     }
 }
 
-/// Returns one of the `count` values of a flag.
+/// Returns the value at `index` of a flag that must have `count` values.
 fn value(flag: &'static str, values: &[f64], index: usize, count: usize) -> Result<f64> {
     let hint = "measure them (--part collectives, e2e_benchmark), or read them off a data sheet";
     let expected = format!("{} for --part paper", counted(count, "number"));

@@ -1,12 +1,13 @@
 //! Training steps by strategy and exchange.
 
-use super::answers::{self, is_slower};
+use super::answers::{self, exposed_ms};
 use super::common::models::Model;
 use super::common::outputs::named;
 use super::common::ways::{Strategy, Way};
 use super::common::{values, wrote};
-use super::{Rank, table, with_time};
+use super::{Rank, row, table};
 use candle_core::{DType, Tensor};
+use candle_nn::VarBuilder;
 use clap::Args;
 use tallow::compile::{Step, StepRanks};
 use tallow::distributed::{Exchange, FullyShard, Replicated, Shard};
@@ -15,9 +16,6 @@ use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::profile::{self, Profiler};
 use tallow::report::{Column, Report, Statistics};
 use tallow::{Result, nn};
-
-/// Steps of a trace: the first planned step on a GPU records what the others replay.
-const TRACED_STEPS: usize = 3;
 
 /// Flags for the strategies and exchanges to compare.
 #[derive(Args, Clone, Debug)]
@@ -43,27 +41,22 @@ pub struct Ways {
     pub memory_budget_gib: Option<f64>,
 }
 
-/// A step, its optimizer, and a rank's tokens and targets.
-type Job = (Step<'static>, Optimizer, [Tensor; 2]);
-
 impl Ways {
     /// Returns every strategy with every exchange that it has: the step alone first, which the others are compared
     /// with.
     pub fn all(&self) -> Vec<Way> {
         let mut all = Vec::from_iter((!self.without_alone).then_some(Way::Alone));
         let overlapped = |bucket_bytes| Exchange::Overlapped { bucket_bytes };
-        let buckets = self
-            .bucket_mib
-            .iter()
-            .map(|mib| mib.saturating_mul(1 << 20));
+        let mut exchanges = vec![Exchange::PerParameter, Exchange::Flat, overlapped(0)];
+        let buckets = self.bucket_mib.iter();
+        exchanges.extend(buckets.map(|mib| overlapped(mib.saturating_mul(1 << 20))));
         for &strategy in &self.strategy {
-            let mut exchanges = match strategy {
-                Strategy::FullyShard => Vec::new(),
-                _ => vec![Exchange::PerParameter, Exchange::Flat, overlapped(0)],
+            let exchanges = match strategy {
+                Strategy::FullyShard => &exchanges[3..], // in buckets only
+                _ => &exchanges[..],
             };
-            exchanges.extend(buckets.clone().map(overlapped));
-            let exchanges = exchanges.into_iter();
-            all.extend(exchanges.map(|exchange| Way::Exchanged(strategy, exchange)));
+            let ways = exchanges.iter();
+            all.extend(ways.map(|&exchange| Way::Exchanged(strategy, exchange)));
         }
         all
     }
@@ -78,43 +71,33 @@ impl Rank<'_> {
     /// Times training steps with each strategy and exchange.
     pub fn training_steps(&self) -> Result<Report> {
         let ranks = self.communicator.world_size();
-        let tokens = ranks * self.flags.batch_size * self.flags.context_length;
+        let tokens = ranks * self.flags.sizes().iter().product::<usize>();
         let columns = Self::columns([
-            Column::ms("time", "Step"),
+            Column::ms("mean_ms", "Step"),
+            Column::ms("std_ms", "±"),
             Column::ms("exposed_ms", "Exposed"),
             Column::number("exposed_percent", "Exposed", "%", 1),
             Column::count("tokens_per_s", "Tokens/s"),
-            Column::number("efficiency_percent", "Alone / step", "%", 1),
         ]);
         let notes = [
-            "A step is forward, loss, backward, exchange and AdamW, mean ± standard deviation. Alone is the same step \
+            "A step is forward, loss, backward, exchange and AdamW: mean ± standard deviation. Alone is the same step \
              on every rank at once, without an exchange.",
-            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is in the \
-             noise where the two steps do not differ by two standard errors.",
+            "Exposed is what the exchange adds to the step alone: communication that nothing hides. It is n/a, in \
+             the noise, where the step is not slower by two standard errors.",
             "One rank: nothing is exchanged and nothing divided. Give --ranks 2.",
         ];
         let notes = &notes[..2 + usize::from(ranks == 1)];
         let mut report = table("Training steps", columns, notes);
         for (model, ways) in self.measure("steps", |model, way| self.timed_step(model, way))? {
             let alone = ways.iter().find(|(way, _)| *way == Way::Alone);
-            let alone = alone.map(|(_, alone)| alone);
             for (way, step) in &ways {
-                let alone = alone.filter(|_| *way != Way::Alone);
-                let percent = |ms: f64| 100.0 * ms / step.mean_ms;
-                let exposed_ms = alone.map(|alone| step.mean_ms - alone.mean_ms);
-                let efficiency_percent = alone.map(|alone| percent(alone.mean_ms));
-                let mut row = self.row(model, *way, step)?;
+                let exposed_ms = alone.and_then(|(_, alone)| exposed_ms(alone, step));
+                let exposed_percent = exposed_ms.map(|ms| 100.0 * ms / step.mean_ms);
+                let mut row = row(model, *way, step)?;
                 row.insert("exposed_ms", exposed_ms)
-                    .insert("exposed_percent", exposed_ms.map(percent))
-                    .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64)
-                    .insert("efficiency_percent", efficiency_percent);
-                let mut line = with_time(&row, step);
-                if alone.is_some_and(|alone| !is_slower(alone, step)) {
-                    line.insert("exposed_ms", "in the noise")
-                        .insert("exposed_percent", "in the noise");
-                }
+                    .insert("exposed_percent", exposed_percent)
+                    .insert("tokens_per_s", (1e3 * tokens as f64 / step.mean_ms) as u64);
                 report.rows.push(row);
-                report.shown_rows.push(line);
             }
             let answers = answers::steps(&model.name, ranks, &ways);
             report.answers.extend(answers);
@@ -133,7 +116,8 @@ impl Rank<'_> {
             let is_first = communicator.rank() == 0;
             let profiler = is_first.then(|| Profiler::start_on(communicator.device()));
             let profiler = profiler.transpose()?;
-            for _ in 0..TRACED_STEPS {
+            for _ in 0..3 {
+                // the first planned step on a GPU records what the others replay
                 let _step = profile::step();
                 step()?;
             }
@@ -149,31 +133,33 @@ impl Rank<'_> {
     }
 
     /// Returns a rank's planned step and optimizer, and its batch of tokens and targets, (B, T) u32.
-    pub fn job(&self, model: &Model, way: Way) -> Result<Job> {
+    pub fn job(&self, model: &Model, way: Way) -> Result<(Step<'static>, Optimizer, [Tensor; 2])> {
         let (communicator, config) = (&self.communicator, &model.config);
-        let (device, attention) = (communicator.device(), self.flags.attention);
-        let shape = (self.flags.batch_size, self.flags.context_length);
-        let count = shape.0 * shape.1;
+        let (device, adamw) = (communicator.device(), AdamWConfig::default());
+        let [b, t] = self.flags.sizes();
+        let count = b * t;
         // Multiples of a prime, other ones on each rank.
         let ids = |first: usize| {
             let ids = (first..first + count).map(|i| (i * 7919 % config.vocab_size) as u32);
-            Tensor::from_iter(ids, device)?.reshape(shape)
+            Tensor::from_iter(ids, device)?.reshape((b, t))
         };
         let start = communicator.rank() * count;
         let batch = [ids(start)?, ids(start + 1)?];
         let ranks = self.flags.ways.step_ranks(way, communicator.shard());
         let weights = nn::seeded(self.flags.common.seed, DType::F32, device);
+        let new_model = |weights: VarBuilder| {
+            let model = TransformerLM::from_var_builder(config, weights)?;
+            model.with_attention(self.flags.attention)
+        };
         if let StepRanks::FullySharded(parts, _) = ranks {
             let sharded = FullyShard::new(communicator, parts)?;
-            let model = TransformerLM::from_var_builder(config, sharded.builder(weights))?;
-            let model = model.with_attention(attention)?;
-            let optimizer = Optimizer::new(sharded.parameters(), AdamWConfig::default())?;
+            let model = new_model(sharded.builder(weights))?;
+            let optimizer = Optimizer::new(sharded.parameters(), adamw)?;
             let step = Step::fully_sharded_for_model(&model, &optimizer, &self.step, &sharded)?;
             return Ok((step, optimizer, batch));
         }
-        let model = TransformerLM::from_var_builder(config, weights)?;
-        let model = model.with_attention(attention)?;
-        let mut optimizer = Optimizer::new(model.parameters(), AdamWConfig::default())?;
+        let model = new_model(weights)?;
+        let mut optimizer = Optimizer::new(model.parameters(), adamw)?;
         if let StepRanks::ShardedOptimizer(..) = ranks {
             optimizer.shard(communicator)?;
         }
