@@ -17,7 +17,7 @@ use tallow::memory::{Estimate, Meter, Mode, estimate_graph};
 use tallow::nn::{self, Layer};
 use tallow::optim::{AdamWConfig, Optimizer};
 use tallow::profile::{Grouping, ProfileReport, Profiler, Selection, step};
-use tallow::report::{Report, format_mib};
+use tallow::report::{Fields, Report, format_mib};
 use tallow::{Result, graph};
 
 const VOCAB_SIZE: usize = 16; // padding, the beginning of a target, and 14 symbols
@@ -79,20 +79,20 @@ impl Flags {
         let (recording, peak) = (profiler.finish()?, meter.peak_bytes());
         let profile = ProfileReport::new(&recording, &Selection::default(), Grouping::Name)?;
         let plan_bytes = planned.plan().map(|plan| plan.total_bytes());
-        let mut report = Report {
+        self.output.publish(&Report {
             environment: self.common.environment(&device),
+            configuration: Fields::from_iter([
+                ("eager step's peak, estimated", Some(format_mib(estimated))),
+                ("planned step, predicted", plan_bytes.map(format_mib)),
+                ("the process's peak, measured", peak.map(format_mib)),
+                ("first loss", Some(format!("{first:.4}"))),
+                ("last loss", Some(format!("{last:.4}"))),
+            ]),
             columns: ProfileReport::columns(),
             rows: profile.fields(),
             shown_rows: common::ops::lines(&profile).0,
             ..Default::default()
-        };
-        let fields = &mut report.configuration;
-        fields.insert("eager step's peak, estimated", format_mib(estimated));
-        fields.insert("planned step, predicted", plan_bytes.map(format_mib));
-        fields.insert("the process's peak, measured", peak.map(format_mib));
-        fields.insert("first loss", format!("{first:.4}"));
-        fields.insert("last loss", format!("{last:.4}"));
-        self.output.publish(&report)
+        })
     }
 }
 

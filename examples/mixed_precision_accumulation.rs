@@ -11,7 +11,6 @@ use clap::{CommandFactory, Parser};
 use common::Output;
 use common::effects;
 use std::process::ExitCode;
-use tallow::Result;
 use tallow::report::{Answer, Column, Fields, Report};
 
 /// Adds 0.01 up a thousand times, in several precisions
@@ -23,43 +22,33 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    let flags: Flags = effects::parse(Flags::command(), |_| Vec::new());
-    common::run(|| flags.run())
-}
-
-impl Flags {
-    fn run(&self) -> Result<()> {
-        self.output.check_with([])?;
-        self.output.publish(&Report {
+    let Flags { output } = effects::parse(Flags::command(), |_| Vec::new());
+    let note = "The error is that of the terms (the value rounded to their dtype) plus that of the additions (rounded \
+                to the accumulator's dtype).";
+    common::run(|| {
+        output.check_with([])?;
+        output.publish(&Report {
             environment: common::environment(&Device::Cpu),
             configuration: Fields::from_iter([
                 ("value", rows::VALUE.to_string()),
                 ("count", rows::COUNT.to_string()),
                 ("exact sum", rows::EXACT.to_string()),
             ]),
-            columns: columns(),
-            rows: rows::rows().iter().map(Fields::of).collect::<Result<_>>()?,
-            answers: rows::ANSWERS
-.map(|(question, answer)| Answer::new(question, answer))
-.into(),
-            notes: vec![
-                "The error is that of the terms (the value rounded to their dtype) plus that of the additions (rounded \
-                 to the accumulator's dtype)."
-                    .into(),
+            columns: vec![
+                Column::text("accumulator", "Accumulator"),
+                Column::text("terms", "Terms"),
+                Column::number("sum", "Sum", "", 8),
+                Column::number("error_percent", "Error", "%", 4),
+                Column::text("cause", "Main cause"),
+                Column::number("error_of_terms", "Error of terms", "", 8),
+                Column::number("error_of_additions", "Error of additions", "", 8),
             ],
+            rows: rows::rows().into(),
+            answers: rows::ANSWERS
+                .map(|(question, answer)| Answer::new(question, answer))
+                .into(),
+            notes: vec![note.into()],
             ..Default::default()
         })
-    }
-}
-
-fn columns() -> Vec<Column> {
-    vec![
-        Column::text("accumulator", "Accumulator"),
-        Column::text("terms", "Terms"),
-        Column::number("sum", "Sum", "", 8),
-        Column::number("error_percent", "Error", "%", 4),
-        Column::text("cause", "Main cause"),
-        Column::number("error_of_terms", "Error of terms", "", 8),
-        Column::number("error_of_additions", "Error of additions", "", 8),
-    ]
+    })
 }

@@ -18,9 +18,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 use tallow::Result;
-use tallow::bench::EndToEnd;
 use tallow::model::TransformerLM;
 use tallow::optim::Schedule;
+use tallow::precision::Precision;
 use tallow::report::{Report, plot};
 use tallow::train::{StepReport, TrainConfig, Trainer};
 
@@ -81,19 +81,10 @@ impl Flags {
         let device = self.common.device()?;
         let (train, validation) = setup::read(&self.data)?.split(VALIDATION_FRACTION)?;
         let model = self.model.config(train.vocab_size())?;
-        let config = self.config();
         let precisions = self.precision.precisions();
-        for &precision in &precisions {
-            let step = EndToEnd {
-                config: model.clone(),
-                batch_size: config.batch_size,
-                sequence_length: config.sequence_length,
-                attention: self.model.attention,
-                step: precision.into(),
-                available_bytes: tallow::hardware::available_bytes_on(&device),
-                ..Default::default()
-            };
-            step.plan(&device)?; // refuses before any run what does not fit
+        for precision in &precisions {
+            let config = self.config(*precision);
+            setup::check_memory(&model, &config, config.step(), &device)?;
         }
         let mut runs = Vec::new();
         let mut sweep = Sweep::new(precisions.len())?;
@@ -102,14 +93,11 @@ impl Flags {
                 break;
             }
             let weights = TransformerLM::new(&model, self.common.seed, &device)?;
-            let config = TrainConfig {
-                precision,
-                ..config.clone()
-            };
+            let (config, data) = (self.config(precision), train.clone());
             runs.push(run(Trainer::new(
                 weights,
                 config,
-                train.clone(),
+                data,
                 validation.clone(),
             )?)?);
         }
@@ -122,7 +110,7 @@ impl Flags {
         let exact = compared::exact(&runs);
         let published = self.output.publish(&Report {
             environment: self.common.environment(&device),
-            configuration: setup::configuration(data, &model, &config),
+            configuration: setup::configuration(data, &model, &self.config(Precision::F32)),
             columns: compared::columns(),
             rows: runs.iter().map(|run| run.row(exact)).collect(),
             answers: compared::answer(&runs).into_iter().collect(),
@@ -136,9 +124,10 @@ impl Flags {
         published
     }
 
-    /// Returns the settings of every run, except its precision.
-    fn config(&self) -> TrainConfig {
+    /// Returns the settings of a run.
+    fn config(&self, precision: Precision) -> TrainConfig {
         TrainConfig {
+            precision,
             batch_size: self.batch_size,
             sequence_length: self.model.context_length,
             steps: self.steps,

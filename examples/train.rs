@@ -1,8 +1,7 @@
 //! Trains a transformer language model on a text, by bytes or a tokenizer, and lets it write.
 //!
-//! Without flags it is nanoGPT's recipe for characters on a CPU (4 layers, 4 heads, width 128, windows of 64, batches
-//! of 12, 2000 steps), on this crate's own sources. Its feed-forward network has three matrices of width 320 in place
-//! of two of width 512, which makes the models equal in size: 0.82 M parameters here, 0.80 M there.
+//! Without flags it is nanoGPT's recipe for characters on a CPU, on this crate's own sources. Its feed-forward network
+//! has three matrices of width 320 in place of two of width 512: 0.82 M parameters here, 0.80 M there.
 //!
 //! Ctrl-C, SIGTERM and SIGHUP (a closed terminal; ignored under `nohup`) end it after the current step, with a
 //! checkpoint if there is `--checkpoint`, and with exit status 130, 143 or 129. A second one ends it at once.
@@ -20,21 +19,19 @@ mod setup;
 mod signals;
 
 use candle_core::{DType, Device};
-use candle_nn::VarBuilder;
 use clap::{CommandFactory, Parser};
-use common::effects::{self, Effect, only};
+use common::effects::{self, Effect, only, only_group};
 use common::modes::OptimizerFlag;
 use common::ranks::{ExchangeFlags, RankFlags};
 use common::{Common, rates, stdout};
 use family::{Family, FamilyFlags};
-use flags::{DataFlags, FileFlags, ModelFlags, SampleFlags, ScheduleFlag, TrainingFlags};
+use flags::{InputFlags, ResultFlags, ScheduleFlag, TrainingFlags};
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::low_level::signal_name;
 use signals::Signals;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use tallow::Result;
-use tallow::bench::{EndToEnd, Execution};
 use tallow::compile::{StepConfig, StepRanks};
 use tallow::data::Tokens;
 use tallow::distributed::{Communicator, FullyShard};
@@ -42,7 +39,7 @@ use tallow::hf;
 use tallow::model::{TransformerConfig, TransformerLM};
 use tallow::nn;
 use tallow::report::{Fields, Format, Report, group_digits, plot};
-use tallow::train::{StepReport, TrainConfig, Trainer};
+use tallow::train::{TrainConfig, Trainer};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -57,9 +54,7 @@ struct Flags {
     #[command(flatten)]
     common: Common, // first: headings hold for whatever comes after them
     #[command(flatten)]
-    data: DataFlags,
-    #[command(flatten)]
-    model: ModelFlags,
+    input: InputFlags,
     #[command(flatten)]
     family: FamilyFlags,
     #[command(flatten)]
@@ -68,13 +63,8 @@ struct Flags {
     ranks: RankFlags,
     #[command(flatten)]
     exchange: ExchangeFlags,
-    /// Update each parameter in backward; needs --clip 0
-    #[arg(long, hide_short_help = true, help_heading = "Training")]
-    optimizer_in_backward: bool,
     #[command(flatten)]
-    files: FileFlags,
-    #[command(flatten)]
-    sample: SampleFlags,
+    results: ResultFlags,
 }
 
 fn main() -> ExitCode {
@@ -94,85 +84,67 @@ impl Flags {
     /// Returns what the flags' effects depend on.
     fn effects(&self) -> Vec<Effect> {
         use OptimizerFlag::{Muon, Sgd};
+        use ScheduleFlag::{Constant, Restarts, Wsd};
         let schedule = self.training.schedule;
-        let is_constant = schedule == ScheduleFlag::Constant;
-        let restarts = schedule == ScheduleFlag::Restarts;
+        let (changes, rates) = (schedule != Constant, &["schedule-steps", "min-lr"]);
+        let rises = ![Constant, Restarts].contains(&schedule);
+        let decays = [Wsd, Restarts].contains(&schedule);
         let has_momentum = [Sgd, Muon].contains(&self.training.optimizer);
-        let has_family = self.family.family.is_some();
+        let has_tokens = self.input.tokens.is_some();
+        let has_vocabulary = self.input.vocab_size.is_some();
+        let saves = self.family.save_family.is_some();
+        let draws = self.results.temperature > 0.0;
         let mut effects = self.ranks.effects(&self.common);
         effects.extend(self.exchange.effects(&self.ranks));
         effects.extend([
-            // clap lets `requires` pass where what is required conflicts with a flag that is given, as --tokens does.
-            only("with --tokens", self.data.tokens.is_some(), &["vocab-size"]),
-            only(
-                "on a rate that changes: not with --schedule constant",
-                !is_constant,
-                &["schedule-steps", "min-lr"],
-            ),
-            only(
-                "with a warm-up: not with --schedule constant or restarts",
-                !is_constant && !restarts,
-                &["warmup"],
-            ),
-            only(
-                "with --schedule wsd or restarts",
-                schedule == ScheduleFlag::Wsd || restarts,
-                &["decay-steps"],
-            ),
+            only("with --tokens", has_tokens, &["vocab-size"]),
+            only("with --vocab-size", has_vocabulary, &["tokens"]),
+            only("if the rate changes", changes, rates),
+            only("with --schedule cosine, linear or wsd", rises, &["warmup"]),
+            only("with --schedule wsd or restarts", decays, &["decay-steps"]),
             only("with --optimizer adamw or lion", !has_momentum, &["betas"]),
             only("with --optimizer sgd or muon", has_momentum, &["momentum"]),
-            only(
-                "with --family",
-                has_family,
-                &["ignore-config-key", "random-weights", "save-family"],
-            ),
-            only(
-                "where ids have a text: not with --tokens",
-                self.data.tokens.is_none(),
-                &["sample"],
-            ),
+            only_group::<FamilyFlags>("with --family", self.family.family.is_some()),
+            only("with --save-family", saves, &["save-dtype", "overwrite"]),
+            only("without --tokens", !has_tokens, &["sample"]),
             only(
                 "on a sample: not with --sample 0 or --tokens",
                 self.samples(),
                 &["temperature", "top-k", "top-p", "prompt"],
             ),
-            only(
-                "where tokens are drawn: not with --temperature 0",
-                self.sample.temperature > 0.0,
-                &["top-k", "top-p"],
-            ),
+            only("with a --temperature over 0", draws, &["top-k", "top-p"]),
         ]);
         effects
     }
 
     /// Whether a sample is written. The ids of a token file have no text.
     fn samples(&self) -> bool {
-        self.sample.sample > 0 && self.data.tokens.is_none()
+        self.results.sample > 0 && self.input.tokens.is_none()
     }
 
     /// Trains and writes a sample. Returns the signal that ended it, if one did.
     fn run(&self) -> Result<Option<i32>> {
         let started = Instant::now();
         // Whatever can be refused is refused before the first step, not after the last.
-        let sampling = self.sample.config(self.common.seed);
+        let sampling = self.results.config(self.common.seed);
         sampling.validate()?;
         let communicator = self.ranks.join(&self.common)?;
         if communicator.rank() == 0 {
-            self.files.check()?;
+            self.results.check()?;
         }
-        let family = self.family.open(&self.model)?;
-        let named = family.as_ref().filter(|_| self.data.tokens.is_none());
+        let family = self.family.open(&self.input)?;
+        let named = family.as_ref().filter(|_| self.input.tokens.is_none());
         let tokenizer = named.map(Family::tokenizer).transpose()?;
-        let data = self.data.open(tokenizer.as_ref())?;
-        let (train, validation) = data.split(self.data.validation_fraction)?;
-        let prompt = self.sample.prompt(tokenizer.as_ref())?;
+        let data = self.input.open(tokenizer.as_ref())?;
+        let (train, validation) = data.split(self.input.validation_fraction)?;
+        let prompt = self.results.prompt(tokenizer.as_ref())?;
         let model = match &family {
             Some(family) => family.config.clone(),
             None => self
-                .model
-                .applied(self.model.trained.config(train.vocab_size())?)?,
+                .input
+                .applied(self.input.trained.config(train.vocab_size())?)?,
         };
-        let path = self.data.tokens.as_ref().unwrap_or(&self.data.data);
+        let path = self.input.tokens.as_ref().unwrap_or(&self.input.data);
         let data = setup::data(&train, &validation, path);
         let mut trainer =
             self.trainer(family.as_ref(), &model, [train, validation], &communicator)?;
@@ -187,15 +159,13 @@ impl Flags {
         let signal = self.train(&mut trainer)?;
         let (step, steps) = (trainer.steps_taken(), trainer.config().steps);
         if let Some(signal) = signal {
-            let kept = match &self.files.checkpoint {
+            let kept = match &self.results.checkpoint {
                 Some(path) => format!("the run is in {}, --resume goes on", path.display()),
                 None => "without --checkpoint nothing is kept of it".into(),
             };
             let name = signal_name(signal).unwrap_or("a signal");
-            self.say(format!(
-                "\n{name}: stopped after step {step} of {steps}; {kept}"
-            ))?;
-            return Ok(Some(signal));
+            let text = format!("\n{name}: stopped after step {step} of {steps}; {kept}");
+            return self.say(text).map(|()| Some(signal));
         }
         let evaluations = &trainer.history().evaluations;
         let last = evaluations.last().map_or(f64::NAN, |last| last.loss);
@@ -214,7 +184,7 @@ impl Flags {
             return Ok(None); // rank 0 has it
         };
         if let (Some(family), Some(folder)) = (&family, folder) {
-            hf::save_with(&model, folder, &family.save_options())?;
+            hf::save_with(&model, folder, &family.save)?;
             self.say(format!("the trained model is in {}", folder.display()))?;
         }
         if self.samples() {
@@ -225,33 +195,25 @@ impl Flags {
         Ok(None)
     }
 
-    /// Returns how this rank's step exchanges.
-    fn step_ranks(&self, communicator: &Communicator) -> StepRanks {
-        match communicator.world_size() {
-            1 => StepRanks::Single,
-            _ => self.exchange.step_ranks(communicator.shard()),
-        }
-    }
-
     fn config(&self, world_size: usize) -> Result<TrainConfig> {
         let (flags, seed) = (&self.training, self.common.seed);
         let config = TrainConfig {
             batch_size: flags.batch_size,
-            sequence_length: self.model.trained.context_length,
+            sequence_length: self.input.trained.context_length,
             accumulation: flags.accumulation.unwrap_or(world_size),
             steps: flags.steps,
             schedule: flags.schedule(),
             optimizer: flags.rule(seed)?,
             max_grad_norm: (flags.clip != 0.0).then_some(flags.clip),
-            attention: Some(self.model.trained.attention),
-            checkpointing: Some(self.model.activation_checkpointing),
+            attention: Some(self.input.trained.attention),
+            checkpointing: Some(self.input.activation_checkpointing),
             max_grad_value: (flags.clip_value != 0.0).then_some(flags.clip_value),
             precision: flags.precision.precision()?,
             evaluate_every: flags.evaluate_every,
             separator: flags.separator,
             seed,
-            optimizer_in_backward: self.optimizer_in_backward,
-            keep: self.files.keep.map_or(1, usize::from),
+            optimizer_in_backward: flags.optimizer_in_backward,
+            keep: self.results.keep.map_or(1, usize::from),
             ..Default::default()
         };
         config.validate()?;
@@ -266,31 +228,41 @@ impl Flags {
         [train, validation]: [Tokens; 2],
         communicator: &Communicator,
     ) -> Result<Trainer> {
-        let config = self.config(communicator.world_size())?;
-        let (device, ranks) = (communicator.device(), self.step_ranks(communicator));
-        self.check_memory(model, &config, communicator)?;
+        let (device, world_size) = (communicator.device(), communicator.world_size());
+        let config = self.config(world_size)?;
+        let ranks = match world_size {
+            1 => StepRanks::Single,
+            _ => self.exchange.step_ranks(communicator.shard()),
+        };
+        let step = StepConfig {
+            accumulation: config.accumulation.div_ceil(world_size),
+            ranks,
+            ..config.step()
+        };
+        setup::check_memory(model, &config, step, device)?;
         rates::measure(device, &[config.precision.dtype()])?; // before the model fills the memory
         let sharded = match ranks {
             StepRanks::FullySharded(config, _) => Some(FullyShard::new(communicator, config)?),
             _ => None,
         };
-        let weights = |host| -> Result<VarBuilder> {
-            let loaded = family.map_or(Ok(None), |family| family.load(host))?;
-            Ok(loaded.unwrap_or_else(|| nn::seeded(self.common.seed, DType::F32, device)))
+        let weights = |host| match family {
+            Some(family) if !self.family.random_weights => family.load(host),
+            _ => Ok(nn::seeded(self.common.seed, DType::F32, device)),
         };
-        let resumed = self.files.checkpoint.as_ref().filter(|_| self.files.resume);
+        let built = |weights| TransformerLM::from_var_builder(model, weights);
+        let resumed = self
+            .results
+            .checkpoint
+            .as_ref()
+            .filter(|_| self.results.resume);
         let mut trainer = match (resumed, &sharded) {
             (Some(path), None) => Trainer::resume(path, model, config, train, validation, device),
             (Some(path), Some(sharded)) => {
                 Trainer::resume_fully_sharded(path, model, sharded, config, train, validation)
             }
-            (None, None) => {
-                let model = TransformerLM::from_var_builder(model, weights(device)?)?;
-                Trainer::new(model, config, train, validation)
-            }
+            (None, None) => Trainer::new(built(weights(device)?)?, config, train, validation),
             (None, Some(sharded)) => {
-                let builder = sharded.builder(weights(&Device::Cpu)?);
-                let model = TransformerLM::from_var_builder(model, builder)?;
+                let model = built(sharded.builder(weights(&Device::Cpu)?))?;
                 Trainer::fully_sharded(model, sharded, config, train, validation)
             }
         }?;
@@ -313,9 +285,9 @@ impl Flags {
             format!("{count}, {way}, gradients averaged in {dtype}")
         });
         let mut fields = setup::configuration(data, trainer.model().config(), config);
-        let checkpointing = self.model.activation_checkpointing.to_string();
+        let checkpointing = self.input.activation_checkpointing.to_string();
         fields
-            .insert("family", family.map(Family::name))
+            .insert("family", family.map(|family| self.family.name(family)))
             .insert("checkpointing", checkpointing)
             .insert("precision", config.precision.name())
             .insert("ranks", ranks);
@@ -340,14 +312,13 @@ impl Flags {
         if trainer.history().evaluations.is_empty() || trainer.is_done() {
             self.evaluate(trainer, &bar, "")?;
         }
-        let save_every = self.files.checkpoint_every;
+        let save_every = self.results.checkpoint_every;
         let save_every = save_every.map_or(self.training.evaluate_every, usize::from);
         let mut time = Duration::ZERO;
         loop {
-            let signal = signals.received(trainer.communicator())?;
-            if signal.is_some() {
+            if let Some(signal) = signals.received(trainer.communicator())? {
                 self.save(trainer)?;
-                return Ok(signal);
+                return Ok(Some(signal));
             }
             let begun = Instant::now();
             let Some(report) = trainer.step()? else {
@@ -355,7 +326,7 @@ impl Flags {
             };
             time += begun.elapsed();
             let step_seconds = time.as_secs_f64() / (report.step - first_step) as f64;
-            let progress = progress(trainer, &report, step_seconds, floor_seconds);
+            let progress = progress(trainer, report.learning_rate, step_seconds, floor_seconds);
             bar.inc(1);
             bar.set_message(progress.clone());
             if trainer.evaluation_is_due() {
@@ -372,7 +343,7 @@ impl Flags {
         let (loss, step) = (trainer.evaluate()?, trainer.steps_taken());
         let line = format!("step {step:>6}  validation loss {loss:.4}  {progress}");
         bar.suspend(|| self.say(line.trim_end()))?;
-        if let [Some(svg), Some(csv)] = self.files.curves()
+        if let Some([svg, csv]) = self.results.curves()
             && trainer.communicator().is_none_or(|ranks| ranks.rank() == 0)
         {
             plot::save(&[trainer.history().chart()], svg)?;
@@ -382,57 +353,24 @@ impl Flags {
     }
 
     fn save(&self, trainer: &Trainer) -> Result<()> {
-        let path = self.files.checkpoint.as_ref();
+        let path = self.results.checkpoint.as_ref();
         path.map_or(Ok(()), |path| trainer.save(path))
     }
 
     /// Prints a line. A closed stdout (`| head`) does not stop a training that leaves files.
     fn say(&self, line: impl std::fmt::Display) -> Result<()> {
-        stdout::or_files(stdout::line(line), self.files.is_any_given())
-    }
-
-    /// Refuses a run that does not fit in memory, before anything is allocated.
-    fn check_memory(
-        &self,
-        model: &TransformerConfig,
-        config: &TrainConfig,
-        communicator: &Communicator,
-    ) -> Result<()> {
-        let device = communicator.device();
-        let mut run = EndToEnd {
-            config: model.clone(),
-            attention: self.model.trained.attention,
-            checkpointing: self.model.activation_checkpointing,
-            batch_size: config.batch_size,
-            sequence_length: config.sequence_length,
-            execution: Execution::Planned,
-            step: StepConfig {
-                accumulation: config.accumulation.div_ceil(communicator.world_size()),
-                ranks: self.step_ranks(communicator),
-                ..config.step()
-            },
-            ..Default::default()
-        };
-        // Before anything else, since it may change where blocks come from.
-        run.available_bytes = common::memory::available_bytes(device, None, [&run])?;
-        let wanted_bytes = run.estimate_bytes(device)?;
-        common::memory::check("the training step", wanted_bytes, run.available_bytes)
+        let leaves_files = self.results.out.is_some() || self.results.checkpoint.is_some();
+        stdout::or_files(stdout::line(line), leaves_files)
     }
 }
 
 /// Describes the steps since the last evaluation by their mean loss, and this process's steps by their mean time:
 /// tokens a second, and the floor of a step in percent of it (`None` if memory is too short to measure rates).
-fn progress(
-    trainer: &Trainer,
-    report: &StepReport,
-    step_seconds: f64,
-    floor_seconds: Option<f64>,
-) -> String {
+fn progress(trainer: &Trainer, lr: f64, step_seconds: f64, floor_seconds: Option<f64>) -> String {
     let (history, config) = (trainer.history(), trainer.config());
     let loss = history.recent_loss(config.evaluate_every);
     let loss = loss.unwrap_or(f64::NAN);
     let speed = group_digits((config.tokens_per_step() as f64 / step_seconds) as u64);
-    let lr = report.learning_rate;
     let mut text = format!("loss {loss:.4}  lr {lr:.2e}  {speed} tokens/s");
     if let Some(floor) = floor_seconds {
         text += &format!(", {:.0}% of floor", 100.0 * floor / step_seconds);

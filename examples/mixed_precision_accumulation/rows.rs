@@ -2,32 +2,15 @@
 
 use candle_core::FloatDType;
 use half::{bf16, f16};
-use serde::Serialize;
 use tallow::precision::accumulate::running_sums;
+use tallow::report::Fields;
 
 pub const VALUE: f64 = 0.01;
 pub const COUNT: usize = 1000;
 pub const EXACT: f64 = 10.0;
 
-/// One sum and its error.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Sum {
-    /// The dtype that the running sum is stored in.
-    pub accumulator: &'static str,
-    /// The dtype of the terms.
-    pub terms: &'static str,
-    pub sum: f64,
-    pub error_percent: f64,
-    /// The part of the error that the terms had before they were added.
-    pub error_of_terms: f64,
-    /// The part of the error that the additions made.
-    pub error_of_additions: f64,
-    /// The cause of most of the error, in two or three words.
-    pub cause: String,
-}
-
-/// Computes the sums: the exercise's four first, in its order.
-pub fn rows() -> [Sum; 6] {
+/// Computes the sums and their errors: the exercise's four first, in its order.
+pub fn rows() -> [Fields; 6] {
     let (half, brain) = (f16::from_f64(VALUE), bf16::from_f64(VALUE));
     [
         sum::<f32, _>("f32", VALUE as f32),
@@ -39,7 +22,9 @@ pub fn rows() -> [Sum; 6] {
     ]
 }
 
-fn sum<A: FloatDType, T: FloatDType>(terms: &'static str, term: T) -> Sum {
+/// Returns a sum in `A`, with its error in two parts: that of the terms before they are added, and that of the
+/// additions.
+fn sum<A: FloatDType, T: FloatDType>(terms: &str, term: T) -> Fields {
     let sums: Vec<A> = running_sums(&[term; COUNT]).collect();
     let sum = sums[COUNT - 1].to_f64();
     let of_stored = term.to_f64() * COUNT as f64; // 24 bits times a count: exact in f64
@@ -50,15 +35,13 @@ fn sum<A: FloatDType, T: FloatDType>(terms: &'static str, term: T) -> Sum {
         COUNT => "rounded additions".into(),
         last => format!("unchanged after {last}"),
     };
-    Sum {
-        accumulator: A::DTYPE.as_str(),
-        terms,
-        sum,
-        error_percent: 100.0 * (sum - EXACT) / EXACT,
-        error_of_terms,
-        error_of_additions,
-        cause,
-    }
+    let mut row = Fields::from_iter([("accumulator", A::DTYPE.as_str()), ("terms", terms)]);
+    row.insert("sum", sum)
+        .insert("error_percent", 100.0 * (sum - EXACT) / EXACT)
+        .insert("error_of_terms", error_of_terms)
+        .insert("error_of_additions", error_of_additions)
+        .insert("cause", cause);
+    row
 }
 
 /// The questions of the exercise with their answers. Their figures are those of [`rows`], which never change.

@@ -74,16 +74,16 @@ pub fn exact(runs: &[Run]) -> Option<&Run> {
 /// Draws the curves, and their distance from f32's.
 pub fn figure(runs: &[Run]) -> Vec<Chart> {
     let chart = |title: String, y_label: &str, y: &dyn Fn(usize, f64) -> f64| {
-        let line = |run: &Run| {
+        let series = runs.iter().map(|run| {
             let points = run.curve.iter().enumerate();
             let points = points.map(|(i, (step, loss))| (*step, y(i, *loss)));
             Series::new(run.precision.name(), points.collect())
-        };
+        });
         Chart {
             title,
             x_label: "step".into(),
             y_label: y_label.into(),
-            series: runs.iter().map(line).collect(),
+            series: series.collect(),
             ..Default::default()
         }
     };
@@ -108,17 +108,17 @@ pub fn answer(runs: &[Run]) -> Option<Answer> {
 
 fn compared(run: &Run, exact: &Run) -> String {
     let pairs = run.history.losses.iter().zip(&exact.history.losses);
-    let differences = pairs.rev().take(STEPS_A_POINT);
-    let mut differences: Vec<f64> = differences.map(|(own, f32)| percent(*own, *f32)).collect();
+    let pairs = pairs.rev().take(STEPS_A_POINT);
+    let mut differences: Vec<f64> = pairs.map(|(own, f32)| percent(*own, *f32)).collect();
     differences.retain(|percent| percent.is_finite());
     let n = differences.len();
     let statistics = Statistics::new(&differences).ok();
-    let (difference, std) = statistics.map_or((f64::NAN, None), |own| (own.mean_ms, own.std_ms));
+    let (mean, std) = statistics.map_or((f64::NAN, None), |own| (own.mean_ms, own.std_ms));
     let error = 2.0 * std.unwrap_or(f64::NAN) / (n as f64).sqrt();
-    let verdict = match difference {
+    let verdict = match mean {
         _ if n < 3 => "too few steps to compare",
-        d if d.abs() <= error => "no difference beyond the spread",
-        d if d > 0.0 => "higher than in f32",
+        mean if mean.abs() <= error => "no difference beyond the spread",
+        mean if mean > 0.0 => "higher than in f32",
         _ => "lower than in f32",
     };
     let skipped = match run.history.skipped.len() {
@@ -126,22 +126,15 @@ fn compared(run: &Run, exact: &Run) -> String {
         n => format!(" {n} steps overflowed at their loss scale and made no update."),
     };
     let [own, f32] = [run, exact].map(|run| run.validation_loss().unwrap_or(f64::NAN));
-    let (difference, validation) = (signed(difference), signed(percent(own, f32)));
     format!(
-        "{}: over the last {n} steps the loss differs from f32's by {difference} ± {error:.3}% (two standard errors): \
-         {verdict}. The validation loss differs by {validation}.{skipped}",
-        run.precision
+        "{}: over the last {n} steps the loss differs from f32's by {mean:+.3} ± {error:.3}% (two standard errors): \
+         {verdict}. The validation loss differs by {:+.3}%.{skipped}",
+        run.precision,
+        percent(own, f32)
     )
 }
 
 /// Returns how far a loss is above f32's, in percent.
 fn percent(own: f64, exact: f64) -> f64 {
     100.0 * (own / exact - 1.0)
-}
-
-fn signed(percent: f64) -> String {
-    match percent.abs() < 0.0005 {
-        true => "0.000%".into(),
-        false => format!("{percent:+.3}%"),
-    }
 }

@@ -2,9 +2,9 @@
 
 use candle_core::FloatDType;
 use half::{bf16, f16};
-use serde::Serialize;
 use tallow::model::ToyModel;
 use tallow::precision::accumulate::running_sum;
+use tallow::report::Fields;
 
 /// Elements of a row: a usual model width.
 const WIDTH: usize = 1024;
@@ -17,23 +17,9 @@ const ACTIVATIONS: [(&str, f64, f64); 4] = [
     ("small", 0.0, 1e-4),
 ];
 
-/// The error of layer norm of one kind of activations in one arithmetic, from f64 on the same stored numbers.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Norm {
-    pub activations: &'static str,
-    /// The dtype of the activations.
-    pub stored: &'static str,
-    /// The dtype of the computation.
-    pub computed: String,
-    /// In digits, because JSON has no number for infinity.
-    pub variance: String,
-    pub variance_error_percent: f64,
-    pub output_error_percent: f64,
-}
-
 /// Returns six rows for each kind of activations: stored in f16 and in bf16, and computed in that dtype, in that dtype
 /// with sums in f32, and in f32.
-pub fn rows() -> Vec<Norm> {
+pub fn rows() -> Vec<Fields> {
     let of_kind = |(name, mean, std)| {
         let values = &normal(mean, std);
         [
@@ -48,26 +34,27 @@ pub fn rows() -> Vec<Norm> {
     ACTIVATIONS.into_iter().flat_map(of_kind).collect()
 }
 
-/// Computes layer norm of activations stored in `A`, with results in `T` and sums in `S`.
-fn row<A: FloatDType, T: FloatDType, S: FloatDType>(kind: &'static str, values: &[f64]) -> Norm {
+/// Computes layer norm of activations stored in `A`, with results in `T` and sums in `S`. Errors are measured from f64 on
+/// the same stored numbers.
+fn row<A: FloatDType, T: FloatDType, S: FloatDType>(kind: &str, values: &[f64]) -> Fields {
     let stored: Vec<f64> = values.iter().map(|x| A::from_f64(*x).to_f64()).collect();
     let (exact, exact_y) = layer_norm::<f64, f64>(&stored);
     let (variance, y) = layer_norm::<T, S>(&stored);
     let [stored, computed, sums] = [A::DTYPE, T::DTYPE, S::DTYPE].map(|dtype| dtype.as_str());
-    Norm {
-        activations: kind,
-        stored,
-        computed: match computed == sums {
-            true => computed.into(),
-            false => format!("{computed}, sums in {sums}"),
-        },
-        variance: match variance.is_finite() {
-            true => format!("{variance:.6e}"),
-            false => variance.to_string(),
-        },
-        variance_error_percent: 100.0 * (variance - exact) / exact,
-        output_error_percent: 100.0 * distance(&y, &exact_y),
-    }
+    let computed = match computed == sums {
+        true => computed.into(),
+        false => format!("{computed}, sums in {sums}"),
+    };
+    let digits = match variance.is_finite() {
+        true => format!("{variance:.6e}"),
+        false => variance.to_string(), // JSON has no number for infinity
+    };
+    let mut row = Fields::from_iter([("activations", kind), ("stored", stored)]);
+    row.insert("computed", computed)
+        .insert("variance", digits)
+        .insert("variance_error_percent", 100.0 * (variance - exact) / exact)
+        .insert("output_error_percent", 100.0 * distance(&y, &exact_y));
+    row
 }
 
 /// Returns the variance, and `(x - mean) / sqrt(variance + eps)`. Results are rounded to `T`, sums are in `S`.

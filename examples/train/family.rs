@@ -1,7 +1,7 @@
 //! Training that starts from a model of another family, with its tokenizer.
 
 use crate::common::refusal;
-use crate::flags::ModelFlags;
+use crate::flags::InputFlags;
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 use clap::Args;
@@ -23,7 +23,7 @@ pub struct FamilyFlags {
 
     /// Start from random weights instead of the folder's
     #[arg(long, hide_short_help = true)]
-    random_weights: bool,
+    pub random_weights: bool,
 
     /// Ignore this unknown key of the folder's config.json
     #[arg(long, hide_short_help = true, value_name = "KEY")]
@@ -34,44 +34,48 @@ pub struct FamilyFlags {
     pub save_family: Option<PathBuf>,
 
     /// Dtype of the written weights: f32, bf16 or f16 [default: f32]
-    #[arg(
-        long,
-        hide_short_help = true,
-        value_name = "NAME",
-        requires = "save_family"
-    )]
+    #[arg(long, hide_short_help = true, value_name = "NAME")]
     save_dtype: Option<Precision>,
 
     /// Replace a model in the folder of --save-family
-    #[arg(long, hide_short_help = true, requires = "save_family")]
+    #[arg(long, hide_short_help = true)]
     overwrite: bool,
 }
 
 /// The model that a run starts from.
-pub struct Family<'f> {
-    flags: &'f FamilyFlags,
+pub struct Family {
     folder: PathBuf,
+    load: LoadOptions,
     pub config: TransformerConfig,
+    /// How the trained model is saved: with the files next to the weights that it started from.
+    pub save: SaveOptions,
 }
 
 impl FamilyFlags {
     /// Opens the family, if one is named. Refuses a folder that the trained model cannot be written to.
-    pub fn open(&self, model: &ModelFlags) -> Result<Option<Family<'_>>> {
+    pub fn open(&self, input: &InputFlags) -> Result<Option<Family>> {
         let Some(name) = &self.family else {
             return Ok(None);
         };
         let folder = hf::find(name)?;
-        let config = match self.random_weights {
-            true => hf::config_with(&folder, &self.load_options())?,
-            false => hf::loaded_config(&folder, &self.load_options()).map_err(or_random)?,
+        let load = LoadOptions {
+            ignore_keys: self.ignore_config_key.clone(),
+            ..Default::default()
         };
-        let family = Family {
-            flags: self,
-            folder,
-            config: model.applied(config)?,
+        let config = match self.random_weights {
+            true => hf::config_with(&folder, &load)?,
+            false => hf::loaded_config(&folder, &load).map_err(or_random)?,
+        };
+        let config = input.applied(config)?;
+        let save = SaveOptions {
+            from: Some(folder.clone()),
+            dtype: self.save_dtype.map(Precision::dtype),
+            overwrite: self.overwrite,
+            ignore_keys: self.ignore_config_key.clone(),
+            ..Default::default()
         };
         if let Some(written) = &self.save_family {
-            if fs::canonicalize(written).ok() == fs::canonicalize(&family.folder).ok() {
+            if fs::canonicalize(written).ok() == fs::canonicalize(&folder).ok() {
                 return Err(refusal(
                     "--save-family",
                     "another folder than --family's",
@@ -79,16 +83,20 @@ impl FamilyFlags {
                     "the model that it started from would be lost; name a new folder",
                 ));
             }
-            hf::check_save(&family.config, written, &family.save_options())?;
+            hf::check_save(&config, written, &save)?;
         }
-        Ok(Some(family))
+        Ok(Some(Family {
+            folder,
+            load,
+            config,
+            save,
+        }))
     }
 
-    fn load_options(&self) -> LoadOptions {
-        LoadOptions {
-            ignore_keys: self.ignore_config_key.clone(),
-            ..Default::default()
-        }
+    /// Describes the model for the header.
+    pub fn name(&self, family: &Family) -> String {
+        let begun = ["", ", begun with random weights"][usize::from(self.random_weights)];
+        format!("{}{begun}", family.folder.display())
     }
 }
 
@@ -100,21 +108,12 @@ fn or_random(mut error: Error) -> Error {
     error
 }
 
-impl Family<'_> {
-    /// Describes the model for the header.
-    pub fn name(&self) -> String {
-        let begun = ["", ", begun with random weights"][usize::from(self.flags.random_weights)];
-        format!("{}{begun}", self.folder.display())
-    }
-
-    /// Loads the weights; `None` with --random-weights.
-    pub fn load(&self, device: &Device) -> Result<Option<VarBuilder<'static>>> {
-        if self.flags.random_weights {
-            return Ok(None);
-        }
-        let model = hf::load_with(&self.folder, &self.flags.load_options(), device)?;
+impl Family {
+    /// Loads the weights.
+    pub fn load(&self, device: &Device) -> Result<VarBuilder<'static>> {
+        let model = hf::load_with(&self.folder, &self.load, device)?;
         let weights = model.weights().into_iter().collect();
-        Ok(Some(VarBuilder::from_tensors(weights, DType::F32, device)))
+        Ok(VarBuilder::from_tensors(weights, DType::F32, device))
     }
 
     /// Opens the tokenizer, which must fit the model.
@@ -122,16 +121,5 @@ impl Family<'_> {
         let tokenizer = Tokenizer::open(&self.folder)?;
         tokenizer.check_fits(&self.config)?;
         Ok(tokenizer)
-    }
-
-    /// Returns how the trained model is saved: with the files next to the weights that it started from.
-    pub fn save_options(&self) -> SaveOptions {
-        SaveOptions {
-            from: Some(self.folder.clone()),
-            dtype: self.flags.save_dtype.map(Precision::dtype),
-            overwrite: self.flags.overwrite,
-            ignore_keys: self.flags.ignore_config_key.clone(),
-            ..Default::default()
-        }
     }
 }

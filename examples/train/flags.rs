@@ -18,32 +18,23 @@ use tallow::{Error, Result};
 
 #[derive(Args)]
 #[command(next_help_heading = "Data and model")]
-pub struct DataFlags {
+pub struct InputFlags {
     /// A text, or a folder of rs, md, toml and py files [default: this crate]
     #[arg(long, value_name = "PATH", default_value = env!("CARGO_MANIFEST_DIR"), hide_default_value = true)]
     pub data: PathBuf,
 
     /// A token file: llm.c's, modded-nanogpt's, or u16 in a .bin
-    #[arg(
-        long,
-        value_name = "FILE",
-        conflicts_with = "data",
-        requires = "vocab_size"
-    )]
+    #[arg(long, value_name = "FILE", conflicts_with = "data")]
     pub tokens: Option<PathBuf>,
 
     /// Number of token ids of the token file
-    #[arg(long, hide_short_help = true, value_name = "N", requires = "tokens")]
+    #[arg(long, hide_short_help = true, value_name = "N")]
     pub vocab_size: Option<usize>,
 
     /// Fraction at the data's end for validation
     #[arg(long, hide_short_help = true, default_value_t = 0.1, value_parser = values::part)]
     pub validation_fraction: f64,
-}
 
-#[derive(Args)]
-#[command(next_help_heading = "Data and model")]
-pub struct ModelFlags {
     #[command(flatten)]
     pub trained: TrainedModelFlags,
 
@@ -129,6 +120,10 @@ pub struct TrainingFlags {
     /// Steps between evaluations
     #[arg(long, hide_short_help = true, value_name = "N", default_value_t = 250)]
     pub evaluate_every: usize,
+
+    /// Update each parameter in backward; needs --clip 0
+    #[arg(long, hide_short_help = true)]
+    pub optimizer_in_backward: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -142,7 +137,7 @@ pub enum ScheduleFlag {
 
 #[derive(Args)]
 #[command(next_help_heading = "Files and sample")]
-pub struct FileFlags {
+pub struct ResultFlags {
     /// Save the run here: weights, optimizer, position, losses
     #[arg(long, value_name = "FILE")]
     pub checkpoint: Option<PathBuf>,
@@ -162,11 +157,7 @@ pub struct FileFlags {
     /// Folder for the loss curve: loss.svg and loss.csv
     #[arg(long, value_name = "FOLDER")]
     pub out: Option<PathBuf>,
-}
 
-#[derive(Args)]
-#[command(next_help_heading = "Files and sample")]
-pub struct SampleFlags {
     /// Tokens of the sample at the end
     #[arg(long, value_name = "N", default_value_t = 400, value_parser = values::count_from_0())]
     pub sample: usize,
@@ -188,16 +179,15 @@ pub struct SampleFlags {
     pub prompt: Option<String>,
 }
 
-impl FileFlags {
+impl ResultFlags {
     /// Makes the folder, tries every file that the run will write, and refuses a checkpoint that would be replaced.
     pub fn check(&self) -> Result<()> {
         if let Some(folder) = &self.out {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
         }
-        let files = self.curves().into_iter().chain([self.checkpoint.clone()]);
-        files
-            .flatten()
-            .try_for_each(|path| outputs::check_writable(&path))?;
+        let curves = self.curves().into_iter().flatten();
+        let mut files = curves.chain(self.checkpoint.clone());
+        files.try_for_each(|path| outputs::check_writable(&path))?;
         match self.checkpoint.as_ref().filter(|path| path.exists()) {
             Some(path) if !self.resume => Err(refusal(
                 "--checkpoint",
@@ -210,17 +200,42 @@ impl FileFlags {
     }
 
     /// Returns the picture and the table of the losses.
-    pub fn curves(&self) -> [Option<PathBuf>; 2] {
-        ["loss.svg", "loss.csv"].map(|name| Some(self.out.as_ref()?.join(name)))
+    pub fn curves(&self) -> Option<[PathBuf; 2]> {
+        let folder = self.out.as_ref()?;
+        Some(["loss.svg", "loss.csv"].map(|name| folder.join(name)))
     }
 
-    /// Whether the run leaves files.
-    pub fn is_any_given(&self) -> bool {
-        self.out.is_some() || self.checkpoint.is_some()
+    /// Returns the ids that the sample continues.
+    pub fn prompt(&self, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+        let prompt = self.prompt.as_deref().unwrap_or("\n");
+        let ids = match tokenizer {
+            Some(tokenizer) => tokenizer.encode(prompt)?,
+            None => prompt.bytes().map(u32::from).collect(),
+        };
+        match ids.is_empty() && self.sample > 0 {
+            false => Ok(ids),
+            true => Err(refusal(
+                "--prompt",
+                "a text of at least 1 token",
+                format!("{prompt:?}, which the tokenizer drops"),
+                "give another --prompt, or --sample 0",
+            )),
+        }
+    }
+
+    pub fn config(&self, seed: u64) -> GenerateConfig {
+        GenerateConfig {
+            max_new_tokens: self.sample,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed,
+            stop_token: None,
+        }
     }
 }
 
-impl DataFlags {
+impl InputFlags {
     /// Opens the data: ids of a tokenizer if there is one, else bytes or the ids of a file.
     pub fn open(&self, tokenizer: Option<&Tokenizer>) -> Result<Tokens> {
         match (&self.tokens, self.vocab_size, tokenizer) {
@@ -233,6 +248,17 @@ impl DataFlags {
             _ => setup::read(&self.data),
         }
     }
+
+    /// Returns `base` with the flags that hold for every model.
+    pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
+        let config = TransformerConfig {
+            dropout: self.dropout.map_or(base.dropout, DropoutRates::all),
+            ..base
+        };
+        config.validate()?;
+        config.check_attention(self.trained.attention)?;
+        Ok(config)
+    }
 }
 
 /// Returns the text of ids, which are bytes without a tokenizer; the ids if the tokenizer lacks one of them (an
@@ -244,19 +270,6 @@ pub fn text(tokenizer: Option<&Tokenizer>, ids: &[u32]) -> String {
     };
     let text = tokenizer.decode(ids);
     text.unwrap_or_else(|error| format!("{ids:?}\n({error})"))
-}
-
-impl ModelFlags {
-    /// Returns `base` with the flags that hold for every model.
-    pub fn applied(&self, base: TransformerConfig) -> Result<TransformerConfig> {
-        let config = TransformerConfig {
-            dropout: self.dropout.map_or(base.dropout, DropoutRates::all),
-            ..base
-        };
-        config.validate()?;
-        config.check_attention(self.trained.attention)?;
-        Ok(config)
-    }
 }
 
 impl TrainingFlags {
@@ -313,36 +326,5 @@ impl TrainingFlags {
             _ => {}
         }
         Ok(rule)
-    }
-}
-
-impl SampleFlags {
-    /// Returns the ids that the sample continues.
-    pub fn prompt(&self, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
-        let prompt = self.prompt.as_deref().unwrap_or("\n");
-        let ids = match tokenizer {
-            Some(tokenizer) => tokenizer.encode(prompt)?,
-            None => prompt.bytes().map(u32::from).collect(),
-        };
-        match ids.is_empty() && self.sample > 0 {
-            false => Ok(ids),
-            true => Err(refusal(
-                "--prompt",
-                "a text of at least 1 token",
-                format!("{prompt:?}, which the tokenizer drops"),
-                "give another --prompt, or --sample 0",
-            )),
-        }
-    }
-
-    pub fn config(&self, seed: u64) -> GenerateConfig {
-        GenerateConfig {
-            max_new_tokens: self.sample,
-            temperature: self.temperature,
-            top_k: self.top_k,
-            top_p: self.top_p,
-            seed,
-            stop_token: None,
-        }
     }
 }
