@@ -325,6 +325,10 @@ impl Flags {
                 return Ok(None);
             };
             time += begun.elapsed();
+            if report.tokens == 0 {
+                let line = format!("step {:>6}  skipped: no target counts", report.step);
+                bar.suspend(|| self.say(line))?;
+            }
             let step_seconds = time.as_secs_f64() / (report.step - first_step) as f64;
             let progress = progress(trainer, report.learning_rate, step_seconds, floor_seconds);
             bar.inc(1);
