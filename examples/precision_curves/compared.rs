@@ -126,15 +126,22 @@ fn compared(run: &Run, exact: &Run) -> String {
         n => format!(" {n} steps overflowed at their loss scale and made no update."),
     };
     let [own, f32] = [run, exact].map(|run| run.validation_loss().unwrap_or(f64::NAN));
+    let (mean, validation) = (signed(mean), signed(percent(own, f32)));
     format!(
-        "{}: over the last {n} steps the loss differs from f32's by {mean:+.3} ± {error:.3}% (two standard errors): \
-         {verdict}. The validation loss differs by {:+.3}%.{skipped}",
-        run.precision,
-        percent(own, f32)
+        "{}: over the last {n} steps the loss differs from f32's by {mean} ± {error:.3}% (two standard errors): \
+         {verdict}. The validation loss differs by {validation}.{skipped}",
+        run.precision
     )
 }
 
 /// Returns how far a loss is above f32's, in percent.
 fn percent(own: f64, exact: f64) -> f64 {
     100.0 * (own / exact - 1.0)
+}
+
+fn signed(percent: f64) -> String {
+    match percent.abs() < 0.0005 {
+        true => "0.000%".into(),
+        false => format!("{percent:+.3}%"),
+    }
 }
