@@ -102,8 +102,15 @@ pub struct Comparison<'r> {
     pub rows: Vec<&'r Row>,
 }
 
-/// The quantities of each compared value: heading, column and field. Those of which no row has a value are not shown.
-const QUANTITIES: [(&str, fn(String, &'static str) -> Column, &str); 8] = [
+/// A quantity of each compared value: heading, column and field.
+type Quantity = (
+    &'static str,
+    fn(String, &'static str) -> Column,
+    &'static str,
+);
+
+/// The quantities. Those of which no row has a value are not shown.
+const QUANTITIES: [Quantity; 8] = [
     ("Time", Column::ms, TIME),
     ("Peak", Column::mib, "peak_bytes"),
     ("Calls", Column::count, "calls"),
