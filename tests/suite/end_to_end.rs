@@ -520,7 +520,7 @@ fn phases_are_compared_by_configuration() {
     assert_says(
         &speedups(&one).unwrap().answer,
         &[
-            "forward: 2.00x (4.50 ± 0.05 against 9.00 ± 0.09 ms).",
+            "forward: 2.00x (4.50 ± 0.04 against 9.00 ± 0.09 ms).",
             "train step: unclear, between ",
             "more steps on a quiet machine would decide",
         ],
