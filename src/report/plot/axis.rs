@@ -20,8 +20,9 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// Returns the axis between two pixels that spans `values`: at least one value, all finite, positive if `log`. `has_room` adds some
-    /// space at both ends, so that no line touches the frame, but none below zero if no value is negative.
+    /// Returns the axis between two pixels that spans `values`: at least one value, all finite, positive if `log`.
+    /// `has_room` adds some space at both ends, so that no line touches the frame, but none below zero if no value is
+    /// negative.
     pub fn fit(
         values: impl Iterator<Item = f64>,
         log: bool,
