@@ -150,7 +150,7 @@ impl Flags {
         let mut configuration = describe(&models);
         configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("recorded blocks", "4096 bytes and more");
-        let published = self.output.publish(&Report {
+        let mut report = Report {
             environment: self.common.environment(&device),
             configuration,
             columns: columns(&device),
@@ -159,7 +159,9 @@ impl Flags {
             notes,
             details: details.into_tables(),
             ..Default::default()
-        });
+        };
+        words::drop_empty_columns(&mut report);
+        let published = self.output.publish(&report);
         kept.and(published)
     }
 

@@ -20,7 +20,6 @@ use common::models::describe;
 use common::outputs::named;
 use common::runs::{self, GridFlags, title};
 use common::{Common, Output, Sweep, ops, values, words, wrote};
-use serde_json::Value;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tallow::bench::{EndToEnd, Status, Step};
@@ -185,13 +184,7 @@ impl Flags {
                 report.rows.push(row);
             }
         }
-        let shown = &report.shown_rows;
-        let has_value = |key: &str| {
-            shown
-                .iter()
-                .any(|row| !row.get(key).is_none_or(Value::is_null))
-        };
-        report.columns.retain(|column| has_value(&column.key));
+        words::drop_empty_columns(&mut report);
         report.notes.extend(self.grid.not_planned(&precisions));
         report.notes.extend(NOTES.map(String::from));
         report.environment = self.common.environment(&device);

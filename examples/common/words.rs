@@ -1,7 +1,7 @@
 //! Groups and names of rows, and sentences that refer to them.
 
 use serde_json::Value;
-use tallow::report::{Answer, Column, Fields, Speedup, Verdict, format_mib, list_in_note};
+use tallow::report::{Answer, Column, Fields, Report, Speedup, Verdict, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -87,6 +87,20 @@ pub fn label_columns() -> Vec<Column> {
         Column::text("execution", "Execution"),
         Column::text("mode", "Mode"),
     ]
+}
+
+/// Removes the columns for which no line of the report has a value.
+pub fn drop_empty_columns(report: &mut Report) {
+    let lines = match report.shown_rows.is_empty() {
+        true => &report.rows,
+        false => &report.shown_rows,
+    };
+    let is_value = |value: &Value| !value.is_null();
+    let has_value = |column: &Column| {
+        let mut lines = lines.iter();
+        lines.any(|line| line.get(&column.key).is_some_and(is_value))
+    };
+    report.columns.retain(has_value);
 }
 
 /// The fields that distinguish rows, each with the prefix of its value in a row's name.

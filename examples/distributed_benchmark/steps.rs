@@ -28,7 +28,7 @@ pub struct Ways {
     #[arg(long)]
     exchange_bf16: bool,
 
-    /// replicated, sharded-optimizer, fully-shard; several
+    /// replicated, sharded-optimizer, fully-shard
     #[arg(long, value_enum, num_args = 1.., value_delimiter = ',', default_value = "replicated", value_name = "NAME")]
     strategy: Vec<Strategy>,
 

@@ -221,6 +221,7 @@ impl Flags {
             report.answers.extend(answers);
         }
         report.answers.extend(of_values(&comparisons, &compared));
+        words::drop_empty_columns(&mut report);
         self.output.publish(&report)
     }
 
