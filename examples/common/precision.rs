@@ -8,7 +8,7 @@ use tallow::precision::Precision;
 /// The flag of every example that can compute in half precision.
 #[derive(Args, Clone, Debug)]
 pub struct PrecisionFlags {
-    /// f32, bf16, f16; several. With an ending: -cpu, -full, -dropping-casts
+    /// f32, bf16, f16; endings -cpu, -full, -dropping-casts
     ///
     /// bf16 and f16 are autocast with f32 parameters and PyTorch's lists of ops for CUDA. bf16-cpu has the lists for
     /// the CPU. bf16-full is half precision throughout, parameters too. bf16-dropping-casts and bf16-cpu-dropping-casts
