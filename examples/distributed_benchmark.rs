@@ -286,6 +286,9 @@ struct Rank<'f> {
     step: StepConfig,
 }
 
+/// A model with what was measured of each way.
+type Measured<'m, T> = (&'m Model, Vec<(Way, T)>);
+
 impl Rank<'_> {
     /// Returns the sweep of `runs` runs, of which rank 0 shows the progress.
     fn sweep(&self, runs: usize) -> Sweep {
@@ -303,7 +306,7 @@ impl Rank<'_> {
         &self,
         part: &str,
         measure: impl Fn(&Model, Way) -> Result<T>,
-    ) -> Result<Vec<(&Model, Vec<(Way, T)>)>> {
+    ) -> Result<Vec<Measured<'_, T>>> {
         let ways = self.flags.ways.all();
         let mut sweep = self.sweep(self.models.len() * ways.len());
         let of_models = self.models.iter().map(|model| {

@@ -490,7 +490,6 @@ fn pair(model: &str, phase: &str, [eager_ms, planned_ms]: [f64; 2], spread: f64)
             time: time(&[], &[ms * (1.0 - spread), ms, ms * (1.0 + spread)]),
             ..Default::default()
         },
-        ..Default::default()
     };
     [
         row(Execution::Eager, eager_ms),
