@@ -111,7 +111,7 @@ impl Execution {
     }
 
     /// Returns whether `mode` in this execution is a planned training step, which has all [settings of a
-    /// step](EndToEnd::step).
+    /// step](field@EndToEnd::step).
     pub fn is_planned_step(self, mode: Mode) -> bool {
         self == Self::Planned && mode == Mode::TrainStep
     }
