@@ -11,7 +11,7 @@ use clap::{CommandFactory, Parser};
 use common::Output;
 use common::effects;
 use std::process::ExitCode;
-use tallow::report::{Answer, Column, Fields, Report};
+use tallow::report::{Column, Fields, Report};
 
 /// Adds 0.01 up a thousand times, in several precisions
 #[derive(Parser)]
@@ -27,6 +27,7 @@ fn main() -> ExitCode {
                 to the accumulator's dtype).";
     common::run(|| {
         output.check_with([])?;
+        let rows = rows::rows();
         output.publish(&Report {
             environment: common::environment(&Device::Cpu),
             configuration: Fields::from_iter([
@@ -43,10 +44,8 @@ fn main() -> ExitCode {
                 Column::number("error_of_terms", "Error of terms", "", 8),
                 Column::number("error_of_additions", "Error of additions", "", 8),
             ],
-            rows: rows::rows().into(),
-            answers: rows::ANSWERS
-                .map(|(question, answer)| Answer::new(question, answer))
-                .into(),
+            answers: rows::answers(&rows).into(),
+            rows: rows.into(),
             notes: vec![note.into()],
             ..Default::default()
         })

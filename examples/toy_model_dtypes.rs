@@ -14,7 +14,7 @@ use common::effects;
 use common::{Common, Output};
 use std::process::ExitCode;
 use tallow::Result;
-use tallow::report::{Answer, Column, Fields, Report};
+use tallow::report::{Column, Fields, Report};
 
 /// Prints which dtype each tensor of a small model has under autocast, and why layer norm is computed in f32
 #[derive(Parser)]
@@ -40,6 +40,8 @@ impl Flags {
         let policies = table::policies().map(|(key, title, _)| Column::text(key, title));
         let model = "fc1 (10, 20), ReLU, layer norm (10), fc2 (5, 10), cross entropy; batch 8";
         let note = "Rows of 1,024 numbers, eps 1e-5. Exact is f64 on the stored numbers.";
+        let norms = layer_norm::rows();
+        let answers = layer_norm::answers(&norms);
         let layer_norm = Report {
             title: "Layer norm in few bits".into(),
             notes: vec![note.into()],
@@ -51,7 +53,7 @@ impl Flags {
                 Column::number("variance_error_percent", "Error of variance", "%", 4),
                 Column::number("output_error_percent", "Error of output", "%", 4),
             ],
-            rows: layer_norm::rows(),
+            rows: norms,
             ..Default::default()
         };
         self.output.publish(&Report {
@@ -59,9 +61,7 @@ impl Flags {
             configuration: Fields::from_iter([("model", model)]),
             columns: [vec![Column::text("tensor", "Tensor")], policies.into()].concat(),
             rows,
-            answers: layer_norm::ANSWERS
-                .map(|(question, answer)| Answer::new(question, answer))
-                .into(),
+            answers: answers.into(),
             details: vec![layer_norm],
             ..Default::default()
         })

@@ -1,4 +1,4 @@
-//! What a training step does: its calls, and the bytes that they read and write.
+//! The calls of a training step, and the bytes that they read and write.
 
 use super::table::Comparison;
 use super::words::compared;

@@ -2,8 +2,9 @@
 
 use candle_core::FloatDType;
 use half::{bf16, f16};
+use serde_json::Value;
 use tallow::precision::accumulate::running_sums;
-use tallow::report::Fields;
+use tallow::report::{Answer, Fields};
 
 pub const VALUE: f64 = 0.01;
 pub const COUNT: usize = 1000;
@@ -44,20 +45,28 @@ fn sum<A: FloatDType, T: FloatDType>(terms: &str, term: T) -> Fields {
     row
 }
 
-/// The questions of the exercise with their answers. Their figures are those of [`rows`], which never change.
-pub const ANSWERS: [(&str, &str); 2] = [
-    (
-        "How accurate are the four sums of the exercise?",
-        "f32 terms in f32: 10.00013351 (+0.0013%); each addition is rounded to f32, whose numbers near the sum are \
-         9.54e-7 apart. f16 terms in f16: 9.95312500 (-0.4688%); each addition is rounded to f16, whose numbers near \
-         the sum are 0.0078125 apart. f16 terms in f32: 10.00213623 (+0.0214%); the term is stored as 0.0100021362. \
-         Casting the terms to f32 first gives the same sum: it cannot restore what f16 has rounded away.",
-    ),
-    (
-        "What does an f32 accumulator change for bf16?",
-        "bf16 terms in bf16: 4.00000000 (-60.0000%); the 350th addition is the last that changes the sum: 0.0100 is \
-         less than half of 0.03125, the distance to the next number of bf16. bf16 terms in f32: 10.00976562 \
-         (+0.0977%); the term is stored as 0.0100097656. With the same terms the f32 accumulator is nearer to the \
-         exact sum, which is why matmuls in half precision accumulate in f32.",
-    ),
-];
+/// Returns what the exercise asks, with the figures of [`rows`].
+pub fn answers(rows: &[Fields; 6]) -> [Answer; 2] {
+    let [single, half, mixed, _, brain, wide] = rows.each_ref().map(|row| {
+        let number = |key: &str| row.get(key).and_then(Value::as_f64).unwrap_or(f64::NAN);
+        format!("{:.8} ({:+.4}%)", number("sum"), number("error_percent"))
+    });
+    let half_term = f16::from_f64(VALUE).to_f64();
+    let brain_term = bf16::from_f64(VALUE).to_f64();
+    let four = format!(
+        "f32 terms in f32: {single}; each addition is rounded to f32, whose numbers near the sum are 9.54e-7 apart. f16 \
+         terms in f16: {half}; each addition is rounded to f16, whose numbers near the sum are 0.0078125 apart. f16 terms \
+         in f32: {mixed}; the term is stored as {half_term:.10}. Casting the terms to f32 first gives the same sum: it \
+         cannot restore what f16 has rounded away."
+    );
+    let in_bf16 = format!(
+        "bf16 terms in bf16: {brain}; the 350th addition is the last that changes the sum: {brain_term:.4} is less than \
+         half of 0.03125, the distance to the next number of bf16. bf16 terms in f32: {wide}; the term is stored as \
+         {brain_term:.10}. With the same terms the f32 accumulator is nearer to the exact sum, which is why matmuls in \
+         half precision accumulate in f32."
+    );
+    [
+        Answer::new("How accurate are the four sums of the exercise?", four),
+        Answer::new("What does an f32 accumulator change for bf16?", in_bf16),
+    ]
+}

@@ -2,9 +2,10 @@
 
 use candle_core::FloatDType;
 use half::{bf16, f16};
+use serde_json::Value;
 use tallow::model::ToyModel;
 use tallow::precision::accumulate::running_sum;
-use tallow::report::Fields;
+use tallow::report::{Answer, Column, Fields};
 
 /// Elements of a row: a usual model width.
 const WIDTH: usize = 1024;
@@ -88,21 +89,52 @@ fn normal(mean: f64, std: f64) -> Vec<f64> {
     values.collect()
 }
 
-/// The questions of the exercise with their answers. Their figures are those of [`rows`], which never change.
-pub const ANSWERS: [(&str, &str); 2] = [
-    (
-        "Which parts of layer norm are sensitive to mixed precision?",
+/// Returns what the exercise asks about layer norm, with the figures of [`rows`].
+pub fn answers(rows: &[Fields]) -> [Answer; 2] {
+    let percent = |[activations, stored, computed]: [&str; 3], key: &str| {
+        let labels = [
+            ("activations", activations),
+            ("stored", stored),
+            ("computed", computed),
+        ];
+        let is_own = |row: &&Fields| {
+            labels
+                .iter()
+                .all(|(key, label)| row.get(key) == Some(&(*label).into()))
+        };
+        let value = rows
+            .iter()
+            .find(is_own)
+            .and_then(|row| row.get(key)?.as_f64());
+        Column::number("", "", "%", 2).cell(value.map(f64::abs).map(Value::from).as_ref())
+    };
+    let [f16, bf16] = ["f16, sums in f32", "bf16, sums in f32"];
+    let large = percent(["large", "f16", f16], "output_error_percent");
+    let small = percent(["small", "f16", f16], "variance_error_percent");
+    let half = percent(["offset", "f16", f16], "output_error_percent");
+    let brain = percent(["offset", "bf16", bf16], "output_error_percent");
+    let sums = percent(["ordinary", "bf16", "bf16"], "variance_error_percent");
+    let sensitive = format!(
         "The variance, because it is a sum of squares. f16 ends at 65,504, and activations with a standard deviation of \
-         300 have squares near 90,000: the variance is inf and the output is off by 100.00%. Activations near 1e-4 have \
-         squares near 1e-8, under f16's smallest number: the variance is off by 100.00%. Computed in f32 from the same \
-         f16 activations, both variances are off by at most 0.01%.",
-    ),
-    (
-        "Does layer norm need to be treated differently with bf16?",
+         300 have squares near 90,000: the variance is inf and the output is off by {large}%. Activations near 1e-4 have \
+         squares near 1e-8, under f16's smallest number: the variance is off by {small}%. Computed in f32 from the same \
+         f16 activations, both variances are off by at most 0.01%."
+    );
+    let with_bf16 = format!(
         "For its range, no: bf16 has the exponents of f32, so that these squares neither overflow nor vanish. For its \
-         accuracy, yes: bf16 has 8 significant bits and f16 has 11. For activations with mean 100.2 the output is off \
-         by 19.49% in bf16, 1.40% in f16 (sums in f32), and less than 0.01% in f32. With sums in bf16 as well, the \
-         variance of ordinary activations is off by 28.41%. PyTorch's policy for CUDA therefore computes layer norm in \
-         f32 for both dtypes.",
-    ),
-];
+         accuracy, yes: bf16 has 8 significant bits and f16 has 11. For activations with mean 100.2 the output is off by \
+         {brain}% in bf16, {half}% in f16 (sums in f32), and less than 0.01% in f32. With sums in bf16 as well, the \
+         variance of ordinary activations is off by {sums}%. PyTorch's policy for CUDA therefore computes layer norm in \
+         f32 for both dtypes."
+    );
+    [
+        Answer::new(
+            "Which parts of layer norm are sensitive to mixed precision?",
+            sensitive,
+        ),
+        Answer::new(
+            "Does layer norm need to be treated differently with bf16?",
+            with_bf16,
+        ),
+    ]
+}

@@ -5,7 +5,7 @@ use crate::memory::MemoryBreakdown;
 use crate::report::Fields;
 use serde::Serialize;
 
-/// What was measured of an [`AttentionRun`](super::AttentionRun), or why nothing was.
+/// The measurements of an [`AttentionRun`](super::AttentionRun), or the reason why there are none.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct AttentionResult {
     /// The name of the precision: that of a layer's autocast region, or the dtype.
