@@ -156,7 +156,9 @@ impl Flags {
         if let Some(index) = self.isolated_run {
             runs = runs.into_iter().skip(index).take(1).collect();
         }
-        self.grid.set_available_memory(&mut runs, &device)?;
+        if !self.isolate || self.isolated_run.is_some() {
+            self.grid.set_available_memory(&mut runs, &device)?; // of isolated runs each process does
+        }
         if self.isolated_run.is_some() {
             let rows = alternate(&runs, self.rounds, &device, |_, _, _| ())?;
             let rows = serde_json::to_string(&rows.concat());
@@ -197,8 +199,10 @@ impl Flags {
                     rows.push(Row { row, counted });
                 }
             }
-            compared.show(&rows, &mut report);
-            self.output.save_so_far(&report)?;
+            if self.output.output.is_some() {
+                compared.show(&rows, &mut report);
+                self.output.save_so_far(&report)?;
+            }
         }
         // Runs must not find the machine warmed up by this measurement.
         if let Some(rates) = rates::of_precisions(&device, &precisions)? {
