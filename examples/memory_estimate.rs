@@ -153,7 +153,6 @@ impl Flags {
         }
         terms.notes.truncate(4);
         report.details.push(terms);
-        words::drop_empty_columns(&mut report);
         self.output.publish(&report)
     }
 }

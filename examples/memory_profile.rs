@@ -16,7 +16,7 @@ use common::effects::{self, Effect, only};
 use common::models::describe;
 use common::modes::CompileFlag;
 use common::runs::{self, GridFlags};
-use common::{Common, Output, Sweep, labels, outputs, values, words};
+use common::{Common, Output, Sweep, outputs, values, words};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tables::{Details, columns};
@@ -104,23 +104,19 @@ impl Flags {
             let (row, written) = match run.execution {
                 Execution::Planned => self.run_planned(run, name, &device, &mut details, path)?,
                 Execution::Eager => {
-                    let (measured, profile) = run.profile_memory(&device, Default::default())?;
-                    let mut row = Row::new(labels::Labels::of(run), &measured);
-                    let written = match profile {
-                        Some(profile) => {
-                            row.add(&profile);
-                            details.add(name, run, &profile);
-                            let own = profile.recording.notes().into_iter();
-                            notes.extend(own.map(|note| format!("{title}: {note}.")));
-                            self.write(&profile, &title, path)
-                        }
-                        None => {
-                            let estimate = run.estimate(&device)?;
-                            details.add_predicted(name, run, &estimate.breakdown);
-                            Ok(())
-                        }
-                    };
-                    (row, written)
+                    let (row, profile) = run.profile_memory(&device, Default::default())?;
+                    let mut written = Ok(());
+                    if let Some(profile) = &profile {
+                        let peak_bytes = row.peak_bytes().unwrap_or_default();
+                        details.add(name, run, profile, peak_bytes);
+                        let own = profile.recording.notes().into_iter();
+                        notes.extend(own.map(|note| format!("{title}: {note}.")));
+                        written = self.write(profile, &title, path);
+                    } else {
+                        let estimate = run.estimate(&device)?;
+                        details.add_predicted(name, run, &estimate.breakdown);
+                    }
+                    (Row::new(row, profile.as_ref()), written)
                 }
             };
             kept = kept.and(written);
@@ -150,18 +146,16 @@ impl Flags {
         let mut configuration = describe(&models);
         configuration.insert("optimizer", self.grid.optimizer.name());
         configuration.insert("recorded blocks", "4096 bytes and more");
-        let mut report = Report {
+        let published = self.output.publish(&Report {
             environment: self.common.environment(&device),
             configuration,
-            columns: columns(&device),
+            columns: columns(),
             rows,
             answers,
             notes,
             details: details.into_tables(),
             ..Default::default()
-        };
-        words::drop_empty_columns(&mut report);
-        let published = self.output.publish(&report);
+        });
         kept.and(published)
     }
 
@@ -174,7 +168,7 @@ impl Flags {
         details: &mut Details,
         path: impl Fn(&Path) -> PathBuf,
     ) -> Result<(Row, Result<()>)> {
-        let row = Row::new(labels::Labels::of(run), &run.run(device, |_, _| ())?[0]);
+        let row = Row::new(run.run(device, |_, _| ())?.swap_remove(0), None);
         let (plan, _) = match run.plan(device) {
             Err(error) if error.is_out_of_memory() => return Ok((row, Ok(()))),
             plan => plan?,

@@ -184,7 +184,6 @@ impl Flags {
                 report.rows.push(row);
             }
         }
-        words::drop_empty_columns(&mut report);
         report.notes.extend(self.grid.not_planned(&precisions));
         report.notes.extend(NOTES.map(String::from));
         report.environment = self.common.environment(&device);

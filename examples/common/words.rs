@@ -1,7 +1,8 @@
 //! Groups and names of rows, and sentences that refer to them.
 
+use serde::Serialize;
 use serde_json::Value;
-use tallow::report::{Answer, Column, Fields, Report, Speedup, Verdict, format_mib, list_in_note};
+use tallow::report::{Answer, Column, Fields, Speedup, Verdict, format_mib, list_in_note};
 
 /// Returns a speed-up as a table cell: the ratio of means, `unclear` if its error is too large, null if it is missing.
 pub fn speedup_cell(speedup: Option<Speedup>) -> Value {
@@ -89,20 +90,6 @@ pub fn label_columns() -> Vec<Column> {
     ]
 }
 
-/// Removes the columns for which no line of the report has a value.
-pub fn drop_empty_columns(report: &mut Report) {
-    let lines = match report.shown_rows.is_empty() {
-        true => &report.rows,
-        false => &report.shown_rows,
-    };
-    let is_value = |value: &Value| !value.is_null();
-    let has_value = |column: &Column| {
-        let mut lines = lines.iter();
-        lines.any(|line| line.get(&column.key).is_some_and(is_value))
-    };
-    report.columns.retain(has_value);
-}
-
 /// The fields that distinguish rows, each with the prefix of its value in a row's name.
 const LABELS: [(&str, &str); 12] = [
     ("configuration", ""),
@@ -163,6 +150,22 @@ pub fn names_without(keys: &[&str], rows: &[Fields]) -> Vec<String> {
         row
     });
     names(&rows.collect::<Vec<_>>())
+}
+
+/// Groups rows by the labels and phases in which they differ, which are the groups' names. Labels in `without` do not
+/// separate rows.
+pub fn named<'r, R: Serialize>(
+    rows: impl IntoIterator<Item = &'r R>,
+    without: &[&str],
+) -> Vec<(String, Vec<&'r R>)> {
+    let rows: Vec<&R> = rows.into_iter().collect();
+    let fields = rows.iter().map(Fields::of);
+    let fields: Vec<Fields> = fields.map(Result::unwrap_or_default).collect(); // structs have fields
+    let named = names_without(without, &fields).into_iter().zip(rows);
+    let groups = grouped(named, |(name, _)| name.clone()).into_iter();
+    groups
+        .map(|(name, rows)| (name, rows.into_iter().map(|(_, row)| row).collect()))
+        .collect()
 }
 
 /// Returns a note on the rows that ran out of memory, with the bytes that each needs.

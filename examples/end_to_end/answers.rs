@@ -1,8 +1,8 @@
 //! Answers from the rows, which tests call with made-up figures.
 
 use super::reasons::reasons;
-use super::table::{By, Compared, Comparison, Row, named};
-use super::words::{self, answered, grouped};
+use super::table::{By, Compared, Comparison, Row};
+use super::words::{self, answered, grouped, named};
 use tallow::bench::UPDATE;
 use tallow::report::{Answer, PowerLaw, Speedup, counted};
 

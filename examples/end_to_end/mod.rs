@@ -216,7 +216,7 @@ impl Flags {
         }
         compared.show(&rows, &mut report);
         report.environment = self.common.environment(&device);
-        report.notes = self.notes(&precisions, &rows, &report.rows);
+        report.notes = self.notes(&compared, &precisions, &rows, &report.rows);
         report.notes.extend(sweep.note());
         let comparisons = compared.comparisons(&rows);
         report.answers = of_runs(&rows);
@@ -225,7 +225,6 @@ impl Flags {
             report.answers.extend(answers);
         }
         report.answers.extend(of_values(&comparisons, &compared));
-        words::drop_empty_columns(&mut report);
         self.output.publish(&report)
     }
 
@@ -253,7 +252,13 @@ impl Flags {
     }
 
     /// Returns the notes on how to read the table, and on its rows.
-    fn notes(&self, precisions: &[Precision], rows: &[Row], fields: &[Fields]) -> Vec<String> {
+    fn notes(
+        &self,
+        compared: &Compared,
+        precisions: &[Precision],
+        rows: &[Row],
+        fields: &[Fields],
+    ) -> Vec<String> {
         let modes = self.grid.modes();
         let has_mfu = |row: &Row| row.time.as_ref().is_some_and(|t| t.mfu_percent.is_some());
         let plans_f_b =
@@ -275,16 +280,11 @@ impl Flags {
                 "A planned F+B is a training step without its update: its memory includes the optimizer's state.",
             ),
             (
-                modes.len() > 1,
+                modes.len() > 1 && !compared.by_phase,
                 "Memory and tokens/s are of the longest mode in the line, for instance of the training step.",
             ),
             (
-                rows.iter().any(|row| row.counted.is_some()),
-                "Calls are ops of an eager step, kernel calls of a planned one. Operands are the bytes that they read and \
-                 write; of eager steps what candle's graph adds between ops is not counted.",
-            ),
-            (
-                rows.iter().any(has_mfu),
+                !compared.is_any() && rows.iter().any(has_mfu),
                 "MFU is relative to the measured rate of matmuls in the row's precision.",
             ),
         ];

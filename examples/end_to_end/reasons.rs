@@ -7,7 +7,7 @@ use serde::Serialize;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, time_once};
 use tallow::profile::{Profiler, Span};
-use tallow::report::{Column, Verdict, counted};
+use tallow::report::{Column, Verdict, counted, format_mib, group_digits};
 
 /// The counts of a training step, and the time of planning.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -51,27 +51,35 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Option<Counted>> {
     Ok(Some(counted))
 }
 
-/// Describes whether the longest training step is faster when planned, why, and after how many steps the time of
-/// planning is regained; `None` if no step was counted.
+/// Describes whether the longest training step is faster when planned, what it runs instead of ops, and after how many
+/// steps the time of planning is regained; `None` if no step was counted.
 pub fn reasons(all: &[Comparison]) -> Option<String> {
     let counted_steps = all.iter().filter_map(|own| {
         let (eager, planned) = (own.of("eager")?, own.of("planned")?);
-        let plan_ms = planned.counted.as_ref()?.plan_ms?;
+        let counts = [eager, planned].map(|row| row.counted.as_ref());
         let [eager_ms, planned_ms] = [eager.statistics()?.mean_ms, planned.statistics()?.mean_ms];
-        Some((own, eager_ms, eager_ms - planned_ms, plan_ms))
+        Some((
+            own,
+            eager_ms,
+            eager_ms - planned_ms,
+            counts[0].zip(counts[1])?,
+        ))
     });
     let longest = counted_steps.max_by(|a, b| a.1.total_cmp(&b.1));
-    let (own, _, gain_ms, plan_ms) = longest?;
+    let (own, _, gain_ms, (eager, planned)) = longest?;
     let speedup = own.speedup("eager", "planned")?;
     let verdict = compared("a planned step", "an eager one", speedup);
-    let mut text = format!("{}: {verdict}.", own.name);
-    if speedup.verdict() == Verdict::Faster {
+    let [ops, calls] = [eager, planned].map(|counts| group_digits(counts.calls as u64));
+    let [of_ops, of_calls] = [eager, planned].map(|counts| format_mib(counts.operand_bytes as u64));
+    let mut text = format!(
+        "{}: {verdict}. It makes {calls} calls of fused kernels in one arena, which read and write {of_calls}; the eager \
+         step runs {ops} ops, which read and write {of_ops}, besides what candle's graph adds between them.",
+        own.name
+    );
+    if let (Verdict::Faster, Some(plan_ms)) = (speedup.verdict(), planned.plan_ms) {
         let steps = counted((plan_ms / gain_ms).ceil() as usize, "step");
         let plan_ms = Column::ms("", "").cell(Some(&plan_ms.into()));
-        text += &format!(
-            " It runs fused kernels in one arena, with the Calls and Operands of the table. Planning took {plan_ms} ms: \
-             the gain of {steps}."
-        );
+        text += &format!(" Planning took {plan_ms} ms: the gain of {steps}.");
     }
     Some(text)
 }

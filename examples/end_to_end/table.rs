@@ -2,7 +2,7 @@
 //! compared, it has a line for each phase with the compared values in columns.
 
 use super::reasons::Counted;
-use super::words::{change, grouped, label_columns, names_without, speedup_cell};
+use super::words::{change, label_columns, named, speedup_cell};
 use serde::Serialize;
 use std::ops::Deref;
 use tallow::bench::{EndToEndRow, Status, UPDATE};
@@ -48,21 +48,6 @@ impl Row {
     }
 }
 
-/// Groups rows by the labels and phases in which they differ, which are the groups' names. Labels in `without` do not
-/// separate rows.
-pub fn named<'r>(
-    rows: impl IntoIterator<Item = &'r Row>,
-    without: &[&str],
-) -> Vec<(String, Vec<&'r Row>)> {
-    let rows: Vec<&Row> = rows.into_iter().collect();
-    let fields: Vec<Fields> = rows.iter().map(|row| row.fields()).collect();
-    let named = names_without(without, &fields).into_iter().zip(rows);
-    let groups = grouped(named, |(name, _)| name.clone()).into_iter();
-    groups
-        .map(|(name, rows)| (name, rows.into_iter().map(|(_, row)| row).collect()))
-        .collect()
-}
-
 /// The label by which runs are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
@@ -91,7 +76,7 @@ pub struct Compared {
     pub by: By,
     pub values: Vec<&'static str>,
     /// Whether each phase has its own line.
-    by_phase: bool,
+    pub by_phase: bool,
 }
 
 /// One phase of one configuration, with each of the compared values.
@@ -109,16 +94,12 @@ type Quantity = (
     &'static str,
 );
 
-/// The quantities. Those of which no row has a value are not shown.
-const QUANTITIES: [Quantity; 8] = [
+/// The quantities that are compared.
+const QUANTITIES: [Quantity; 4] = [
     ("Time", Column::ms, TIME),
     ("Peak", Column::mib, "peak_bytes"),
-    ("Calls", Column::count, "calls"),
-    ("Operands", Column::mib, "operand_bytes"),
-    ("Plan", Column::ms, "plan_ms"),
     ("Tokens/s", Column::count, "tokens_per_s"),
     ("Reserved", Column::mib, "reserved_peak_bytes"),
-    ("Predicted peak", Column::mib, "estimate_bytes"),
 ];
 
 /// The field of a line with mean and standard deviation.

@@ -1,7 +1,7 @@
 //! The effect of warm-up: answers from runs of one configuration with different numbers of warm-up steps.
 
-use super::table::{Row, named};
-use super::words::answered;
+use super::table::Row;
+use super::words::{answered, named};
 use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.

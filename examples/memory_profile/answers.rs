@@ -1,10 +1,10 @@
 //! The rows of runs, and the answers from them, which tests call too.
 
-use super::labels::Labels;
-use super::words::{Peaks, answered, change, grouped, listed, memory};
+use super::words::{Peaks, answered, change, grouped, listed, memory, named};
 use serde::Serialize;
-use tallow::bench::{EndToEndRow, MemoryProfile, Status};
-use tallow::memory::{MemoryKind, Mode};
+use std::ops::Deref;
+use tallow::bench::{EndToEndRow, MemoryProfile};
+use tallow::memory::Mode;
 use tallow::nn::Checkpointing;
 use tallow::precision::Precision;
 use tallow::report::{Answer, format_mib};
@@ -13,81 +13,89 @@ use tallow::report::{Answer, format_mib};
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Row {
     #[serde(flatten)]
-    pub labels: Labels,
-    /// `OOM` if the run needs more memory than is available.
-    pub status: Status,
-    pub peak_bytes: Option<u64>,
-    pub estimate_bytes: u64,
+    pub run: EndToEndRow,
     pub estimate_error_percent: Option<f64>,
-    pub available_bytes: Option<u64>,
-    pub reserved_peak_bytes: Option<u64>,
+    /// `None` of a planned run, and of one that is out of memory.
+    #[serde(flatten)]
+    pub recorded: Option<Recorded>,
+}
+
+/// Figures of a recorded step.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Recorded {
     pub forward_peak_bytes: Option<u64>,
     pub backward_peak_bytes: Option<u64>,
     pub optimizer_peak_bytes: Option<u64>,
     /// The phase with the highest peak.
     pub peak_phase: Option<&'static str>,
-    /// Copies of the weights in half precision, at the peak.
-    pub weight_cast_bytes: Option<u64>,
     pub saved_for_backward_bytes: Option<u64>,
-    pub allocations: Option<u64>,
-    pub lost_events: Option<u64>,
+    pub allocations: u64,
+    pub lost_events: u64,
+}
+
+impl Deref for Row {
+    type Target = EndToEndRow;
+
+    fn deref(&self) -> &EndToEndRow {
+        &self.run
+    }
 }
 
 impl Row {
     /// Returns the row of a run, measured or not.
-    pub fn new(labels: Labels, run: &EndToEndRow) -> Self {
-        let memory = run.memory.clone().unwrap_or_default();
-        let mut row = Self {
-            labels,
-            status: run.status,
-            estimate_bytes: run.estimate_bytes,
-            available_bytes: run.available_bytes,
-            reserved_peak_bytes: memory.reserved_peak_bytes,
-            weight_cast_bytes: run.weight_cast_bytes,
-            ..Default::default()
-        };
-        row.set_peak(memory.peak_bytes);
-        row
-    }
-
-    /// Adds the memory of a recorded step.
-    pub fn add(&mut self, profile: &MemoryProfile) {
-        let (recording, saved) = (&profile.recording, &profile.saved);
-        let peak_event = recording.peak_event();
-        self.set_peak(Some(profile.peak_bytes));
-        self.reserved_peak_bytes = profile.reserved_peak_bytes;
-        for phase in recording.phases() {
-            let bytes = Some(recording.peak_bytes_in(phase));
-            match phase.name {
-                "forward" => self.forward_peak_bytes = bytes,
-                "backward" => self.backward_peak_bytes = bytes,
-                _ => self.optimizer_peak_bytes = bytes,
-            }
-            if self.peak_phase.is_none() && (phase.begins_at..=phase.ends_at).contains(&peak_event)
-            {
-                self.peak_phase = Some(phase.name);
-            }
+    pub fn new(run: EndToEndRow, profile: Option<&MemoryProfile>) -> Self {
+        let error = |peak: u64| 100.0 * (run.estimate_bytes as f64 / peak as f64 - 1.0);
+        Self {
+            estimate_error_percent: run.peak_bytes().map(error),
+            recorded: profile.map(Recorded::new),
+            run,
         }
-        let at_peak = recording.bytes_by_kind_at(peak_event);
-        self.weight_cast_bytes = Some(at_peak.bytes_of(MemoryKind::WeightCasts));
-        self.saved_for_backward_bytes = (!saved.tensors.is_empty()).then(|| saved.residual_bytes());
-        self.allocations = Some(profile.allocations);
-        self.lost_events = Some(recording.lost_events);
-    }
-
-    /// Sets the measured peak, and the error of the prediction.
-    fn set_peak(&mut self, peak_bytes: Option<u64>) {
-        let error = |peak: u64| 100.0 * (self.estimate_bytes as f64 / peak as f64 - 1.0);
-        self.estimate_error_percent = peak_bytes.map(error);
-        self.peak_bytes = peak_bytes;
     }
 
     /// Formats the peak; for a run that was not measured, the predicted one.
     fn peak_words(&self) -> String {
-        match self.peak_bytes {
+        match self.peak_bytes() {
             Some(bytes) => format_mib(bytes),
             None => format!("OOM (needs {})", format_mib(self.estimate_bytes)),
         }
+    }
+}
+
+impl Recorded {
+    fn new(profile: &MemoryProfile) -> Self {
+        let (recording, saved) = (&profile.recording, &profile.saved);
+        let (phases, peak_event) = (recording.phases(), recording.peak_event());
+        let peak = |name| {
+            let phase = phases.iter().find(|phase| phase.name == name)?;
+            Some(recording.peak_bytes_in(phase))
+        };
+        let mut at_peak = phases
+            .iter()
+            .filter(|phase| (phase.begins_at..=phase.ends_at).contains(&peak_event));
+        Self {
+            forward_peak_bytes: peak("forward"),
+            backward_peak_bytes: peak("backward"),
+            optimizer_peak_bytes: peak("optimizer"),
+            peak_phase: at_peak.next().map(|phase| phase.name),
+            saved_for_backward_bytes: (!saved.tensors.is_empty()).then(|| saved.residual_bytes()),
+            allocations: profile.allocations,
+            lost_events: recording.lost_events,
+        }
+    }
+
+    /// The phases of a step, and which is highest; `None` for a single phase.
+    fn phases(&self) -> Option<String> {
+        let peaks = [
+            ("forward", self.forward_peak_bytes),
+            ("backward", self.backward_peak_bytes),
+            ("optimizer", self.optimizer_peak_bytes),
+        ];
+        let peaks = peaks.map(|(name, bytes)| Some((name, bytes?)));
+        let peaks = peaks.iter().flatten();
+        let (highest, _) = peaks.clone().max_by_key(|(_, bytes)| bytes)?;
+        let words = peaks.map(|(name, bytes)| format!("{name} {}", format_mib(*bytes)));
+        let words: Vec<String> = words.collect();
+        (words.len() > 1).then(|| format!("{highest} is highest ({})", words.join(", ")))
     }
 }
 
@@ -100,25 +108,28 @@ fn sentence(items: impl Iterator<Item = String>) -> Option<String> {
 
 /// Returns the answers from the rows, except those without figures. `names` are the runs' names.
 pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
-    let named = || rows.iter().zip(names);
-    let phases = named().filter_map(|(row, name)| Some(format!("{name}: {}", phases(row)?)));
-    let peaks = named().map(|(row, name)| format!("{name} {}", row.peak_words()));
+    let named_rows = || rows.iter().zip(names);
+    let phases = named_rows().filter_map(|(row, name)| {
+        let phases = row.recorded.as_ref()?.phases()?;
+        Some(format!("{name}: {phases}"))
+    });
+    let peaks = named_rows().map(|(row, name)| format!("{name} {}", row.peak_words()));
     let highest = "Which phase has the highest peak, and how high are the others?";
     let lengths = "What is the peak memory of each context length?";
     let mut answers = answered([(highest, sentence(phases)), (lengths, sentence(peaks))]);
-    for (precision, own) in grouped(named(), |(row, _)| row.labels.precision) {
-        let peaks = own.iter().filter_map(|(row, name)| {
-            let in_f32 = Labels {
-                precision: Precision::F32,
-                ..row.labels.clone()
-            };
-            let before = rows.iter().find(|row| row.labels == in_f32)?.peak_bytes?;
-            Some((name.to_string(), before, row.peak_bytes?))
+    let runs = named(rows, &["precision"]);
+    let of = |own: &[&Row], precision| {
+        let row = own.iter().find(|row| row.precision == precision)?;
+        row.peak_bytes()
+    };
+    for (precision, own) in grouped(rows, |row| row.precision) {
+        let peaks = runs.iter().filter_map(|(name, own)| {
+            let before = of(own, Precision::F32)?;
+            Some((name.clone(), before, of(own, precision)?))
         });
         let peaks: Vec<Peaks> = peaks.collect();
         if precision != Precision::F32 && !peaks.is_empty() {
-            let copies = own.iter().filter_map(|(row, _)| row.weight_cast_bytes);
-            let copies = copies.max().filter(|bytes| *bytes > 0);
+            let copies = own.iter().find_map(|row| row.weight_cast_bytes);
             let question = format!("Does {precision} change the memory?");
             let text = memory(precision.name(), "f32", &peaks, copies);
             answers.push(Answer::new(question, text));
@@ -129,31 +140,13 @@ pub fn answers(rows: &[Row], names: &[String]) -> Vec<Answer> {
     answers
 }
 
-/// The phases of a step, and which is highest; `None` for a single phase.
-fn phases(row: &Row) -> Option<String> {
-    let peaks = [
-        ("forward", row.forward_peak_bytes),
-        ("backward", row.backward_peak_bytes),
-        ("optimizer", row.optimizer_peak_bytes),
-    ];
-    let peaks = peaks.map(|(name, bytes)| Some((name, bytes?)));
-    let peaks = peaks.iter().flatten();
-    let (highest, _) = peaks.clone().max_by_key(|(_, bytes)| bytes)?;
-    let words = peaks.map(|(name, bytes)| format!("{name} {}", format_mib(*bytes)));
-    let words: Vec<String> = words.collect();
-    (words.len() > 1).then(|| format!("{highest} is highest ({})", words.join(", ")))
-}
-
 /// Compares checkpointing strategies with none, among runs that are otherwise equal; `None` without such runs.
 fn checkpointing(rows: &[Row]) -> Option<String> {
-    let trained = rows.iter().filter(|row| row.labels.mode != Mode::Forward);
-    let groups = grouped(trained, |row| Labels {
-        checkpointing: Checkpointing::None,
-        ..row.labels.clone()
-    });
-    sentence(groups.iter().filter_map(|(labels, group)| {
-        let peaks = group.iter();
-        let peaks = peaks.filter_map(|row| Some((row.peak_bytes?, row.labels.checkpointing)));
+    let trained = rows.iter().filter(|row| row.mode != Mode::Forward);
+    let runs = named(trained, &["checkpointing"]).into_iter();
+    sentence(runs.filter_map(|(name, own)| {
+        let peaks = own.iter();
+        let peaks = peaks.filter_map(|row| Some((row.peak_bytes()?, row.checkpointing)));
         let (none, mut others): (Vec<_>, Vec<_>) =
             peaks.partition(|(_, strategy)| *strategy == Checkpointing::None);
         others.sort_by_key(|(bytes, _)| *bytes);
@@ -164,11 +157,8 @@ fn checkpointing(rows: &[Row]) -> Option<String> {
             format!("{strategy} {peak} ({change})")
         });
         let (words, before) = (words.collect::<Vec<_>>().join(", "), format_mib(before));
-        let (precision, length) = (labels.precision, labels.context_length);
-        let (execution, mode) = (labels.execution.name(), labels.mode.name());
-        let run = format!("{precision} T {length} {execution} {mode}");
         Some(format!(
-            "{run}: {least} uses the least ({words}; none {before})"
+            "{name}: {least} uses the least ({words}; none {before})"
         ))
     }))
 }

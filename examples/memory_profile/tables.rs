@@ -3,13 +3,12 @@
 
 use crate::common::runs::append;
 use crate::common::words::label_columns;
-use candle_core::Device;
 use tallow::bench::{EndToEnd, MemoryProfile};
 use tallow::memory::{MemoryBreakdown, MemoryKind};
 use tallow::report::{Column, Fields, Report, format_mib};
 
-/// Returns the columns of the table of peaks. On a GPU the reserved peak of its pool is added.
-pub fn columns(device: &Device) -> Vec<Column> {
+/// Returns the columns of the table of peaks.
+pub fn columns() -> Vec<Column> {
     let peak = |phase: &str| Column::mib(format!("{phase}_peak_bytes"), phase).group("Peak in");
     let mut columns = label_columns();
     columns.extend([
@@ -25,7 +24,6 @@ pub fn columns(device: &Device) -> Vec<Column> {
         Column::mib("saved_for_backward_bytes", "Saved for backward"),
         Column::count("allocations", "Allocations"),
     ]);
-    columns.retain(|column| !device.is_cpu() || column.key != "reserved_peak_bytes");
     columns
 }
 
@@ -77,8 +75,8 @@ pub struct Details {
 }
 
 impl Details {
-    /// Adds the memory of a recorded run.
-    pub fn add(&mut self, name: &str, run: &EndToEnd, profile: &MemoryProfile) {
+    /// Adds the memory of a recorded run with this peak.
+    pub fn add(&mut self, name: &str, run: &EndToEnd, profile: &MemoryProfile, peak_bytes: u64) {
         let (recording, estimate) = (&profile.recording, &profile.estimate);
         let at_peak = recording.bytes_by_kind_at(recording.peak_event());
         let phases = ["forward", "backward", "optimizer"].map(|name| {
@@ -92,7 +90,7 @@ impl Details {
         });
         let is_shown = |(holds, bytes): &Kind| {
             let most = bytes.iter().flatten().max();
-            *holds != MemoryKind::Other.name() && most > Some(&(profile.peak_bytes / 100))
+            *holds != MemoryKind::Other.name() && most > Some(&(peak_bytes / 100))
         };
         let (shown, small): (Vec<Kind>, Vec<Kind>) = all.into_iter().partition(is_shown);
         let other = small.into_iter().reduce(|(_, a), (name, b)| {
@@ -100,7 +98,7 @@ impl Details {
             (name, both)
         });
         let [forward, backward, optimizer] = phases.map(|held| Some(held?.total_bytes()));
-        let both = [profile.peak_bytes, estimate.peak_bytes].map(Some);
+        let both = [peak_bytes, estimate.peak_bytes].map(Some);
         let peak = ("peak", [forward, backward, optimizer, both[0], both[1]]);
         let kinds = shown.into_iter().chain(other).chain([peak]);
         append(&mut self.kinds, name, run, kind_table(kinds));

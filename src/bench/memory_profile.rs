@@ -1,7 +1,7 @@
 //! A step with every memory block recorded.
 
 use super::stopwatch::settled_meter;
-use super::{EndToEnd, EndToEndRow, Execution, Lap, Status};
+use super::{EndToEnd, EndToEndRow, Execution, Lap, Status, StepMemory};
 use crate::memory::{
     self, Estimate, MemoryKind, MemoryRecording, RecordConfig, SavedTensors, blocks_allocated,
 };
@@ -10,17 +10,13 @@ use crate::{Error, Result};
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
 
-/// The recorded memory of one step, and its estimate.
+/// The recorded memory of one step, and its estimate. The measured peak is in the row of the run.
 #[derive(Clone, Debug)]
 pub struct MemoryProfile {
     /// The estimate from sizes alone.
     pub estimate: Estimate,
     /// The recording of the last step. Its baseline is the memory that was allocated before the model was created.
     pub recording: MemoryRecording,
-    /// The peak of that step, as counted by the allocator or the GPU's pool, less the baseline.
-    pub peak_bytes: u64,
-    /// The peak size of the GPU's memory pool in that step, used or not.
-    pub reserved_peak_bytes: Option<u64>,
     /// The number of blocks of any size that the step allocated.
     pub allocations: u64,
     /// The tensors that forward saves for backward; empty for a forward without a graph.
@@ -28,7 +24,8 @@ pub struct MemoryProfile {
 }
 
 impl EndToEnd {
-    /// Runs the warm-up and one recorded step. Returns the row of the run without times, and the profile.
+    /// Runs the warm-up and one recorded step. Returns the row of the run, without times and with the peak of that step
+    /// (as counted by the allocator or the GPU's pool, less the baseline), and the profile.
     ///
     /// Weights are zeros, because no size depends on their values and large models take long to initialize. Parameters,
     /// optimizer state and tokens are labelled; the phases are `forward`, `backward` and `optimizer`. A run that is out
@@ -37,8 +34,8 @@ impl EndToEnd {
     /// before the model, so they are part of the baseline.
     ///
     /// # Errors
-    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops. [`Execution::Planned`] is refused: a recording would see its arena as one block.
-    /// [`planned_breakdown`](memory::planned_breakdown) has the parts of an arena.
+    /// Those of [`memory::record_on`], of [`run`](Self::run) and of the ops. [`Execution::Planned`] is refused: a
+    /// recording would see its arena as one block. [`planned_breakdown`](memory::planned_breakdown) has its parts.
     pub fn profile_memory(
         &self,
         device: &Device,
@@ -61,11 +58,19 @@ impl EndToEnd {
                 row.set_out_of_memory(&error, device);
                 Ok((row, None))
             }
-            profile => Ok((row, Some(profile?))),
+            recorded => {
+                let (memory, profile) = recorded?;
+                row.memory = Some(memory);
+                Ok((row, Some(profile)))
+            }
         }
     }
 
-    fn record_step(&self, device: &Device, record: RecordConfig) -> Result<MemoryProfile> {
+    fn record_step(
+        &self,
+        device: &Device,
+        record: RecordConfig,
+    ) -> Result<(StepMemory, MemoryProfile)> {
         let estimate = self.estimate(device)?;
         let saved = memory::saved_tensors(&self.workload(device).trace(&self.config)?);
         let meter = settled_meter(device, self.step.precision.dtype() != DType::F32)?;
@@ -98,14 +103,17 @@ impl EndToEnd {
         device.synchronize()?; // a GPU reaches its peak only now
         let allocations = blocks_allocated(device).saturating_sub(allocations);
         let peak_bytes = meter.peak_bytes().unwrap_or_default();
-        let recording = recorder.finish();
-        Ok(MemoryProfile {
-            estimate,
-            recording,
-            peak_bytes: peak_bytes.saturating_sub(baseline_bytes),
+        let memory = StepMemory {
+            peak_bytes: Some(peak_bytes.saturating_sub(baseline_bytes)),
             reserved_peak_bytes: meter.reserved_peak_bytes(),
+            ..Default::default()
+        };
+        let profile = MemoryProfile {
+            estimate,
+            recording: recorder.finish(),
             allocations,
             saved,
-        })
+        };
+        Ok((memory, profile))
     }
 }

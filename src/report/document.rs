@@ -11,7 +11,7 @@ use super::{Column, Fields};
 ///
 /// Columns show some of the fields of the rows. CSV and JSON have every field of every row, unrounded: first the fields
 /// of the columns, then the others (such as `samples_ms`). All rows of a table have the same keys. A missing value is
-/// `null` in JSON, an empty cell in CSV, and `n/a` in the other formats.
+/// `null` in JSON, an empty cell in CSV, and `n/a` in the other formats, which leave out columns without any value.
 ///
 /// The JSON document is `{"title": "..", "environment": {..}, "configuration": {..}, "answers": [..], "notes": [..],
 /// "rows": [{..}, ..], "details": [..]}`, and each of the details is such a document.
@@ -109,10 +109,15 @@ impl Report {
         }
     }
 
-    /// Returns the columns with their formatted cells, unescaped.
+    /// Returns the columns with their formatted cells, unescaped; without columns that have a value in no row.
     pub(super) fn column_texts(&self) -> Vec<ColumnText<'_>> {
-        let texts = self.columns.iter().map(|column| {
-            let values = || self.shown().iter().map(|row| row.get(&column.key));
+        let rows = self.shown();
+        let is_value = |value: &Value| !value.is_null();
+        let has_value = |key: &str| rows.iter().any(|row| row.get(key).is_some_and(is_value));
+        let columns = self.columns.iter();
+        let columns = columns.filter(|column| rows.is_empty() || has_value(&column.key));
+        let texts = columns.map(|column| {
+            let values = || rows.iter().map(|row| row.get(&column.key));
             ColumnText {
                 column,
                 cells: values().map(|value| column.cell(value)).collect(),
@@ -122,11 +127,11 @@ impl Report {
         texts.collect()
     }
 
-    /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. If the
-    /// tables show `shown_rows`, keys of columns that no row has are left out.
+    /// Returns each key of the rows once: those of the columns first, then the others in order of appearance. Without
+    /// any row, these are the keys of the columns.
     pub(super) fn keys(&self) -> Vec<&str> {
         let of_rows = |key: &&str| {
-            self.shown_rows.is_empty() || self.rows.iter().any(|row| row.get(key).is_some())
+            self.shown().is_empty() || self.rows.iter().any(|row| row.get(key).is_some())
         };
         let shown = self.columns.iter().map(|column| column.key.as_str());
         let rows = self.rows.iter();

@@ -1,6 +1,6 @@
 //! Text output for a terminal: tables that are wrapped to a given width, and their text.
 
-use super::column::{NOT_AVAILABLE, plain};
+use super::column::plain;
 use super::words::{one_line, wrap};
 use super::{Answer, Column, Fields, Report};
 use std::collections::HashSet;
@@ -142,8 +142,7 @@ pub(super) fn divide<'r>(
     blocks
 }
 
-/// Removes columns of equal names and returns their values, and drops empty columns. The first one stays if none tells
-/// the rows apart.
+/// Removes columns of equal names and returns their values. The first one stays if none tells the rows apart.
 pub(super) fn move_constant_columns(columns: &mut Vec<ColumnText<'_>>) -> Fields {
     let mut same = Fields::new();
     if columns.first().is_none_or(|first| first.cells.is_empty()) {
@@ -151,8 +150,7 @@ pub(super) fn move_constant_columns(columns: &mut Vec<ColumnText<'_>>) -> Fields
     }
     let tells_apart = |column: &ColumnText<'_>| column.is_of_names() && !column.agrees();
     let kept = usize::from(!columns.iter().any(tells_apart));
-    let others = columns.split_off(kept).into_iter();
-    for column in others.filter(|column| !column.is_empty()) {
+    for column in columns.split_off(kept) {
         if column.is_of_names() && column.agrees() {
             let title = in_a_sentence(&column.column.heading());
             same.insert(title, column.cells[0].as_str());
@@ -261,10 +259,6 @@ impl ColumnText<'_> {
 
     pub fn agrees(&self) -> bool {
         self.cells.windows(2).all(|pair| pair[0] == pair[1])
-    }
-
-    fn is_empty(&self) -> bool {
-        self.cells.iter().all(|cell| cell == NOT_AVAILABLE)
     }
 }
 

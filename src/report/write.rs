@@ -97,9 +97,8 @@ impl Report {
 
     /// Returns the document as text with lines of at most `width` characters. [`write_to`](Self::write_to) sets no limit.
     ///
-    /// A column of names whose cells are all equal moves into the header, and a column of quantities without any value
-    /// is left out. A wider table is wrapped: blocks of columns below each other, each of which begins with the columns
-    /// that tell rows apart.
+    /// A column of names whose cells are all equal moves into the header. A wider table is wrapped: blocks of columns
+    /// below each other, each of which begins with the columns that tell rows apart.
     ///
     /// ```
     /// use tallow::report::{Column, Fields, Report};

@@ -105,16 +105,17 @@ fn a_steps_blocks_are_the_pools() {
                 step: precision.into(),
                 ..base
             };
-            let (_, profile) = step.profile_memory(&gpu, Default::default()).unwrap();
-            let profile = profile.unwrap();
+            let (row, profile) = step.profile_memory(&gpu, Default::default()).unwrap();
+            let (memory, profile) = (row.memory.unwrap(), profile.unwrap());
+            let pool_bytes = memory.peak_bytes.unwrap();
             let recording = &profile.recording;
             let what = format!("{attention} {precision} {mode:?}");
             println!(
                 "{what}: predicted {}, blocks {}, pool {}, reserved {:?}, {} allocations",
                 profile.estimate.peak_bytes,
                 recording.peak_bytes(),
-                profile.peak_bytes,
-                profile.reserved_peak_bytes,
+                pool_bytes,
+                memory.reserved_peak_bytes,
                 profile.allocations
             );
             let measured = recording.bytes_by_kind_at(recording.peak_event());
@@ -138,13 +139,12 @@ fn a_steps_blocks_are_the_pools() {
             );
             // The pool rounds each block up to 512 bytes.
             let rounding = 512 * (profile.allocations + 200);
-            let pool_bytes = profile.peak_bytes;
             let blocks_bytes = recording.peak_bytes();
             assert!(
                 blocks_bytes <= pool_bytes + rounding && pool_bytes <= blocks_bytes + rounding,
                 "{what}: blocks {blocks_bytes}, pool {pool_bytes}"
             );
-            assert!(profile.reserved_peak_bytes.unwrap() >= pool_bytes);
+            assert!(memory.reserved_peak_bytes.unwrap() >= pool_bytes);
             let predicted_bytes = profile.estimate.peak_bytes;
             let difference = predicted_bytes.abs_diff(pool_bytes);
             assert!(

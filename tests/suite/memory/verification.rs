@@ -3,9 +3,6 @@
 #[path = "../../../examples/memory_estimate/answers.rs"]
 #[allow(dead_code)] // belongs to the example
 mod answers;
-#[path = "../../../examples/common/labels.rs"]
-#[allow(dead_code)]
-mod labels;
 #[path = "../../../examples/memory_profile/answers.rs"]
 #[allow(dead_code)]
 mod profiled;
@@ -14,8 +11,8 @@ use super::cases;
 use crate::check::refusal;
 use crate::words;
 use cases::{COUNT, case, is_outside};
-use labels::Labels;
 use tallow::attention::Algorithm;
+use tallow::bench::{EndToEndRow, StepMemory};
 use tallow::memory::{Mode, Workload, estimate, measure};
 use tallow::model::TransformerConfig;
 use tallow::nn::Checkpointing;
@@ -127,15 +124,22 @@ fn flash_saves_two_numbers_a_row() {
 #[test]
 fn a_profile_answers_by_its_rows() {
     let row = |precision, checkpointing, mib: u64| profiled::Row {
-        labels: Labels {
+        run: EndToEndRow {
             precision,
             checkpointing,
+            phase: "train step".into(),
+            memory: Some(StepMemory {
+                peak_bytes: Some(mib << 20),
+                ..Default::default()
+            }),
             ..Default::default()
         },
-        peak_bytes: Some(mib << 20),
-        forward_peak_bytes: Some((mib - 2) << 20),
-        backward_peak_bytes: Some(mib << 20),
-        optimizer_peak_bytes: Some((mib - 4) << 20),
+        recorded: Some(profiled::Recorded {
+            forward_peak_bytes: Some((mib - 2) << 20),
+            backward_peak_bytes: Some(mib << 20),
+            optimizer_peak_bytes: Some((mib - 4) << 20),
+            ..Default::default()
+        }),
         ..Default::default()
     };
     let rows = [
@@ -152,8 +156,8 @@ fn a_profile_answers_by_its_rows() {
     for part in [
         "first: backward is highest (forward 98.0 MiB, backward 100.0 MiB, optimizer 96.0 MiB)",
         "first 100.0 MiB; second 120.0 MiB; third 60.0 MiB.",
-        "Peak of bf16: second 20.0% more (120.0 MiB, f32 100.0 MiB).",
-        "block uses the least (block 60.0 MiB (40.0% less); none 100.0 MiB)",
+        "Peak of bf16: checkpointing none train step 20.0% more (120.0 MiB, f32 100.0 MiB).",
+        "f32 train step: block uses the least (block 60.0 MiB (40.0% less); none 100.0 MiB)",
     ] {
         assert!(
             text.iter().any(|text| text.contains(part)),
@@ -162,10 +166,11 @@ fn a_profile_answers_by_its_rows() {
     }
     // Peaks alone do not tell whether memory falls in backward.
     assert!(!text.iter().any(|text| text.contains("falls")), "{text:#?}");
-    let oom = profiled::Row {
+    let oom = EndToEndRow {
         estimate_bytes: 1 << 30,
         ..Default::default()
     };
+    let oom = profiled::Row::new(oom, None);
     let text = &profiled::answers(&[oom], &names[..1])[0].answer;
     assert_eq!(text, "first OOM (needs 1,024.0 MiB).");
 }
