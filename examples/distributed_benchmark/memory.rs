@@ -23,14 +23,14 @@ impl Rank<'_> {
         let held = |key, title| Column::mib(key, title).group("A rank");
         let columns = Self::columns([
             held("init_bytes", "after init"),
-            held("peak_bytes", "peak of a step"),
+            held("peak_bytes", "step's peak"),
+            held("predicted_bytes", "predicted"),
             held("after_bytes", "after it"),
-            Column::mib("state_bytes", "Optimizer"),
-            Column::mib("predicted_bytes", "Predicted peak"),
+            held("state_bytes", "optimizer"),
         ]);
         let notes = [
-            "After init: model and optimizer. A step's peak is before the optimizer's update, with the plan's arena \
-             and all gradients. The arena stays for the next step.",
+            "After init: model and optimizer. A step's peak (predicted by its plan) is before the optimizer's update, with \
+             the plan's arena and all gradients. The arena stays for the next step. Optimizer is its state alone.",
             "Ranks are threads of one process: its memory is divided by their number.",
         ];
         let notes = &notes[..1 + usize::from(self.are_threads)];

@@ -89,7 +89,7 @@ pub struct Program {
     pub config: Option<&'static str>,
     /// Whether f32 is always measured, and kept casts in addition to dropped casts.
     pub compares_precisions: bool,
-    /// Whether calls and memory traffic of training steps are counted.
+    /// Whether the calls of training steps are counted.
     pub counts: bool,
 }
 

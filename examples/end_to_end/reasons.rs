@@ -1,4 +1,4 @@
-//! The calls of a training step, and the bytes that they read and write.
+//! The calls of a training step, and the time of planning it.
 
 use super::table::Comparison;
 use super::words::compared;
@@ -6,22 +6,22 @@ use candle_core::Device;
 use serde::Serialize;
 use tallow::Result;
 use tallow::bench::{EndToEnd, Execution, time_once};
-use tallow::profile::{Profiler, Span};
-use tallow::report::{Column, Verdict, counted, format_mib, group_digits};
+use tallow::profile::Profiler;
+use tallow::report::{Column, Verdict, counted, group_digits};
 
 /// The counts of a training step, and the time of planning.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Counted {
+    /// Ops of an eager step, kernel calls of a planned one.
     pub calls: usize,
-    pub operand_bytes: f64,
     pub plan_ms: Option<f64>,
 }
 
 /// The number of steps that a profiler records.
 const PROFILED: usize = 3;
 
-/// Counts calls and bytes of a training step, in a separate run, whose first step is not profiled; `None` if it is out
-/// of memory.
+/// Counts the calls of a training step, in a separate run, whose first step is not profiled; `None` if it is out of
+/// memory.
 pub fn count(run: &EndToEnd, device: &Device) -> Result<Option<Counted>> {
     let counting = EndToEnd {
         warmup_steps: 0,
@@ -36,19 +36,12 @@ pub fn count(run: &EndToEnd, device: &Device) -> Result<Option<Counted>> {
         return Ok(None);
     };
     let recording = profiler?.finish()?;
-    let ops = || recording.spans.iter().filter(|span| span.is_op());
-    let bytes = ops().filter_map(Span::cost).map(|cost| cost.bytes());
-    let mut counted = Counted {
-        calls: ops().count() / PROFILED,
-        operand_bytes: bytes.sum::<f64>() / PROFILED as f64,
-        plan_ms: None,
+    let calls = recording.spans.iter().filter(|span| span.is_op()).count() / PROFILED;
+    let plan_ms = match run.execution {
+        Execution::Eager => None,
+        Execution::Planned => Some(time_once(device, || run.plan(device))?.1),
     };
-    if run.execution == Execution::Planned {
-        let ((plan, _), plan_ms) = time_once(device, || run.plan(device))?;
-        counted.operand_bytes = plan.traffic_bytes();
-        counted.plan_ms = Some(plan_ms);
-    }
-    Ok(Some(counted))
+    Ok(Some(Counted { calls, plan_ms }))
 }
 
 /// Describes whether the longest training step is faster when planned, what it runs instead of ops, and after how many
@@ -70,10 +63,9 @@ pub fn reasons(all: &[Comparison]) -> Option<String> {
     let speedup = own.speedup("eager", "planned")?;
     let verdict = compared("a planned step", "an eager one", speedup);
     let [ops, calls] = [eager, planned].map(|counts| group_digits(counts.calls as u64));
-    let [of_ops, of_calls] = [eager, planned].map(|counts| format_mib(counts.operand_bytes as u64));
     let mut text = format!(
-        "{}: {verdict}. It makes {calls} calls of fused kernels in one arena, which read and write {of_calls}; the eager \
-         step runs {ops} ops, which read and write {of_ops}, besides what candle's graph adds between them.",
+        "{}: {verdict}. It makes {calls} calls of fused kernels in one arena; the eager step runs {ops} ops, allocates \
+         the result of each, and records them in candle's graph.",
         own.name
     );
     if let (Verdict::Faster, Some(plan_ms)) = (speedup.verdict(), planned.plan_ms) {

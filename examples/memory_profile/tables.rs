@@ -42,16 +42,12 @@ fn kind_table(kinds: impl Iterator<Item = Kind>) -> Report {
         phase("optimizer"),
         highest("measured_bytes", "measured"),
         highest("estimate_bytes", "predicted"),
-        Column::mib("difference_bytes", "Difference"),
     ];
     let rows = kinds.map(|(holds, bytes)| {
         let mut row = Fields::from_iter([("holds", holds)]);
         for (column, bytes) in columns[1..].iter().zip(bytes) {
             row.insert(&column.key, bytes);
         }
-        let [.., measured, predicted] = bytes.map(|bytes| Some(bytes? as f64));
-        let difference = measured.zip(predicted).map(|(a, b)| b - a);
-        row.insert("difference_bytes", difference);
         row
     });
     Report {

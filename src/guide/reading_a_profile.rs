@@ -219,16 +219,16 @@
 //!
 //! ```text
 //!              At the peak of (MiB) ───────  At the highest peak (MiB)
-//! Holds        forward  backward  optimizer  measured        predicted  Difference (MiB)
-//! ───────────  ───────  ────────  ─────────  ────────  ───────────────  ────────────────
-//! weights          2.5       2.5        2.5       2.5              2.5               0.0
-//! optimizer        5.0       5.0        5.0       5.0              5.0               0.0
-//! activations     14.5      14.5        0.0      14.5             14.5               0.0
-//! logits           2.0       2.0        0.0       2.0              2.0               0.0
-//! gradients        0.0       0.5        2.5       0.5              0.5               0.0
-//! scratch          0.0       2.2        0.0       2.2              2.2               0.0
-//! other            0.1       0.1        0.1       0.1              0.0              -0.1
-//! peak            24.0      26.7       10.0      26.7             26.7              -0.1
+//! Holds        forward  backward  optimizer  measured        predicted
+//! ───────────  ───────  ────────  ─────────  ────────  ───────────────
+//! weights          2.5       2.5        2.5       2.5              2.5
+//! optimizer        5.0       5.0        5.0       5.0              5.0
+//! activations     14.5      14.5        0.0      14.5             14.5
+//! logits           2.0       2.0        0.0       2.0              2.0
+//! gradients        0.0       0.5        2.5       0.5              0.5
+//! scratch          0.0       2.2        0.0       2.2              2.2
+//! other            0.1       0.1        0.1       0.1              0.0
+//! peak            24.0      26.7       10.0      26.7             26.7
 //! ```
 //!
 //! | row | meaning |
@@ -242,9 +242,8 @@
 //! | scratch | temporary memory of a single op, and gradients of activations |
 //! | other | blocks under 4,096 bytes, blocks allocated outside of these three phases, and each kind that is at most 1% of the peak |
 //!
-//! `Difference` is predicted − measured. The next table has the largest allocations of the whole step; not all are
-//! alive at the peak. `Each` is the size of one block. Blocks equal in size, use, phase and origin share a row, and
-//! `Blocks` counts them. The table has five rows.
+//! The next table has the largest allocations of the whole step; not all are alive at the peak. `Each` is the size of
+//! one block. Blocks equal in size, use, phase and origin share a row, and `Blocks` counts them. The table has five rows.
 //!
 //! ```text
 //! Each (MiB)  Blocks  Holds        Phase     Origin
@@ -261,19 +260,19 @@
 //! that the op gives it, such as `probabilities`. `Tensors` is a count.
 //!
 //! ```text
-//! Origin                             What           Shape             Dtype  Tensors  Size (MiB)
-//! ─────────────────────────────────  ─────────────  ────────────────  ─────  ───────  ──────────
-//! lm_head/linear_cross_entropy       logits         [512, 1000]       f32          1         2.0
-//! layers.0/attn/attention::naive     probabilities  [4, 4, 128, 128]  f32          1         1.0
-//! layers.1/attn/attention::naive     probabilities  [4, 4, 128, 128]  f32          1         1.0
-//! layers.0/ffn/w1, w3/swiglu_linear  output         [4, 128, 344]     f32          1         0.7
-//! layers.0/ffn/w1, w3/swiglu_linear  gate           [512, 344]        f32          1         0.7
-//! all of token_embeddings                                                          1         0.2
-//! all of layers.0                                                                 22         7.0
-//! all of layers.1                                                                 22         7.0
-//! all of ln_final                                                                  2         0.3
-//! all of lm_head                                                                   3         2.0
-//! all                                                                             50        16.5
+//! Origin                             What           Size (MiB)  Shape             Dtype  Tensors
+//! ─────────────────────────────────  ─────────────  ──────────  ────────────────  ─────  ───────
+//! lm_head/linear_cross_entropy       logits                2.0  [512, 1000]       f32          1
+//! layers.0/attn/attention::naive     probabilities         1.0  [4, 4, 128, 128]  f32          1
+//! layers.1/attn/attention::naive     probabilities         1.0  [4, 4, 128, 128]  f32          1
+//! layers.0/ffn/w1, w3/swiglu_linear  output                0.7  [4, 128, 344]     f32          1
+//! layers.0/ffn/w1, w3/swiglu_linear  gate                  0.7  [512, 344]        f32          1
+//! all of token_embeddings                                  0.2                                 1
+//! all of layers.0                                          7.0                                22
+//! all of layers.1                                          7.0                                22
+//! all of ln_final                                          0.3                                 2
+//! all of lm_head                                           2.0                                 3
+//! all                                                     16.5                                50
 //! ```
 //!
 //! `Origin` is the place in the model and the op. `layers.0/ffn/w1, w3/swiglu_linear` is one op, which contains the

@@ -87,10 +87,10 @@ impl SavedTensors {
             json!([
                 tensor.path,
                 tensor.what,
+                tensor.bytes,
                 shape,
                 tensor.dtype.as_str(),
-                1,
-                tensor.bytes
+                1
             ])
         });
         let all = (
@@ -101,14 +101,14 @@ impl SavedTensors {
         let sums = self.by_module().into_iter();
         let sums = sums.map(|(module, count, bytes)| (format!("all of {module}"), count, bytes));
         let sums = sums.chain([all]);
-        let sums = sums.map(|(name, count, bytes)| json!([name, "", "", "", count, bytes]));
+        let sums = sums.map(|(name, count, bytes)| json!([name, "", bytes, "", "", count]));
         let columns = vec![
             Column::text("origin", "Origin"),
             Column::text("what", "What"),
+            Column::mib("bytes", "Size"),
             Column::text("shape", "Shape"),
             Column::text("dtype", "Dtype"),
             Column::count("count", "Tensors"),
-            Column::mib("bytes", "Size"),
         ];
         Report::table(columns, largest.chain(sums))
     }
