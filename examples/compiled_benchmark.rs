@@ -26,7 +26,7 @@ fn main() -> ExitCode {
         ("mode", &["all"]),
         ("compile", &["both"]),
         ("rounds", &["2"]),
-        ("warmup_steps", &["1"]),
+        ("warmup_steps", &["2"]), // a GPU records a planned step's second run
         ("steps", &["5"]),
     ];
     end_to_end::main(program, about, EXAMPLES, defaults)

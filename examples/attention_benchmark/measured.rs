@@ -4,7 +4,7 @@ use super::words::speedup_cell;
 use std::ops::Deref;
 use tallow::Result;
 use tallow::bench::{AttentionResult, AttentionStatus};
-use tallow::report::{Column, Fields, Report, Speedup, Statistics};
+use tallow::report::{Column, Fields, Report, Speedup, Statistics, format_mib};
 
 /// The implementation that others are compared with.
 pub const NAIVE: &str = "naive";
@@ -175,7 +175,6 @@ pub fn table(all: &[Measured]) -> Result<Report> {
 
 /// Returns notes on the columns, and on the runs that were not measured or in fewer steps than requested.
 pub fn notes(all: &[Measured]) -> Vec<String> {
-    let is_planned = |m: &Measured| m.implementation.starts_with("planned");
     let memory = match all.iter().any(Measured::is_layer) {
         true => {
             "Model is the weights and the input. After backward the gradients are alive and what forward saved is \
@@ -186,19 +185,25 @@ pub fn notes(all: &[Measured]) -> Vec<String> {
              attention, what backward still reads."
         }
     };
-    let planned = "Planned attention is compiled for its shape before it runs. Its peak includes the plan's whole buffer.";
-    let columns = [
+    let mut notes = [
         "Times are mean ± standard deviation. Speed-up is naive's mean over the row's; unclear: its spread is too large \
          for a ratio. Forward keeps what backward needs.",
         "Peak is the largest amount of memory in a step; saved is how far it is below naive's.",
         memory,
-    ];
-    let planned = all.iter().any(is_planned).then_some(planned);
-    let mut notes: Vec<String> = columns
-        .into_iter()
-        .chain(planned)
-        .map(String::from)
-        .collect();
+    ]
+    .map(String::from)
+    .to_vec();
+    if let Some(planned) = all.iter().find(|m| m.implementation.starts_with("planned")) {
+        let mut terms = planned.breakdown.iter().flat_map(|own| &own.terms);
+        let of_matmuls = terms.find(|term| term.name == "workspace"); // on a GPU
+        let workspace = of_matmuls.map_or(String::new(), |term| {
+            let size = format_mib(term.bytes);
+            format!(" and {size} of workspace for matmuls (that of eager ones is cuBLAS's, and not counted)")
+        });
+        notes.push(format!(
+            "Planned attention is compiled for its shape before it runs. Its memory includes the plan's buffer{workspace}."
+        ));
+    }
     for m in all {
         let reason = m.reason.as_deref().unwrap_or_default();
         let note = match m.status {

@@ -149,6 +149,9 @@ fn added((alone, step): (&Statistics, &Statistics)) -> String {
 
 /// Answers optimizer_state_sharding_accounting (a) and (c), and fsdp_accounting.
 pub fn memory(model: &str, ranks: usize, measured: &[(Way, Held)]) -> Vec<Answer> {
+    if ranks == 1 {
+        return Vec::new();
+    }
     let held = |strategy: &str| {
         let (_, held) = measured
             .iter()

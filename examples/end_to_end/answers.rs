@@ -130,33 +130,40 @@ fn memory(whole: &[&Comparison], first: &str, value: &str, by: By) -> Option<Str
 }
 
 /// Describes the speed-up of each whole step, and of backward with the optimizer: with its times for one configuration,
-/// as a mean for several.
+/// of each of a few, as a mean of many.
 fn speedups(all: &[Comparison], before: &str, after: &str) -> Option<String> {
     let is_shown = |row: &Row| row.is_whole_step() || row.phase == UPDATE;
     let shown = all.iter().filter(|own| is_shown(own.first()));
     let timed = shown.filter_map(|own| Some((own, own.speedup(before, after)?)));
     let phases = grouped(timed, |(own, _)| &own.first().phase).into_iter();
-    let sentences = phases.map(|(phase, pairs)| match pairs[..] {
-        [(own, speedup)] => {
-            let unclear = if speedup.is_clear() { "" } else { "unclear, " };
+    let shown = |speedup: &Speedup| match speedup.is_clear() {
+        true => speedup.to_string(),
+        false => format!("unclear, {speedup}"),
+    };
+    let sentences = phases.map(|(phase, pairs)| {
+        if let [(own, speedup)] = &pairs[..] {
             let time = |value| own.of(value).map_or(String::new(), Row::time_cell);
             let (new, old) = (time(after), time(before));
-            format!(" {phase}: {unclear}{speedup} ({new} against {old} ms).")
+            return format!(" {phase}: {} ({new} against {old} ms).", shown(speedup));
         }
-        _ => {
+        if pairs.len() > NAMED {
             let speedups: Vec<Speedup> = pairs.iter().map(|(_, speedup)| *speedup).collect();
             let mean = words::mean_speedup(&speedups);
             let of = counted(pairs.len(), "configuration");
-            format!(" {phase}: {mean} in {of}.")
+            return format!(" {phase}: {mean} as the geometric mean of {of}.");
         }
+        let each = pairs.iter().map(|(own, speedup)| {
+            let configuration = own.name.strip_suffix(phase.as_str()).unwrap_or(&own.name);
+            format!("{configuration}{}", shown(speedup))
+        });
+        let each: Vec<String> = each.collect();
+        format!(" {phase}: {}.", each.join("; "))
     });
     let mut text: String = sentences.collect();
     if text.contains("unclear") {
         text += words::UNCLEAR;
     }
-    let start = format!(
-        "Speed-ups of {after} over {before}: ratios of mean times, for several configurations their geometric mean."
-    );
+    let start = format!("Speed-ups of {after} over {before}, ratios of mean times.");
     (!text.is_empty()).then(|| start + &text)
 }
 

@@ -134,11 +134,14 @@ pub fn enough(runs: &[&Row]) -> Option<String> {
     // Whatever agrees with the longest warm-up comes last.
     let differs = |(_, ratio): &(usize, Speedup)| ratio.verdict() != Verdict::Equal;
     let differing = ratios.iter().rposition(differs).map_or(0, |last| last + 1);
-    let is_contradicted = !ratios[..differing].iter().all(differs);
+    let is_slower = |(_, ratio): &(usize, Speedup)| {
+        matches!(ratio.verdict(), Verdict::Faster | Verdict::Unclear) // the longest warm-up is faster
+    };
+    let is_contradicted = !ratios[..differing].iter().all(is_slower);
     let verdict = match ratios.get(differing) {
         _ if is_contradicted => {
-            "These figures do not decide: a shorter warm-up agrees where a longer one does not, so runs differ by more \
-             than their warm-up. More --steps and a quiet machine would."
+            "These figures do not decide: a run with less warm-up is not slower, so runs differ by more than their \
+             warm-up. More --steps and a quiet machine would."
                 .into()
         }
         Some((fewest, _)) => {

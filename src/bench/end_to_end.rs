@@ -285,7 +285,7 @@ impl EndToEnd {
         let row = |(phase, timing): (&str, Timing)| {
             Ok(EndToEndRow {
                 time: Some(self.time_of(phase, timing)?),
-                first_step: measured.first_step.result(),
+                first_step: measured.first_step.result.clone(),
                 memory: Some(measured.memory.clone()),
                 loss_scaling: measured.loss_scaling.clone(),
                 phase: phase.into(),

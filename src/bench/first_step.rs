@@ -20,7 +20,7 @@ pub struct FirstStep {
     pub later_step_page_faults: Option<f64>,
 }
 
-/// Counts of the process so far, or in a step: page faults, threads, CUDA sources compiled, CUDA modules loaded.
+/// Counts of the process so far: page faults, threads, CUDA sources compiled, CUDA modules loaded.
 type Counts = [Option<u64>; 4];
 
 fn counts() -> Counts {
@@ -35,9 +35,8 @@ fn counts() -> Counts {
 #[derive(Clone, Debug)]
 pub(super) struct FirstStepCounter {
     before: Counts,
-    steps: u64,
-    later_faults: u64,
-    result: FirstStep,
+    later_steps: f64,
+    pub result: FirstStep,
 }
 
 impl FirstStepCounter {
@@ -45,8 +44,7 @@ impl FirstStepCounter {
     pub fn begin() -> Self {
         Self {
             before: counts(),
-            steps: 0,
-            later_faults: 0,
+            later_steps: 0.0,
             result: FirstStep::default(),
         }
     }
@@ -55,11 +53,9 @@ impl FirstStepCounter {
     pub fn stepped(&mut self, ms: f64) {
         let now = counts();
         let added = |i: usize| Some(now[i]?.saturating_sub(self.before[i]?));
-        let added: Counts = std::array::from_fn(added);
-        let [faults, threads, compiled, loaded] = added;
+        let [faults, threads, compiled, loaded] = std::array::from_fn(added);
         self.before = now;
-        self.steps += 1;
-        if self.steps == 1 {
+        if self.result.first_step_ms.is_none() {
             self.result = FirstStep {
                 first_step_ms: Some(ms),
                 first_step_page_faults: faults,
@@ -69,13 +65,9 @@ impl FirstStepCounter {
                 later_step_page_faults: None,
             };
         } else if let Some(faults) = faults {
-            self.later_faults += faults;
-            let mean = self.later_faults as f64 / (self.steps - 1) as f64;
-            self.result.later_step_page_faults = Some(mean);
+            self.later_steps += 1.0;
+            let mean = self.result.later_step_page_faults.get_or_insert(0.0);
+            *mean += (faults as f64 - *mean) / self.later_steps;
         }
-    }
-
-    pub fn result(&self) -> FirstStep {
-        self.result.clone()
     }
 }

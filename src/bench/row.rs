@@ -7,15 +7,15 @@ use crate::hardware::available_bytes_on;
 use crate::memory::Mode;
 use crate::nn::Checkpointing;
 use crate::precision::Precision;
-use crate::report::{Fields, Statistics};
+use crate::report::Statistics;
 use crate::{Error, Result};
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 /// One phase of a measured [`EndToEnd`](super::EndToEnd) run, or a run that is out of memory.
 ///
-/// [`fields`](Self::fields) converts it to a row of a [`Report`](crate::report::Report). Nested structs are flattened,
-/// and those that were not measured are absent.
+/// [`Fields::of`](crate::report::Fields::of) converts it to a row of a [`Report`](crate::report::Report). Nested structs
+/// are flattened, and those that were not measured are absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EndToEndRow {
     /// The name of the model.
@@ -172,14 +172,6 @@ impl EndToEndRow {
         self.status = Status::OutOfMemory;
         self.available_bytes = available_bytes_on(device).or(self.available_bytes);
         self.reason = Some(error.to_string());
-    }
-
-    /// Returns the row of a report.
-    ///
-    /// # Errors
-    /// [`Error::Data`](crate::Error::Data) if serialization fails.
-    pub fn fields(&self) -> Result<Fields> {
-        Fields::of(self)
     }
 
     /// Returns whether the row is of the whole step of its mode.

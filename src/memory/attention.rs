@@ -320,7 +320,7 @@ impl SelfAttentionWorkload {
     }
 }
 
-/// Predicts the peak memory of one self-attention layer on the CPU, weights and input included: use it to decide
+/// Predicts the peak memory of one self-attention layer on these kernels, weights and input included: use it to decide
 /// whether a size fits. It follows the trace, as [`estimate_graph`](super::estimate_graph()) does for any function.
 ///
 /// The peak is in the backward of attention or, where D is large compared with B T, in that of the last weight, when
@@ -328,17 +328,20 @@ impl SelfAttentionWorkload {
 /// and half-precision copies of weights and x exist in addition.
 ///
 /// ```
-/// use tallow::memory::{SelfAttentionWorkload, self_attention_breakdown};
+/// use tallow::memory::{SelfAttentionWorkload, Target, self_attention_breakdown};
 ///
-/// let breakdown =
-///     self_attention_breakdown(&SelfAttentionWorkload { d_model: 4096, ..Default::default() })?;
+/// let workload = SelfAttentionWorkload { d_model: 4096, ..Default::default() };
+/// let breakdown = self_attention_breakdown(&workload, Target::Cuda)?;
 /// assert!(breakdown.to_string().contains("weights 4D^2 256.0 MiB"));
 /// # Ok::<(), tallow::Error>(())
 /// ```
 ///
 /// # Errors
 /// Sizes that the layer does not support: a D that H does not divide, heads too wide for flash.
-pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<MemoryBreakdown> {
+pub fn self_attention_breakdown(
+    workload: &SelfAttentionWorkload,
+    kernels: Target,
+) -> Result<MemoryBreakdown> {
     let w = workload;
     let [b, t, d, h] = [w.batch_size, w.sequence_length, w.d_model, w.heads];
     let attention = w.attention();
@@ -352,7 +355,7 @@ pub fn self_attention_breakdown(workload: &SelfAttentionWorkload) -> Result<Memo
     breakdown(LayerEstimate {
         workload: w,
         forward: SelfAttentionWorkload::forward,
-        kernels: Target::Cpu,
+        kernels,
         residents: vec![
             resident(MemoryKind::Weights, "weights", "4D^2", weights),
             resident(MemoryKind::Inputs, "x", "BTD", x),

@@ -2,7 +2,6 @@
 
 use crate::Error;
 use indexmap::IndexMap;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -39,16 +38,14 @@ impl Fields {
     /// ```
     /// use tallow::report::Fields;
     ///
-    /// #[derive(serde::Serialize, serde::Deserialize, PartialEq, Debug)]
+    /// #[derive(serde::Serialize)]
     /// struct Row {
     ///     phase: String,
     ///     mean_ms: Option<f64>,
     /// }
     ///
-    /// let row = Row { phase: "forward".into(), mean_ms: Some(117.46) };
-    /// let fields = Fields::of(&row)?;
+    /// let fields = Fields::of(&Row { phase: "forward".into(), mean_ms: Some(117.46) })?;
     /// assert_eq!(fields.get("mean_ms"), Some(&117.46.into()));
-    /// assert_eq!(fields.read::<Row>(), Some(row));
     /// # Ok::<(), tallow::Error>(())
     /// ```
     ///
@@ -62,12 +59,6 @@ impl Fields {
             Error::data("fields of a row", error.to_string())
                 .must_be("a struct of named fields", "derive Serialize for a struct")
         })
-    }
-
-    /// Deserializes a struct that names some of the fields; `None` if one is missing or of another type.
-    pub fn read<T: DeserializeOwned>(&self) -> Option<T> {
-        let entries = self.0.clone().into_iter().collect();
-        serde_json::from_value(Value::Object(entries)).ok()
     }
 
     /// Sets the value of `key`. An existing key keeps its position; a new one is appended.

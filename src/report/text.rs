@@ -98,6 +98,11 @@ fn table(report: &Report, width: usize) -> (Vec<String>, Fields) {
     let cells = columns.iter_mut().flat_map(|column| &mut column.cells);
     cells.for_each(|cell| *cell = one_line(cell));
     let same = move_constant_columns(&mut columns);
+    let has_others = columns.len() > 2;
+    for column in columns.iter_mut().filter(|own| own.is_of_names()) {
+        let most = if has_others { width / 5 * 3 } else { width }; // figures fit beside it
+        column.cells.iter_mut().for_each(|cell| cut(cell, most));
+    }
     let mut lines = Vec::new();
     for mut block in divide(columns, |columns| self::width(columns) <= width) {
         while self::width(&block) > width && cut_words(&mut block, width) {}

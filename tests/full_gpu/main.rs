@@ -59,7 +59,7 @@ fn attention(sequence_length: usize) -> AttentionRun {
 }
 
 fn fields(rows: &[EndToEndRow]) -> Vec<Fields> {
-    rows.iter().map(|row| row.fields().unwrap()).collect()
+    rows.iter().map(|row| Fields::of(row).unwrap()).collect()
 }
 
 fn text(row: &Fields, key: &str) -> String {

@@ -48,7 +48,7 @@ fn rows(run: &EndToEnd) -> Vec<Fields> {
 }
 
 fn fields(rows: &[EndToEndRow]) -> Vec<Fields> {
-    rows.iter().map(|row| row.fields().unwrap()).collect()
+    rows.iter().map(|row| Fields::of(row).unwrap()).collect()
 }
 
 fn text(row: &Fields, key: &str) -> String {

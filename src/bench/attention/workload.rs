@@ -110,7 +110,7 @@ impl AttentionTask {
         let breakdown = match (self, execution) {
             (Self::Alone(own), Execution::Eager) => attention_breakdown(own, kernels),
             (Self::Alone(own), Execution::Planned) => planned_attention_breakdown(own, kernels),
-            (Self::Layer(layer), Execution::Eager) => self_attention_breakdown(layer),
+            (Self::Layer(layer), Execution::Eager) => self_attention_breakdown(layer, kernels),
             (Self::Layer(layer), Execution::Planned) => {
                 planned_self_attention_breakdown(layer, device)
             }

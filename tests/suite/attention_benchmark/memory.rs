@@ -174,7 +174,7 @@ fn the_module_takes_what_its_account_says() {
                     ..twice()
                 };
                 let rows = rows(&run);
-                let breakdown = || self_attention_breakdown(&workload).unwrap();
+                let breakdown = || self_attention_breakdown(&workload, Target::Cpu).unwrap();
                 check(&rows, &format!("{workload:?}"), breakdown, PACKING_BYTES);
                 check_columns(&rows[2], &workload);
             }
@@ -213,7 +213,7 @@ fn the_module_in_half_precision_takes_what_its_account_says() {
                     ..twice()
                 };
                 let rows = rows(&run);
-                let breakdown = || self_attention_breakdown(&workload).unwrap();
+                let breakdown = || self_attention_breakdown(&workload, Target::Cpu).unwrap();
                 check(
                     &rows,
                     &format!("{workload:?}"),
@@ -312,7 +312,7 @@ fn sizes_beyond_any_machine_are_counted_not_overflowed() {
                 dtype,
                 ..Default::default()
             };
-            let breakdown = self_attention_breakdown(&workload).unwrap();
+            let breakdown = self_attention_breakdown(&workload, Target::Cpu).unwrap();
             assert_eq!(breakdown.peak_bytes(), u64::MAX);
         }
     }

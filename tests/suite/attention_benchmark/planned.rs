@@ -15,7 +15,10 @@ use tallow::memory::{
 };
 use tallow::precision::{Precision, Regime};
 #[cfg(feature = "cuda")]
-use tallow::report::Fields;
+use tallow::{
+    memory::{SelfAttentionWorkload, self_attention_breakdown},
+    report::Fields,
+};
 
 fn planned() -> AttentionRun {
     planned_by(Algorithm::Naive)
@@ -273,6 +276,44 @@ fn on_a_gpu_too() {
         }
         for term in ["activation", "workspace 32.0 MiB"] {
             assert!(text(&refused[0], "reason").contains(term), "{refused:?}");
+        }
+    }
+    let precisions = [
+        Precision::F32,
+        Precision::BF16,
+        Precision::BF16.with_dropped_casts(true),
+        Precision::F16.with_regime(Regime::Full),
+    ];
+    for (algorithm, precision) in Algorithm::ALL
+        .into_iter()
+        .flat_map(|algorithm| precisions.map(|precision| (algorithm, precision)))
+    {
+        let workload = SelfAttentionWorkload {
+            algorithm,
+            batch_size: 4,
+            sequence_length: 300,
+            d_model: 512,
+            heads: 8,
+            ..Default::default()
+        };
+        let workload = workload.with_precision(precision);
+        let run = AttentionRun {
+            task: AttentionTask::Layer(workload),
+            ..attention(algorithm)
+        };
+        let breakdown = self_attention_breakdown(&workload, Target::Cuda).unwrap();
+        let rows = rows_on(&gpu, &run);
+        for (predicted, key) in [
+            (breakdown.before_backward_bytes, "before_backward_bytes"),
+            (breakdown.peak_bytes(), "peak_bytes"),
+        ] {
+            let measured = number(&rows[2], key);
+            println!("{algorithm} {precision} {key}: {predicted} {measured}");
+            let beside = measured - predicted as f64;
+            assert!(
+                beside.abs() < 16e3,
+                "{algorithm} {precision} {key} {measured}: {breakdown}"
+            );
         }
     }
 }
