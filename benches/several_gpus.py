@@ -128,7 +128,7 @@ class Run:
             "distributed_benchmark", *common, "--part", "paper", "--world-size", self.flags.gpus, "--contention",
             CONTENTION, "--product-tflops", 600, "--memory-gb-s", 4000, *fitted, *rates,
         )  # fmt: skip
-        estimates = {(row["strategy"], row["exchange"]): row["step_ms"] for row in estimates["rows"]}
+        estimates = {(row["strategy"], row["exchange"]): 1e3 * row["step_seconds"] for row in estimates["rows"]}
         measured = self.json(
             "distributed_benchmark", *common, *timed, "--gpus", self.flags.gpus, "--part", "steps", "--without-alone"
         )
