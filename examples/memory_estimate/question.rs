@@ -115,14 +115,15 @@ impl Question<'_> {
         }
     }
 
-    /// Returns the largest batch and the largest T that fit; of a planned step, with at most [`MOST_TOKENS`] tokens.
-    fn largest(&self, available_bytes: u64) -> Result<(Option<usize>, Option<usize>)> {
+    /// Returns the largest batch and the largest T that fit, 0 if none does; of a planned step, with at most
+    /// [`MOST_TOKENS`] tokens.
+    fn largest(&self, available_bytes: u64) -> Result<(usize, usize)> {
         let (run, config) = (self.run, &self.run.config);
         if run.execution == Execution::Eager {
             let workload = run.workload(self.target);
             let beyond = smallest_sequence_not_fitting(config, &workload, available_bytes)?;
             let batch = largest_batch_size(config, &workload, available_bytes)?;
-            return Ok((batch, Some(beyond - 1).filter(|length| *length > 0)));
+            return Ok((batch.unwrap_or(0), beyond - 1));
         }
         let bytes = |batch_size: usize, sequence_length: usize| {
             if batch_size.saturating_mul(sequence_length) > MOST_TOKENS {
@@ -136,7 +137,7 @@ impl Question<'_> {
         let (b, t) = (run.batch_size, run.sequence_length);
         let batch = largest_that_fits(available_bytes, |batch_size| bytes(batch_size, t))?;
         let length = largest_that_fits(available_bytes, |length| bytes(b, length))?;
-        Ok((batch, length))
+        Ok((batch.unwrap_or(0), length.unwrap_or(0)))
     }
 
     /// Returns the strategy for an eager step that fits and recomputes the fewest blocks.

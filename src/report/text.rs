@@ -98,13 +98,18 @@ fn table(report: &Report, width: usize) -> (Vec<String>, Fields) {
     let cells = columns.iter_mut().flat_map(|column| &mut column.cells);
     cells.for_each(|cell| *cell = one_line(cell));
     let same = move_constant_columns(&mut columns);
-    let has_others = columns.len() > 2;
-    for column in columns.iter_mut().filter(|own| own.is_of_names()) {
-        let most = if has_others { width / 5 * 3 } else { width }; // figures fit beside it
-        column.cells.iter_mut().for_each(|cell| cut(cell, most));
-    }
+    // A long name is cut rather than repeated for each figure.
+    let most = LEAST_WORDS.max(width / 5 * 3);
+    let fits = |columns: &[ColumnText<'_>]| {
+        let widths = columns.iter().zip(widths(columns));
+        let widths = widths.map(|(column, width)| match column.is_of_names() {
+            true => width.min(most),
+            false => width,
+        });
+        with_gaps(&widths.collect::<Vec<_>>()) <= width
+    };
     let mut lines = Vec::new();
-    for mut block in divide(columns, |columns| self::width(columns) <= width) {
+    for mut block in divide(columns, fits) {
         while self::width(&block) > width && cut_words(&mut block, width) {}
         let has_block_above = !lines.is_empty();
         lines.extend(has_block_above.then(String::new));

@@ -173,11 +173,12 @@ impl Trainer {
     /// - With [`replicate`](Self::replicate) alone, all ranks have the same run, and rank 0 writes the file. Other
     ///   ranks may call this; it does nothing there.
     /// - With a [sharded optimizer](Self::shard_optimizer) rank 0 writes the file, for which it receives the others'
-    ///   state: every rank must call this.
+    ///   state: every rank must call this. On other ranks the call returns before the file is written, and with no
+    ///   error if writing fails.
     /// - With [sharded weights](Self::fully_sharded) every rank must call this, and see the same folder. Each writes
     ///   its part to a file of its own next to `path`, `path.part-...`. Rank 0 then writes the file at `path`, which
     ///   lists the parts and completes the save; until then the earlier save is valid. Parts that no file lists any
-    ///   more are removed.
+    ///   more are removed. The call returns on every rank once the save is complete, or with an error on all.
     ///
     /// # Errors
     /// [`Error::Io`] naming `path`, and the process that writes there if there is one; [`Error::Weight`] naming a

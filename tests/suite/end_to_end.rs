@@ -411,7 +411,7 @@ fn precisions_are_compared_with_f32() {
     );
     let answers = answers_of(&rows);
     for expected in [
-        "Speed-ups of bf16 over f32: ratios of mean times",
+        "Speed-ups of bf16 over f32, ratios of mean times.",
         " forward: 0.75x (40.00 ± 0.40 against 30.00 ± 0.30 ms). \
          forward+backward: 1.50x (60.00 ± 0.60 against 90.00 ± 0.90 ms).",
         "Peak of bf16: forward 12.5% more (450.0 MiB, f32 400.0 MiB); forward+backward 30.0% less (700.0 MiB, f32 \

@@ -81,6 +81,35 @@ lm_head                              1.0
     assert_eq!(report.to_text(Some(40)), expected);
 }
 
+/// A GPU's matmul kernels have names as long as a line.
+#[test]
+fn a_long_name_is_cut_rather_than_repeated_for_each_figure() {
+    let row = |kernel: &str, ms: f64| {
+        let mut row = Fields::from_iter([("kernel", kernel)]);
+        row.insert("mean", ms).insert("count", 12);
+        row
+    };
+    let report = Report {
+        columns: vec![
+            Column::text("kernel", "Kernel"),
+            Column::ms("mean", "Mean"),
+            Column::count("count", "A step"),
+        ],
+        rows: vec![
+            row("sm80_xmma_gemm_f32f32_tilesize128x64x8_stage3", 1.5),
+            row("adamw_f32", 0.25),
+        ],
+        ..Default::default()
+    };
+    let expected = "\
+Kernel                   Mean (ms)  A step
+───────────────────────  ─────────  ──────
+sm80_xmma_gemm_f32f32_…       1.50      12
+adamw_f32                    0.250      12
+";
+    assert_eq!(report.to_text(Some(42)), expected);
+}
+
 /// Each block begins with the columns that tell all rows apart, and columns under one heading stay together.
 #[test]
 fn a_wide_table_is_divided_into_blocks() {
