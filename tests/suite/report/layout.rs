@@ -102,12 +102,12 @@ fn a_long_name_is_cut_rather_than_repeated_for_each_figure() {
         ..Default::default()
     };
     let expected = "\
-Kernel                   Mean (ms)  A step
-───────────────────────  ─────────  ──────
-sm80_xmma_gemm_f32f32_…       1.50      12
-adamw_f32                    0.250      12
+Kernel                    Mean (ms)  A step
+────────────────────────  ─────────  ──────
+sm80_xmma_gemm_f32f32_t…       1.50      12
+adamw_f32                     0.250      12
 ";
-    assert_eq!(report.to_text(Some(42)), expected);
+    assert_eq!(report.to_text(Some(43)), expected);
 }
 
 /// Each block begins with the columns that tell all rows apart, and columns under one heading stay together.
