@@ -140,12 +140,16 @@ impl Report {
         keys.into_iter().collect()
     }
 
-    /// Returns title and content of the two headers.
-    pub(super) fn headers(&self) -> [(&'static str, &Fields); 2] {
-        [
+    /// Returns title and content of the two headers, without fields that are null.
+    pub(super) fn headers(&self) -> [(&'static str, Vec<(&str, &Value)>); 2] {
+        let both = [
             ("Environment", &self.environment),
             ("Configuration", &self.configuration),
-        ]
+        ];
+        both.map(|(title, fields)| {
+            let known = fields.iter().filter(|(_, value)| !value.is_null());
+            (title, known.collect())
+        })
     }
 
     pub(super) fn shown(&self) -> &[Fields] {

@@ -14,7 +14,7 @@ pub(super) fn write_markdown(report: &Report, out: &mut dyn Write) -> io::Result
     let headers = report.headers().into_iter();
     for (title, fields) in headers.filter(|(_, fields)| !fields.is_empty()) {
         writeln!(out, "**{title}**\n")?;
-        for (key, value) in fields.iter() {
+        for (key, value) in fields {
             writeln!(out, "- {}: {}", escape(key), escape(&plain(value)))?;
         }
         writeln!(out)?;
@@ -91,7 +91,7 @@ pub(super) fn write_latex(report: &Report, out: &mut dyn Write) -> io::Result<()
 /// Writes a table whose caption ends in `known`: the values that are equal in all rows around it, and the machine.
 fn write_latex_within(report: &Report, known: &Fields, out: &mut dyn Write) -> io::Result<()> {
     let headers = report.headers().into_iter();
-    for (key, value) in headers.flat_map(|(_, fields)| fields.iter()) {
+    for (key, value) in headers.flat_map(|(_, fields)| fields) {
         let comment = format!("{key}: {}", plain(value));
         writeln!(out, "% {}", one_line(&comment))?;
     }
