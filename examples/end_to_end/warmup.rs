@@ -2,7 +2,7 @@
 
 use super::table::Row;
 use super::words::{answered, named};
-use tallow::report::{Answer, Speedup, Statistics, Verdict, counted, group_digits};
+use tallow::report::{Answer, Speedup, Statistics, counted, group_digits};
 
 /// Returns the answers for each configuration and mode. `is_isolated` means that each run had its own process.
 pub fn answers(rows: &[Row], is_isolated: bool) -> Vec<Answer> {
@@ -120,6 +120,9 @@ pub fn after_few(runs: &[&Row]) -> Option<String> {
     ))
 }
 
+/// Means that differ by at most this part agree, however small their spread: runs of one program differ as much.
+const NEAR: f64 = 0.02;
+
 /// Describes how many warm-up steps are enough for means that agree with those after the longest warm-up.
 pub fn enough(runs: &[&Row]) -> Option<String> {
     let longest = runs.last()?;
@@ -131,15 +134,13 @@ pub fn enough(runs: &[&Row]) -> Option<String> {
     });
     let ratios = ratios.collect::<Option<Vec<_>>>()?;
     let (nearest, ratio) = ratios.last()?;
+    let agrees = |own: &Speedup| own.is_clear() && (own.ratio - 1.0).abs() <= own.error.max(NEAR);
     // Whatever agrees with the longest warm-up comes last.
-    let differs = |(_, ratio): &(usize, Speedup)| ratio.verdict() != Verdict::Equal;
-    let differing = ratios.iter().rposition(differs).map_or(0, |last| last + 1);
-    let is_slower = |(_, ratio): &(usize, Speedup)| {
-        matches!(ratio.verdict(), Verdict::Faster | Verdict::Unclear) // the longest warm-up is faster
-    };
-    let is_contradicted = !ratios[..differing].iter().all(is_slower);
+    let differing = ratios.iter().rposition(|(_, own)| !agrees(own));
+    let differing = differing.map_or(0, |last| last + 1);
+    let is_slower = |own: &Speedup| !agrees(own) && (own.ratio > 1.0 || !own.is_clear());
     let verdict = match ratios.get(differing) {
-        _ if is_contradicted => {
+        _ if !ratios[..differing].iter().all(|(_, own)| is_slower(own)) => {
             "These figures do not decide: a run with less warm-up is not slower, so runs differ by more than their \
              warm-up. More --steps and a quiet machine would."
                 .into()
@@ -147,7 +148,7 @@ pub fn enough(runs: &[&Row]) -> Option<String> {
         Some((fewest, _)) => {
             format!("{fewest}, of those tried: the means do not differ from that after {most}.")
         }
-        None if ratio.verdict() == Verdict::Unclear => {
+        None if !ratio.is_clear() => {
             "These figures do not decide. More --steps and a quiet machine would.".into()
         }
         None => format!(
@@ -156,8 +157,10 @@ pub fn enough(runs: &[&Row]) -> Option<String> {
     };
     let before = ratios[..differing].iter();
     let before = before.map(|(steps, ratio)| format!(" After {steps}: {ratio} as long."));
+    let percent = 100.0 * NEAR;
     Some(format!(
-        "{verdict}{} Means agree if 1 lies within two standard errors of their ratio, and these are at most 20% of it.",
+        "{verdict}{} Means agree within {percent}%, or if 1 lies within two standard errors of their ratio; these must be \
+         at most 20% of it.",
         before.collect::<String>()
     ))
 }

@@ -252,6 +252,7 @@ fn warm_up_is_judged_by_spread() {
         decided.starts_with("2, of those tried") && decided.contains("After 1: 1.20x as long."),
         "{decided}"
     );
+    let exact = steps(5, &[90.0; 5], &[10.0, 10.001, 9.999]);
     let cold_and_steady = steps(0, &[], &steady);
     let alike = enough(&[&cold_and_steady, &longest]);
     assert!(
@@ -271,6 +272,9 @@ fn warm_up_is_judged_by_spread() {
         contradiction.starts_with("These figures do not decide: a run with less warm-up"),
         "{contradiction}"
     );
+    // A difference between runs that no one would measure for, though their spread is smaller.
+    let near = steps(2, &[90.0; 2], &[10.15, 10.151, 10.149]);
+    assert!(enough(&[&near, &exact]).starts_with("2, of those tried"));
     let faster = steps(2, &[90.0; 2], &[9.0, 9.1, 8.9]);
     let contradiction = enough(&[&faster, &longest]);
     assert!(
