@@ -1,6 +1,6 @@
-//! Compares planned steps of models (compiled for their shapes before they run) with eager steps, in turns, and counts the
-//! calls of a training step. `attention_benchmark --compare naive planned flash` compares attention alone. `--help` lists
-//! example commands.
+//! Compares planned steps of models (compiled for their shapes before they run) with eager steps, in turns, and counts
+//! the calls of a training step. `attention_benchmark --compare naive planned flash` compares attention alone. `--help`
+//! lists example commands.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)] // common::stdout and common::print_progress do not panic
 

@@ -198,10 +198,13 @@ pub fn notes(all: &[Measured]) -> Vec<String> {
         let of_matmuls = terms.find(|term| term.name == "workspace"); // on a GPU
         let workspace = of_matmuls.map_or(String::new(), |term| {
             let size = format_mib(term.bytes);
-            format!(" and {size} of workspace for matmuls (that of eager ones is cuBLAS's, and not counted)")
+            format!(
+                " and {size} of workspace for matmuls (that of eager ones is cuBLAS's, and not counted)"
+            )
         });
         notes.push(format!(
-            "Planned attention is compiled for its shape before it runs. Its memory includes the plan's buffer{workspace}."
+            "Planned attention is compiled for its shape before it runs. Its memory includes the plan's \
+             buffer{workspace}."
         ));
     }
     for m in all {

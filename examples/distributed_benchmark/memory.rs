@@ -29,10 +29,10 @@ impl Rank<'_> {
             held("state_bytes", "optimizer"),
         ]);
         let notes = [
-            "After init: model and optimizer. A step's peak (predicted by its plan) is before the optimizer's update, with \
-             the plan's arena and all gradients. The arena stays for the next step. Optimizer is its state alone.",
-            "Ranks are threads of one process: its memory is divided by their number, so it is the mean of a rank. Predicted \
-             is rank 0's, whose shard may be larger.",
+            "After init: model and optimizer. A step's peak (predicted by its plan) is before the optimizer's update, \
+             with the plan's arena and all gradients. The arena stays for the next step. Optimizer is its state alone.",
+            "Ranks are threads of one process: its memory is divided by their number, so it is the mean of a rank. \
+             Predicted is rank 0's, whose shard may be larger.",
         ];
         let notes = &notes[..1 + usize::from(self.are_threads)];
         let mut report = table("Memory of a rank", columns, notes);

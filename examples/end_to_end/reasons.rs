@@ -12,7 +12,7 @@ use tallow::report::{Column, Verdict, counted, group_digits};
 /// The counts of a training step, and the time of planning.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Counted {
-    /// Ops of an eager step, kernel calls of a planned one.
+    /// The number of ops of an eager step, or of kernel calls of a planned one.
     pub calls: usize,
     pub plan_ms: Option<f64>,
 }

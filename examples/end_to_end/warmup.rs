@@ -159,8 +159,8 @@ pub fn enough(runs: &[&Row]) -> Option<String> {
     let before = before.map(|(steps, ratio)| format!(" After {steps}: {ratio} as long."));
     let percent = 100.0 * NEAR;
     Some(format!(
-        "{verdict}{} Means agree within {percent}%, or if 1 lies within two standard errors of their ratio; these must be \
-         at most 20% of it.",
+        "{verdict}{} Means agree within {percent}%, or if 1 lies within two standard errors of their ratio; these must \
+         be at most 20% of it.",
         before.collect::<String>()
     ))
 }

@@ -83,7 +83,7 @@ impl Recorded {
         }
     }
 
-    /// The phases of a step, and which is highest; `None` for a single phase.
+    /// Names the phase with the highest peak, and lists all; `None` for a single phase.
     fn phases(&self) -> Option<String> {
         let peaks = [
             ("forward", self.forward_peak_bytes),

@@ -47,7 +47,7 @@ pub struct Family {
     folder: PathBuf,
     load: LoadOptions,
     pub config: TransformerConfig,
-    /// How the trained model is saved: with the files next to the weights that it started from.
+    /// The options of saving the trained model: with the files next to the weights that it started from.
     pub save: SaveOptions,
 }
 

@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 
 /// One phase of a measured [`EndToEnd`](super::EndToEnd) run, or a run that is out of memory.
 ///
-/// [`Fields::of`](crate::report::Fields::of) converts it to a row of a [`Report`](crate::report::Report). Nested structs
-/// are flattened, and those that were not measured are absent.
+/// [`Fields::of`](crate::report::Fields::of) converts it to a row of a [`Report`](crate::report::Report). Nested
+/// structs are flattened, and those that were not measured are absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct EndToEndRow {
     /// The name of the model.

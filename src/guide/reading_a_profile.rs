@@ -243,7 +243,8 @@
 //! | other | blocks under 4,096 bytes, blocks allocated outside of these three phases, and each kind that is at most 1% of the peak |
 //!
 //! The next table has the largest allocations of the whole step; not all are alive at the peak. `Each` is the size of
-//! one block. Blocks equal in size, use, phase and origin share a row, and `Blocks` counts them. The table has five rows.
+//! one block. Blocks equal in size, use, phase and origin share a row, and `Blocks` counts them. The table has five
+//! rows.
 //!
 //! ```text
 //! Each (MiB)  Blocks  Holds        Phase     Origin

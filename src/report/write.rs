@@ -98,7 +98,8 @@ impl Report {
     /// Returns the document as text with lines of at most `width` characters. [`write_to`](Self::write_to) sets no limit.
     ///
     /// A column of names whose cells are all equal moves into the header. A wider table is wrapped: blocks of columns
-    /// below each other, each of which begins with the columns that tell rows apart.
+    /// below each other, each of which begins with the columns that tell rows apart. Names that take more than three
+    /// fifths of the width are cut where another column then fits beside them.
     ///
     /// ```
     /// use tallow::report::{Column, Fields, Report};

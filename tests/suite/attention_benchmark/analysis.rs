@@ -15,7 +15,7 @@ use approx::assert_relative_eq;
 use measured::Measured;
 use rstest::rstest;
 use tallow::bench::{AttentionMemory, AttentionResult, AttentionStatus, PhaseTime};
-use tallow::memory::{AttentionWorkload, Target, attention_breakdown};
+use tallow::memory::{AttentionWorkload, Target, attention_breakdown, planned_attention_breakdown};
 use tallow::report::Statistics;
 use tallow::report::plot;
 
@@ -346,4 +346,28 @@ fn the_figure_has_a_colour_for_each_implementation_and_a_dash_for_each_width() {
         m.result.memory = None;
     }
     assert_eq!(figure::figure(&without_memory, caption()).len(), 1);
+}
+
+/// On a GPU a plan's workspace for matmuls is counted, and cuBLAS's is not: small sizes would look as if planning cost it.
+#[test]
+fn a_note_names_the_workspace_of_planned_attention() {
+    let note = |kernels| {
+        let workload = AttentionWorkload::default();
+        let mut planned = measured("planned", 512, 64, 1.0, 1 << 20);
+        planned.result.breakdown = Some(planned_attention_breakdown(&workload, kernels).unwrap());
+        let notes = measured::notes(&[measured("naive", 512, 64, 1.0, 1 << 20), planned]);
+        let of_planned = notes.into_iter().filter(|note| note.starts_with("Planned"));
+        of_planned.collect::<String>()
+    };
+    let (cpu, cuda) = (note(Target::Cpu), note(Target::Cuda));
+    assert!(cpu.ends_with("includes the plan's buffer."), "{cpu}");
+    assert!(
+        cuda.contains("the plan's buffer and 32.0 MiB of workspace for matmuls"),
+        "{cuda}"
+    );
+    assert!(
+        measured::notes(&[measured("naive", 512, 64, 1.0, 1)])
+            .iter()
+            .all(|note| !note.starts_with("Planned"))
+    );
 }
